@@ -1,0 +1,26 @@
+"""specjax: lossless speculative decoding in JAX.
+
+Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a call, N nodes of a draft (root included),
+D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
+"""
+
+from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.engine import Result, generate, stream
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.sharding import make_mesh
+from specjax.tree import Chain
+
+__version__ = "0.1.0"
+__all__ = [
+    "Chain",
+    "DraftModel",
+    "EarlyExit",
+    "PromptLookup",
+    "Result",
+    "Sampling",
+    "Target",
+    "generate",
+    "make_mesh",
+    "stream",
+]

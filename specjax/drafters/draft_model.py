@@ -1,0 +1,111 @@
+"""A smaller model of the same vocabulary as the drafter (Leviathan et al. 2023, arXiv 2211.17192)."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+
+from specjax.cache import KVCache
+from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain, propose_token
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Output, Target
+from specjax.sampling import RowSampling, split_keys
+from specjax.tree import Chain
+
+
+@struct.dataclass
+class DraftModelState:
+    """Attributes:
+    cache: the draft model's own.
+    last: ``[B]`` the last token of the newest draft.
+    behind: ``[B]`` bool, ``last`` was accepted but the draft model has never read it: after full acceptance its cache
+        lacks one token more than the root.
+    """
+
+    cache: KVCache
+    last: jax.Array
+    behind: jax.Array
+
+
+@struct.dataclass
+class DraftModel(Drafter):
+    """Drafts a chain with a second, cheaper model.
+
+    Attributes:
+        model: of the target's vocabulary.
+        draft: a `Chain`.
+    """
+
+    model: Target
+    draft: Chain = struct.field(pytree_node=False, default=Chain(4))
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, draft: Chain = Chain(4), dtype: Any = None, mesh: Mesh | None = None
+    ) -> "DraftModel":
+        """Load the draft model as `Target.from_pretrained` loads a target."""
+        return cls(model=Target.from_pretrained(path, dtype, mesh), draft=draft)
+
+    @classmethod
+    def init(cls, target: Target, key: jax.Array, draft: Chain = Chain(4), **sizes: int) -> "DraftModel":
+        """A random draft model that fits ``target``; consumes ``key``.
+
+        ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers.
+        """
+        sizes = {"num_layers": max(1, target.config.num_layers // 4)} | sizes
+        config = ModelConfig(**(vars(target.config) | sizes))
+        return cls(model=Target.init(config, key, target.dtype), draft=draft)
+
+    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+        """Write the draft model as a Hugging Face checkpoint."""
+        self.model.save_pretrained(path, dtype)
+
+    def check(self, target: Target) -> None:
+        own, other = self.model.config.vocab_size, target.config.vocab_size
+        if own != other:
+            raise ValueError(
+                f"drafter has a vocabulary of {own} tokens and target one of {other}: "
+                "a draft model must share the target's tokenizer"
+            )
+
+    def prefill(
+        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
+    ) -> DraftModelState:
+        _, own = self.model.prefill(tokens, lengths, cache.capacity)
+        return DraftModelState(cache=own, last=tokens[:, 0], behind=jnp.zeros(tokens.shape[0], bool))
+
+    def propose(
+        self, target: Target, state: DraftModelState, root: jax.Array, sampling: RowSampling, keys: jax.Array
+    ) -> tuple[Draft, DraftModelState]:
+        step_keys = split_keys(keys, self.draft.length)
+        # The first forward reads two tokens: the one that full acceptance left out, where it did, and the root.
+        unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
+        output, cache = self.model.forward(unread, state.cache)
+        assert output.logits is not None and cache is not None
+        logits = output.logits[jnp.arange(root.shape[0]), state.behind.astype(jnp.int32)]
+        cache = cache.keep(None, 1 + state.behind)
+        committed = cache.length
+        first, first_q = propose_token(logits, sampling, step_keys[0])
+        drafted, q, cache = extend_chain(self.model, first, cache, sampling, step_keys[1:])
+        drafted = jnp.concatenate([first[:, None], drafted], axis=1)
+        if first_q is not None:
+            q = jnp.concatenate([first_q[:, None], q], axis=1)
+        state = DraftModelState(cache=cache.replace(length=committed), last=drafted[:, -1], behind=state.behind)
+        return Draft.chain(root, drafted, q), state
+
+    def update(
+        self,
+        target: Target,
+        state: DraftModelState,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: KVCache,
+    ) -> DraftModelState:
+        # Drafting read the root and every drafted token but the last; `length` stands after the root.
+        accepted = verdict.count - 1  # -1 where the row has finished: its root is to be read again
+        behind = accepted == self.draft.length
+        return DraftModelState(cache=state.cache.keep(None, accepted - behind), last=state.last, behind=behind)

@@ -1,0 +1,72 @@
+"""Self-speculation: the target's own first layers draft, all of its layers verify.
+
+As in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
+"""
+
+from typing import ClassVar
+
+import jax
+from flax import struct
+
+from specjax.cache import KVCache
+from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain
+from specjax.models.transformer import Output, Target
+from specjax.sampling import RowSampling, split_keys
+from specjax.tree import Chain
+
+
+@struct.dataclass
+class EarlyExitState:
+    """The target's cache while drafting, None otherwise: its first layers are this drafter's cache."""
+
+    cache: KVCache | None = None
+
+
+@struct.dataclass
+class EarlyExit(Drafter):
+    """Drafts with the target's first ``layers`` layers, then its own final norm and head. Needs no weights of its own.
+
+    What it writes into the target's cache while drafting lies above ``length``, and verification writes the same keys and
+    values there again.
+
+    Attributes:
+        layers: at least 1 and fewer than the target has.
+        draft: a `Chain`.
+    """
+
+    layers: int = struct.field(pytree_node=False)
+    draft: Chain = struct.field(pytree_node=False, default=Chain(4))
+    borrows_cache: ClassVar[bool] = True
+
+    def check(self, target: Target) -> None:
+        if not 1 <= self.layers < target.config.num_layers:
+            raise ValueError(f"EarlyExit(layers={self.layers}): the target has {target.config.num_layers}; give 1 to one less")
+
+    def prefill(
+        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
+    ) -> EarlyExitState:
+        return EarlyExitState()
+
+    def propose(
+        self, target: Target, state: EarlyExitState, root: jax.Array, sampling: RowSampling, keys: jax.Array
+    ) -> tuple[Draft, EarlyExitState]:
+        assert state.cache is not None
+        lent = state.cache
+        own = KVCache(layers=lent.layers[: self.layers], length=lent.length)
+
+        drafted, q, own = extend_chain(
+            target, root, own, sampling, split_keys(keys, self.draft.length), layers=self.layers
+        )
+        draft = Draft.chain(root, drafted, q)
+        return draft, EarlyExitState(cache=lent.replace(layers=own.layers + lent.layers[self.layers :]))
+
+    def update(
+        self,
+        target: Target,
+        state: EarlyExitState,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: KVCache,
+    ) -> EarlyExitState:
+        return state

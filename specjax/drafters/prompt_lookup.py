@@ -1,0 +1,84 @@
+"""Prompt lookup: propose what followed the same words earlier in the text.
+
+After Saxena's prompt lookup decoding (2023); here the search runs on the device with static shapes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.cache import KVCache
+from specjax.drafters.base import Draft, Drafter, Verdict, append
+from specjax.models.transformer import Output, Target
+from specjax.sampling import RowSampling
+from specjax.tree import Chain
+
+
+@struct.dataclass
+class PromptLookupState:
+    """Attributes:
+    tokens: ``[B, S]`` prompt and output so far, the root included.
+    lengths: ``[B]`` how many there are.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+
+
+@struct.dataclass
+class PromptLookup(Drafter):
+    """Drafts by copying. The longest suffix of at most ``max_ngram`` tokens that occurs earlier wins; of its occurrences
+    the latest. Without an occurrence nothing is drafted.
+
+    Attributes:
+        max_ngram: longest suffix to look for.
+        draft: a `Chain`; how many tokens to copy.
+    """
+
+    max_ngram: int = struct.field(pytree_node=False, default=3)
+    draft: Chain = struct.field(pytree_node=False, default=Chain(8))
+
+    def check(self, target: Target) -> None:
+        if self.max_ngram < 1:
+            raise ValueError(f"PromptLookup(max_ngram={self.max_ngram}): must be at least 1")
+
+    def prefill(
+        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
+    ) -> PromptLookupState:
+        room = cache.capacity - tokens.shape[1]
+        return PromptLookupState(tokens=jnp.pad(tokens, ((0, 0), (0, room))), lengths=lengths)
+
+    def propose(
+        self, target: Target, state: PromptLookupState, root: jax.Array, sampling: RowSampling, keys: jax.Array
+    ) -> tuple[Draft, PromptLookupState]:
+        tokens, lengths = state.tokens, state.lengths
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        position = jnp.arange(tokens.shape[1])[None]
+        # overlap[b, i]: how many tokens before position i equal the text's last ones, up to max_ngram.
+        overlap = jnp.zeros_like(tokens)
+        equal = jnp.ones(tokens.shape, bool)
+        for back in range(1, self.max_ngram + 1):
+            suffix = tokens[rows, lengths[:, None] - back]  # wraps below 0, where `position >= back` fails
+            equal = equal & (jnp.roll(tokens, back, axis=1) == suffix) & (position >= back)
+            overlap = overlap + equal
+        overlap = jnp.where(position < lengths[:, None], overlap, 0)
+        # The largest overlap, and among equals the latest position.
+        best = jnp.argmax(overlap * tokens.shape[1] + position * (overlap > 0), axis=1)[:, None]
+        source = best + jnp.arange(self.draft.length)[None]
+        found = (overlap[rows, best] > 0) & (source < lengths[:, None])
+        return Draft.chain(root, tokens[rows, source], valid=found), state
+
+    def update(
+        self,
+        target: Target,
+        state: PromptLookupState,
+        draft: Draft,
+        verdict: Verdict,
+        output: Output,
+        cache: KVCache,
+    ) -> PromptLookupState:
+        emitted = verdict.emitted(draft)
+        return PromptLookupState(
+            tokens=append(state.tokens, state.lengths, emitted, verdict.count),
+            lengths=state.lengths + verdict.count,
+        )

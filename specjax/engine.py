@@ -1,0 +1,373 @@
+"""The decoding loop: draft, score, verify, keep - all of it on the device, in one compiled program.
+
+`generate` and `stream` run the same program. Plain autoregressive decoding (``drafter=None``) runs it too, with a draft that is
+only a root: it is the baseline of every speed figure.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specjax.cache import KVCache
+from specjax.drafters.base import Drafter, NoDraft, Verdict, append
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling, Sampling, split_keys
+from specjax.verification import CHAIN_RULES, Rule, verify
+
+
+@struct.dataclass
+class Stats:
+    """What happened, row by row. Only emitted tokens count: what EOS or the limit cut off was never accepted.
+
+    Attributes:
+        steps: ``[B]`` target forwards after the prompt.
+        drafted: ``[B]`` drafted tokens.
+        accepted: ``[B]`` of those, emitted.
+        drafted_at: ``[B, D]`` steps in which a token was drafted at that depth.
+        accepted_at: ``[B, D]`` steps in which that token was emitted.
+        histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.
+    """
+
+    steps: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    drafted_at: jax.Array
+    accepted_at: jax.Array
+    histogram: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, depth: int) -> "Stats":
+        """Before the first step."""
+
+        def count(*shape: int) -> jax.Array:
+            return jnp.zeros((batch, *shape), jnp.int32)
+
+        return cls(count(), count(), count(), count(depth), count(depth), count(depth + 2))
+
+    def add(self, info: "StepInfo") -> "Stats":
+        """These statistics with one more step."""
+        depth = self.drafted_at.shape[1]
+        return Stats(
+            steps=self.steps + info.active,
+            drafted=self.drafted + jnp.sum(info.drafted, axis=1),
+            accepted=self.accepted + info.accepted,
+            drafted_at=self.drafted_at + info.drafted,
+            accepted_at=self.accepted_at + (jnp.arange(depth)[None] < info.accepted[:, None]),
+            histogram=self.histogram + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
+        )
+
+
+@struct.dataclass
+class StepInfo:
+    """What an observer may want to know of one step; nothing that the next step needs.
+
+    Attributes:
+        active: ``[B]`` bool, the row was still generating.
+        emitted: ``[B]`` tokens emitted.
+        accepted: ``[B]`` drafted tokens among them.
+        drafted: ``[B, D]`` bool, tokens drafted by depth.
+    """
+
+    active: jax.Array
+    emitted: jax.Array
+    accepted: jax.Array
+    drafted: jax.Array
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything the next step needs. Rows are independent slots.
+
+    Attributes:
+        tokens: ``[B, P + max_new_tokens]`` prompt and output.
+        lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
+        limits: ``[B]`` where to stop.
+        done: ``[B]`` bool.
+        keys: ``[B]`` random keys, one a row.
+        eos: ``[E]`` ids that end a row.
+        sampling: the rows' settings.
+        cache: the target's; ``lengths - 1`` slots of it are committed.
+        drafter: the drafter's own state.
+        stats: so far.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    done: jax.Array
+    keys: jax.Array
+    eos: jax.Array
+    sampling: RowSampling
+    cache: KVCache
+    drafter: Any
+    stats: Stats
+
+
+@struct.dataclass
+class Result:
+    """What was generated.
+
+    Attributes:
+        tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output; what lies beyond ``lengths`` is filler.
+        lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as emitted.
+        stats: see `Stats`.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    stats: Stats
+
+
+# --- the device side -------------------------------------------------------------------------------------------------
+
+
+@partial(jax.jit, static_argnames="max_new_tokens")
+def prefill(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    limits: jax.Array,
+    keys: jax.Array,
+    eos: jax.Array,
+    sampling: RowSampling,
+    *,
+    max_new_tokens: int,
+) -> DecodeState:
+    """Read the prompts and make the state that `decode` continues. See `DecodeState` for the shapes."""
+    batch, count = tokens.shape
+    # A draft hangs below the last committed token, so it reaches at most `depth` slots beyond the longest output.
+    capacity = count + max_new_tokens + drafter.draft.nodes
+    output, cache = target.prefill(tokens, lengths, capacity, drafter.taps)
+    return DecodeState(
+        tokens=jnp.pad(tokens, ((0, 0), (0, max_new_tokens))),
+        lengths=lengths,
+        limits=limits,
+        done=lengths >= limits,
+        keys=keys,
+        eos=eos,
+        sampling=sampling,
+        cache=cache,
+        drafter=drafter.prefill(target, tokens, lengths, output, cache),
+        stats=Stats.zeros(batch, drafter.draft.depth),
+    )
+
+
+def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "block") -> tuple[DecodeState, StepInfo]:
+    """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done."""
+    keys, draft_keys, verify_keys = split_keys(state.keys, 3)
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+    lent = state.drafter.replace(cache=state.cache) if drafter.borrows_cache else state.drafter
+    draft, drafter_state = drafter.propose(target, lent, root, state.sampling, draft_keys)
+    cache = state.cache
+    if drafter.borrows_cache:
+        cache, drafter_state = drafter_state.cache, drafter_state.replace(cache=None)
+
+    output, cache = target.forward(draft.tokens, cache, taps=drafter.taps)
+    assert output.logits is not None and cache is not None
+    verdict = verify(draft, output.logits, state.sampling, verify_keys, rule)
+    accepted = verdict.count - 1
+    verdict, done = _cut(verdict, verdict.emitted(draft), state)
+
+    cache = cache.keep(None if draft.is_chain else verdict.path, verdict.count)
+    info = StepInfo(
+        active=~state.done,
+        emitted=verdict.count,
+        accepted=jnp.minimum(accepted, verdict.count),
+        drafted=draft.drafted & ~state.done[:, None],
+    )
+    return state.replace(
+        tokens=append(state.tokens, state.lengths, verdict.emitted(draft), verdict.count),
+        lengths=state.lengths + verdict.count,
+        done=done,
+        keys=keys,
+        cache=cache,
+        drafter=drafter.update(target, drafter_state, draft, verdict, output, cache),
+        stats=state.stats.add(info),
+    ), info
+
+
+def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:
+    """End each row at its first end-of-sequence token or at its limit, also in the middle of an accepted path.
+
+    Returns:
+        The shortened verdict (count 0 for rows that were done already), and ``done [B]``.
+    """
+    index = jnp.arange(emitted.shape[1])[None]
+    is_end = jnp.any(emitted[..., None] == state.eos, axis=-1) & (index < verdict.count[:, None])
+    until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
+    count = jnp.minimum(verdict.count, jnp.minimum(until_end, state.limits - state.lengths))
+    count = jnp.where(state.done, 0, count)
+    done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
+    last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return verdict.replace(count=count, token=last), done
+
+
+@partial(jax.jit, static_argnames="rule", donate_argnames="state")
+def decode(
+    target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array, *, rule: Rule = "block"
+) -> DecodeState:
+    """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated."""
+
+    def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        steps, state = carry
+        return (steps < max_steps) & ~jnp.all(state.done)
+
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        steps, state = carry
+        return steps + 1, step(target, drafter, state, rule)[0]
+
+    return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+# --- the edge --------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: Any = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
+) -> Result:
+    """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
+
+    Args:
+        target: the model to generate from.
+        drafter: proposes tokens; None is plain autoregressive decoding.
+        tokens: ``[B, P]`` prompts as token ids, right-padded.
+        lengths: ``[B]`` prompt lengths; None: all are P.
+        max_new_tokens: most tokens to emit; one number, or one a row.
+        sampling: how to draw; the default is greedy.
+        key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
+            key and prompt alone. None: ``jax.random.key(0)``.
+        eos_token_ids: ids that end a row. They are emitted.
+        rule: verification of drawn tokens, ``block`` or ``rejection``; both are exact.
+
+    Raises:
+        ValueError: an argument is out of its range; names it, its value and what it must be.
+    """
+    drafter, state = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
+    state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max, rule=rule)
+    return Result(tokens=state.tokens, lengths=state.lengths, stats=state.stats)
+
+
+def stream(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: Any = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
+    steps: int = 4,
+) -> Iterator[Result]:
+    """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
+
+    Its arrays are on the host. Raises ValueError as `generate`, and for ``steps`` below 1, before the first is asked for.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: must be at least 1")
+    started = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
+
+    def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
+        while True:
+            state = decode(target, drafter, state, steps, rule=rule)
+            seen = jax.device_get((state.tokens, state.lengths, state.stats, state.done))
+            yield Result(*seen[:3])
+            if seen[3].all():
+                return
+
+    return results(*started)
+
+
+def _start(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any,
+    max_new_tokens: Any,
+    sampling: Sampling,
+    key: jax.Array | None,
+    eos_token_ids: Sequence[int],
+    rule: Rule,
+) -> tuple[Drafter, DecodeState]:
+    """Check every argument on the host, then prefill."""
+    config = target.config
+    tokens, lengths = _check_prompts(tokens, lengths, config.vocab_size)
+    batch, width = tokens.shape
+    limits = _check_limits(max_new_tokens, batch)
+    if (longest := int((lengths + limits).max())) > config.max_positions:
+        raise ValueError(
+            f"prompt ({int(lengths[np.argmax(lengths + limits)])} tokens) plus max_new_tokens make {longest} tokens, but the "
+            f"target has {config.max_positions} positions: shorten the prompt or lower max_new_tokens"
+        )
+    if bad := [i for i in eos_token_ids if not 0 <= i < config.vocab_size]:
+        raise ValueError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
+    if rule not in CHAIN_RULES:
+        raise ValueError(f"rule={rule!r}: must be one of {', '.join(CHAIN_RULES)}")
+    drafter = NoDraft() if drafter is None else drafter
+    drafter.check(target)
+    state = prefill(
+        target,
+        drafter,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        jnp.asarray(lengths + limits),
+        _row_keys(key, batch),
+        jnp.asarray(np.asarray(eos_token_ids, np.int32)),
+        sampling.rows(batch),
+        max_new_tokens=int(limits.max()),
+    )
+    return drafter, state
+
+
+def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
+    batch, width = tokens.shape
+    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+        raise ValueError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
+    if batch == 0 or width == 0 or lengths.min() < 1:
+        raise ValueError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
+    if lengths.max() > width:
+        raise ValueError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
+    inside = np.arange(width)[None] < lengths[:, None]
+    bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
+    if bad.size:
+        raise ValueError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
+    return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
+
+
+def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
+    limits = np.asarray(max_new_tokens)
+    if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows")
+    return np.broadcast_to(limits, (batch,)).astype(np.int32)
+
+
+def _row_keys(key: jax.Array | None, batch: int) -> jax.Array:
+    key = jax.random.key(0) if key is None else key
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
+    if key.shape != (batch,):
+        raise ValueError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
+    return key

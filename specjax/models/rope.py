@@ -1,0 +1,88 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and the scalings that published models use.
+
+Angles are computed from positions. There is no table, so there is no position at which one runs out.
+"""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from specjax.models.config import Rope
+from specjax.typed import typed
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position of each rotated pair, and the factor on cos and sin (1 but for yarn).
+
+    Returns:
+        ``([head_dim / 2] float32, attention factor)``.
+    """
+    base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    if rope.kind == "default":
+        return base, 1.0
+    if rope.kind == "linear":
+        return base / np.float32(rope.factor), 1.0
+    assert rope.original_max_positions is not None
+    if rope.kind == "llama3":
+        return _llama3(rope, base), 1.0
+    return _yarn(rope, base, head_dim), _yarn_attention_factor(rope)
+
+
+def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
+    """Llama 3.1: stretch long wavelengths by ``factor``, keep short ones, blend in between."""
+    turns = rope.original_max_positions * base / (2 * np.pi)  # full turns within the original context
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return ((1 - smooth) * base / rope.factor + smooth * base).astype(np.float32)
+
+
+def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2: interpolate by parts."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    return (base / rope.factor * ramp + base * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: Rope) -> float:
+    """YaRN's temperature on the attention logits, applied as a factor on cos and sin."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def mscale(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mscale(1.0)
+
+
+@typed
+def rotations(
+    rope: Rope, head_dim: int, positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
+    """Cosines and sines for ``positions``, computed once a call and used by every layer."""
+    frequencies, factor = inverse_frequencies(rope, head_dim)
+    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+@typed
+def rotate(
+    x: Float[Array, "B T heads d"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+) -> Float[Array, "B T heads d"]:
+    """Turn each head's pairs ``(x_i, x_{i + d/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype."""
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+

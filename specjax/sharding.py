@@ -1,0 +1,53 @@
+"""Where arrays live: logical axes to mesh axes, in one table.
+
+Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP units and the vocabulary (tensor
+parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays whole.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+RULES: dict[str, str] = {"batch": "data", "vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+"""Logical axis -> mesh axis. An axis that is not listed is replicated."""
+
+
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A ``data x model`` mesh over the first ``data * model`` devices.
+
+    Raises:
+        ValueError: there are fewer devices than that.
+    """
+    devices = jax.devices() if devices is None else devices
+    if data < 1 or model < 1 or data * model > len(devices):
+        raise ValueError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
+    return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
+
+
+def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> PartitionSpec:
+    """The `PartitionSpec` of an array with these logical ``axes``.
+
+    ``units`` gives the number of indivisible units of an axis (heads, not heads x head_dim); an axis whose units the mesh
+    axis does not divide stays whole.
+    """
+
+    def mesh_axis(axis: str | None) -> str | None:
+        name = RULES.get(axis or "")
+        return name if name and axis in units and units[axis] % mesh.shape[name] == 0 else None
+
+    return PartitionSpec(*map(mesh_axis, axes))
+
+
+def named(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> NamedSharding:
+    """`partition` bound to its mesh."""
+    return NamedSharding(mesh, partition(mesh, axes, units))
+
+
+def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None) -> jax.Array:
+    """Pin an activation to the mesh inside ``jit``; without a mesh, ``x`` itself."""
+    if mesh is None or math.prod(mesh.shape.values()) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, named(mesh, axes, {**units, "batch": x.shape[0]}))

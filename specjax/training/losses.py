@@ -1,0 +1,27 @@
+"""Loss atoms, each a mean over the positions of a mask."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from specjax.typed import typed
+
+
+@typed
+def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Mean of ``values`` where ``mask``; every position weighs the same, whatever sequence it is in."""
+    return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
+
+
+@typed
+def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """``-log softmax(logits)[token]`` in nats."""
+    chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+@typed
+def forward_kl(teacher_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """``KL(teacher || student)`` in nats."""
+    teacher = jax.nn.log_softmax(teacher_logits)
+    return jnp.sum(jnp.exp(teacher) * (teacher - jax.nn.log_softmax(logits)), axis=-1)
