@@ -1,0 +1,101 @@
+"""Shared by all tests: shape checks on, eight fake CPU devices, tiny models, and the real ones that are at hand."""
+
+import os
+
+os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
+
+import ast
+import json
+import sysconfig
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Target
+
+ASSETS = Path(__file__).parents[1] / "specjax" / "assets"
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def tiny_config(**changes) -> ModelConfig:
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_layers": 3,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 4,
+        "max_positions": 512,
+    }
+    return ModelConfig(**(sizes | changes))
+
+
+def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
+    """A random model whose distributions are far from uniform: ``scale`` multiplies the usual initialisation."""
+    model = Target.init(tiny_config(**changes), jax.random.key(seed))
+    params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim == 2 else leaf, model.params)
+    return model.replace(params=params)
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return tiny_target()
+
+
+class RealPair:
+    """A trained target, a trained draft model of the same vocabulary, and prompts from their own domain."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.target_path, self.draft_path = target, draft
+        self.target = Target.from_pretrained(target, np.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(target)
+
+    def prompts(self, count: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """``count`` prompts of many different lengths, 2 to ``longest`` tokens, right-padded."""
+        texts = self._texts()
+        lengths = np.linspace(2, longest, count).astype(int)
+        tokens = np.zeros((count, longest), np.int32)
+        for row, length in enumerate(lengths):
+            tokens[row, :length] = self.tokenizer(texts[row % len(texts)])["input_ids"][:length]
+        return tokens, lengths
+
+    def _texts(self) -> list[str]:
+        raise NotImplementedError
+
+
+class EmbeddedPair(RealPair):
+    def __init__(self) -> None:
+        super().__init__(ASSETS / "target", ASSETS / "draft")
+
+    def _texts(self) -> list[str]:
+        texts = []
+        for name in ("argparse.py", "dataclasses.py", "pathlib.py", "textwrap.py", "heapq.py"):
+            source = (Path(sysconfig.get_path("stdlib")) / name).read_text()
+            nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            texts += [segment for node in nodes if len(segment := ast.get_source_segment(source, node) or "") > 600]
+        return texts
+
+
+class StoriesPair(RealPair):
+    def __init__(self) -> None:
+        super().__init__(SHARED / "stories260k", SHARED / "llama2xs-279k")
+
+    def _texts(self) -> list[str]:
+        return [json.loads(line)["text"] for line in (SHARED / "tinystories.jsonl").read_text().splitlines()[:60]]
+
+
+REAL_PAIRS = [EmbeddedPair] + ([StoriesPair] if (SHARED / "stories260k").is_dir() else [])
+
+
+@pytest.fixture(scope="session", params=REAL_PAIRS, ids=lambda pair: pair.__name__)
+def real_pair(request) -> RealPair:
+    return request.param()
