@@ -1,5 +1,6 @@
 """The key/value cache: preallocated buffers and a length. Rolling back is changing the length."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ class KVCache:
             count: ``[B]`` number of nodes to commit, 0 to leave a row as it is.
         """
         if path is None:
-            return self.replace(length=self.length + count)
+            return replace(self, length=self.length + count)
         rows = jnp.arange(path.shape[0])[:, None]
         step = jnp.arange(path.shape[1])[None]
         source = self.length[:, None] + path

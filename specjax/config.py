@@ -8,10 +8,12 @@ from typing import Any, Literal, TypeVar, get_type_hints
 import dacite
 import yaml
 
+from specjax.errors import InputError
+
 _Config = TypeVar("_Config")
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A configuration that cannot be used; says which field, its value, and the mend."""
 
 

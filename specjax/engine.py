@@ -5,6 +5,7 @@ only a root: it is the baseline of every speed figure.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from flax import struct
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Drafter, NoDraft, Verdict, append
+from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, Sampling, split_keys
 from specjax.verification import CHAIN_RULES, Rule, verify
@@ -163,11 +165,11 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
     keys, draft_keys, verify_keys = split_keys(state.keys, 3)
     root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
 
-    lent = state.drafter.replace(cache=state.cache) if drafter.borrows_cache else state.drafter
+    lent = replace(state.drafter, cache=state.cache) if drafter.borrows_cache else state.drafter
     draft, drafter_state = drafter.propose(target, lent, root, state.sampling, draft_keys)
     cache = state.cache
     if drafter.borrows_cache:
-        cache, drafter_state = drafter_state.cache, drafter_state.replace(cache=None)
+        cache, drafter_state = drafter_state.cache, replace(drafter_state, cache=None)
 
     output, cache = target.forward(draft.tokens, cache, taps=drafter.taps)
     assert output.logits is not None and cache is not None
@@ -182,7 +184,8 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
         accepted=jnp.minimum(accepted, verdict.count),
         drafted=draft.drafted & ~state.done[:, None],
     )
-    return state.replace(
+    return replace(
+        state,
         tokens=append(state.tokens, state.lengths, verdict.emitted(draft), verdict.count),
         lengths=state.lengths + verdict.count,
         done=done,
@@ -206,13 +209,11 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return verdict.replace(count=count, token=last), done
+    return replace(verdict, count=count, token=last), done
 
 
 @partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def decode(
-    target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array, *, rule: Rule = "block"
-) -> DecodeState:
+def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array, *, rule: Rule = "block") -> DecodeState:
     """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated."""
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
@@ -256,7 +257,7 @@ def generate(
         rule: verification of drawn tokens, ``block`` or ``rejection``; both are exact.
 
     Raises:
-        ValueError: an argument is out of its range; names it, its value and what it must be.
+        InputError: an argument is out of its range; names it, its value and what it must be.
     """
     drafter, state = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
     state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max, rule=rule)
@@ -278,10 +279,10 @@ def stream(
 ) -> Iterator[Result]:
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
 
-    Its arrays are on the host. Raises ValueError as `generate`, and for ``steps`` below 1, before the first is asked for.
+    Its arrays are on the host. Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
     """
     if steps < 1:
-        raise ValueError(f"steps={steps}: must be at least 1")
+        raise InputError(f"steps={steps}: must be at least 1")
     started = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
 
     def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
@@ -309,17 +310,17 @@ def _start(
     """Check every argument on the host, then prefill."""
     config = target.config
     tokens, lengths = _check_prompts(tokens, lengths, config.vocab_size)
-    batch, width = tokens.shape
+    batch = tokens.shape[0]
     limits = _check_limits(max_new_tokens, batch)
     if (longest := int((lengths + limits).max())) > config.max_positions:
-        raise ValueError(
+        raise InputError(
             f"prompt ({int(lengths[np.argmax(lengths + limits)])} tokens) plus max_new_tokens make {longest} tokens, but the "
             f"target has {config.max_positions} positions: shorten the prompt or lower max_new_tokens"
         )
     if bad := [i for i in eos_token_ids if not 0 <= i < config.vocab_size]:
-        raise ValueError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
+        raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
     if rule not in CHAIN_RULES:
-        raise ValueError(f"rule={rule!r}: must be one of {', '.join(CHAIN_RULES)}")
+        raise InputError(f"rule={rule!r}: must be one of {', '.join(CHAIN_RULES)}")
     drafter = NoDraft() if drafter is None else drafter
     drafter.check(target)
     state = prefill(
@@ -338,36 +339,39 @@ def _start(
 
 def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     tokens = np.asarray(tokens)
+    if tokens.size == 0:
+        raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise ValueError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
+        raise InputError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
     batch, width = tokens.shape
     lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
     if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-        raise ValueError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
-    if batch == 0 or width == 0 or lengths.min() < 1:
-        raise ValueError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
+        raise InputError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
+    if lengths.min() < 1:
+        raise InputError(f"lengths={lengths.min()}: empty prompt; every row needs at least 1 token")
     if lengths.max() > width:
-        raise ValueError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
+        raise InputError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
     inside = np.arange(width)[None] < lengths[:, None]
     bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
     if bad.size:
-        raise ValueError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
+        raise InputError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
     return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
 
 
 def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
     limits = np.asarray(max_new_tokens)
     if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows")
+        raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows")
     return np.broadcast_to(limits, (batch,)).astype(np.int32)
 
 
 def _row_keys(key: jax.Array | None, batch: int) -> jax.Array:
-    key = jax.random.key(0) if key is None else key
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    key = jax.random.key(0) if key is None else jnp.asarray(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
         key = jax.random.wrap_key_data(key)
+    assert key is not None
     if key.ndim == 0:
         return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
     if key.shape != (batch,):
-        raise ValueError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
+        raise InputError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
     return key

@@ -1,7 +1,6 @@
 """How good a draft is: divergences between distributions, and statistics of accepted tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +47,7 @@ class Acceptance:
         drafted: tokens.
         accepted: drafted tokens that were emitted.
         acceptance_length: emitted tokens a target forward, the bonus included (tau in the papers).
-        acceptance_rate: accepted share of the drafted tokens; nan where nothing was drafted.
+        acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
         by_position: for each depth, the share of the tokens drafted there that was emitted.
         histogram: number of steps by emitted tokens, from 0 to D + 1.
     """
@@ -58,8 +57,8 @@ class Acceptance:
     drafted: int
     accepted: int
     acceptance_length: float
-    acceptance_rate: float
-    by_position: tuple[float, ...]
+    acceptance_rate: float | None
+    by_position: tuple[float | None, ...]
     histogram: tuple[int, ...]
 
 
@@ -69,16 +68,16 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
     total = {field: np.asarray(getattr(stats, field))[chosen].sum(axis=0) for field in stats.__dataclass_fields__}
     emitted = int(total["histogram"] @ np.arange(len(total["histogram"])))
 
-    def ratio(part: Any, whole: Any) -> Any:
-        return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=np.asarray(whole) > 0)
+    def ratio(part: int, whole: int) -> float | None:
+        return part / whole if whole else None
 
     return Acceptance(
         steps=int(total["steps"]),
         emitted=emitted,
         drafted=int(total["drafted"]),
         accepted=int(total["accepted"]),
-        acceptance_length=float(ratio(emitted, total["steps"])),
-        acceptance_rate=float(ratio(total["accepted"], total["drafted"])),
-        by_position=tuple(ratio(total["accepted_at"], total["drafted_at"]).tolist()),
+        acceptance_length=emitted / max(int(total["steps"]), 1),
+        acceptance_rate=ratio(int(total["accepted"]), int(total["drafted"])),
+        by_position=tuple(map(ratio, total["accepted_at"].tolist(), total["drafted_at"].tolist())),
         histogram=tuple(total["histogram"].tolist()),
     )

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.errors import InputError
 from specjax.typed import typed
 
 
@@ -54,7 +55,7 @@ class Sampling:
         """These settings for each of ``batch`` rows.
 
         Raises:
-            ValueError: a setting is out of its range, or has another number of rows.
+            InputError: a setting is out of its range, or has another number of rows.
         """
         temperature = self._row("temperature", batch, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy")
         top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
@@ -72,10 +73,10 @@ class Sampling:
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
         value = np.asarray(getattr(self, name), np.float64)
         if value.ndim > 1 or (value.ndim == 1 and len(value) != batch):
-            raise ValueError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
+            raise InputError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
         value = np.broadcast_to(value, (batch,))
         if not np.all(good(value)):
-            raise ValueError(f"{name}={value[~good(value)][0]:g}: must be {meaning}")
+            raise InputError(f"{name}={value[~good(value)][0]:g}: must be {meaning}")
         return value
 
 

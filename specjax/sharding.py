@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax.errors import InputError
+
 RULES: dict[str, str] = {"batch": "data", "vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
 """Logical axis -> mesh axis. An axis that is not listed is replicated."""
 
@@ -19,11 +21,11 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     """A ``data x model`` mesh over the first ``data * model`` devices.
 
     Raises:
-        ValueError: there are fewer devices than that.
+        InputError: there are fewer devices than that.
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or model < 1 or data * model > len(devices):
-        raise ValueError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
+        raise InputError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
 
 
@@ -35,8 +37,9 @@ def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) 
     """
 
     def mesh_axis(axis: str | None) -> str | None:
-        name = RULES.get(axis or "")
-        return name if name and axis in units and units[axis] % mesh.shape[name] == 0 else None
+        if axis is None or axis not in RULES or axis not in units:
+            return None
+        return RULES[axis] if units[axis] % mesh.shape[RULES[axis]] == 0 else None
 
     return PartitionSpec(*map(mesh_axis, axes))
 

@@ -4,20 +4,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specjax.errors import InputError
+
 
 @dataclass(frozen=True)
 class Chain:
     """A draft of ``length`` tokens in a row (gamma in the papers): a tree with one branch.
 
     Raises:
-        ValueError: ``length`` is below 1.
+        InputError: ``length`` is below 1.
     """
 
     length: int
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"draft=Chain(length={self.length}): a draft has at least 1 token; for none, use drafter=None")
+            raise InputError(f"draft=Chain(length={self.length}): a draft has at least 1 token; for none, use drafter=None")
 
     @property
     def depth(self) -> int:

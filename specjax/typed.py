@@ -7,7 +7,7 @@ comment. It is never applied to containers: JAX rebuilds those with placeholder 
 
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -19,4 +19,4 @@ def typed(function: _Function) -> _Function:
     from beartype import beartype
     from jaxtyping import jaxtyped
 
-    return jaxtyped(function, typechecker=beartype)
+    return cast(_Function, jaxtyped(function, typechecker=beartype))

@@ -114,10 +114,7 @@ def test_joint_distribution_is_the_targets(how: str, rule: str, q: str) -> None:
 def test_rows_of_one_batch_keep_their_own_settings(how: str, rule: str) -> None:
     settings = list(SAMPLINGS.values())
     mixed = Sampling(
-        **{
-            name: np.resize([getattr(s, name) for s in settings], CHUNK)
-            for name in ("temperature", "top_k", "top_p", "min_p")
-        }
+        **{name: np.resize([getattr(s, name) for s in settings], CHUNK) for name in ("temperature", "top_k", "top_p", "min_p")}
     )
     counts, _ = joint_counts(Q_TABLES["unlike"], mixed.rows(CHUNK), how, CHECKS[rule], groups=len(settings))
     for name, group in zip(SAMPLINGS, counts, strict=True):

@@ -1,8 +1,8 @@
 """Drafters: one file a method."""
 
 from specjax.drafters.base import Draft, Drafter, NoDraft, Verdict
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.prompt_lookup import PromptLookup
 
-__all__ = ["Draft", "DraftModel", "Drafter", "EarlyExit", "NoDraft", "PromptLookup", "Verdict"]
+__all__ = ["Draft", "DraftModel", "Drafter", "EarlyExit", "NoDraft", "PromptLookup", "Verdict", "check_vocabulary"]

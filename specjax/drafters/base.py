@@ -93,7 +93,7 @@ class Drafter:
     borrows_cache: ClassVar[bool] = False
 
     def check(self, target: Target) -> None:
-        """Refuse, with a ValueError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
+        """Refuse, with an InputError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
 
     def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> Any:
         """The state after the prompts.
@@ -107,18 +107,14 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def propose(
-        self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array
-    ) -> tuple[Draft, Any]:
+    def propose(self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array) -> tuple[Draft, Any]:
         """Draft below ``root [B]``; consumes the row keys ``[B]``.
 
         Tokens that are drawn are drawn from exactly the ``q`` handed over (see `propose_token`).
         """
         raise NotImplementedError
 
-    def update(
-        self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache
-    ) -> Any:
+    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache) -> Any:
         """The state after ``verdict``.
 
         Args:
@@ -197,14 +193,10 @@ class NoDraft(Drafter):
     def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> tuple[()]:
         return ()
 
-    def propose(
-        self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array
-    ) -> tuple[Draft, Any]:
+    def propose(self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array) -> tuple[Draft, Any]:
         return Draft(tokens=root[:, None], parents=chain_parents(1)), state
 
-    def update(
-        self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache
-    ) -> Any:
+    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache) -> Any:
         return state
 
 

@@ -1,5 +1,6 @@
 """A smaller model of the same vocabulary as the drafter (Leviathan et al. 2023, arXiv 2211.17192)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ from jax.sharding import Mesh
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain, propose_token
+from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling, split_keys
 from specjax.tree import Chain
+
+
+def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
+    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer."""
+    if own.vocab_size != target.vocab_size:
+        raise InputError(
+            f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
+            "a draft model must share the target's tokenizer"
+        )
 
 
 @struct.dataclass
@@ -50,7 +61,7 @@ class DraftModel(Drafter):
         return cls(model=Target.from_pretrained(path, dtype, mesh), draft=draft)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: Chain = Chain(4), **sizes: int) -> "DraftModel":
+    def init(cls, target: Target, key: jax.Array, draft: Chain = Chain(4), **sizes: Any) -> "DraftModel":
         """A random draft model that fits ``target``; consumes ``key``.
 
         ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers.
@@ -64,16 +75,9 @@ class DraftModel(Drafter):
         self.model.save_pretrained(path, dtype)
 
     def check(self, target: Target) -> None:
-        own, other = self.model.config.vocab_size, target.config.vocab_size
-        if own != other:
-            raise ValueError(
-                f"drafter has a vocabulary of {own} tokens and target one of {other}: "
-                "a draft model must share the target's tokenizer"
-            )
+        check_vocabulary(self.model.config, target.config)
 
-    def prefill(
-        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
-    ) -> DraftModelState:
+    def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> DraftModelState:
         _, own = self.model.prefill(tokens, lengths, cache.capacity)
         return DraftModelState(cache=own, last=tokens[:, 0], behind=jnp.zeros(tokens.shape[0], bool))
 
@@ -91,9 +95,9 @@ class DraftModel(Drafter):
         first, first_q = propose_token(logits, sampling, step_keys[0])
         drafted, q, cache = extend_chain(self.model, first, cache, sampling, step_keys[1:])
         drafted = jnp.concatenate([first[:, None], drafted], axis=1)
-        if first_q is not None:
+        if first_q is not None and q is not None:
             q = jnp.concatenate([first_q[:, None], q], axis=1)
-        state = DraftModelState(cache=cache.replace(length=committed), last=drafted[:, -1], behind=state.behind)
+        state = DraftModelState(cache=replace(cache, length=committed), last=drafted[:, -1], behind=state.behind)
         return Draft.chain(root, drafted, q), state
 
     def update(

@@ -3,6 +3,7 @@
 As in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import jax
@@ -10,6 +11,7 @@ from flax import struct
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain
+from specjax.errors import InputError
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling, split_keys
 from specjax.tree import Chain
@@ -40,11 +42,9 @@ class EarlyExit(Drafter):
 
     def check(self, target: Target) -> None:
         if not 1 <= self.layers < target.config.num_layers:
-            raise ValueError(f"EarlyExit(layers={self.layers}): the target has {target.config.num_layers}; give 1 to one less")
+            raise InputError(f"EarlyExit(layers={self.layers}): the target has {target.config.num_layers}; give 1 to one less")
 
-    def prefill(
-        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
-    ) -> EarlyExitState:
+    def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> EarlyExitState:
         return EarlyExitState()
 
     def propose(
@@ -54,11 +54,9 @@ class EarlyExit(Drafter):
         lent = state.cache
         own = KVCache(layers=lent.layers[: self.layers], length=lent.length)
 
-        drafted, q, own = extend_chain(
-            target, root, own, sampling, split_keys(keys, self.draft.length), layers=self.layers
-        )
+        drafted, q, own = extend_chain(target, root, own, sampling, split_keys(keys, self.draft.length), layers=self.layers)
         draft = Draft.chain(root, drafted, q)
-        return draft, EarlyExitState(cache=lent.replace(layers=own.layers + lent.layers[self.layers :]))
+        return draft, EarlyExitState(cache=replace(lent, layers=own.layers + lent.layers[self.layers :]))
 
     def update(
         self,

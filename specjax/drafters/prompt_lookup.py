@@ -9,6 +9,7 @@ from flax import struct
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Draft, Drafter, Verdict, append
+from specjax.errors import InputError
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain
@@ -40,7 +41,7 @@ class PromptLookup(Drafter):
 
     def check(self, target: Target) -> None:
         if self.max_ngram < 1:
-            raise ValueError(f"PromptLookup(max_ngram={self.max_ngram}): must be at least 1")
+            raise InputError(f"PromptLookup(max_ngram={self.max_ngram}): must be at least 1")
 
     def prefill(
         self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from specjax.errors import InputError
+
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -58,14 +60,14 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}: "
                 "each key/value head serves an equal group of query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
+            raise InputError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
 
     @property
     def axis_units(self) -> dict[str, int]:

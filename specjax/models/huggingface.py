@@ -18,12 +18,19 @@ from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.params import Param, Params
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-_ARCHITECTURES = dict(zip(SUPPORTED, ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"), strict=True))
+_ARCHITECTURES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+SUPPORTED = tuple(_ARCHITECTURES)
+"""The model types that can be loaded."""
 _ROPE_KEYS = {  # Hugging Face's name -> ours
     "factor": "factor",
     "original_max_position_embeddings": "original_max_positions",
@@ -44,7 +51,7 @@ _ROPE_REQUIRED = {
 }
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError):
     """A checkpoint that cannot be used, and what to do about it."""
 
 
@@ -246,10 +253,7 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
 def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
     """Lazy slices of all tensors of a checkpoint, by name, from one file or from the shards that an index lists."""
     index = directory / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(read_json(index).get("weight_map", {}).values()))
-    else:
-        files = ["model.safetensors"]
+    files = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
     if missing := [name for name in files if not (directory / name).is_file()]:
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}: download the checkpoint again, in safetensors format")
     tensors: dict[str, Any] = {}

@@ -24,7 +24,6 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
         return base, 1.0
     if rope.kind == "linear":
         return base / np.float32(rope.factor), 1.0
-    assert rope.original_max_positions is not None
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     return _yarn(rope, base, head_dim), _yarn_attention_factor(rope)
@@ -32,6 +31,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
     """Llama 3.1: stretch long wavelengths by ``factor``, keep short ones, blend in between."""
+    assert rope.original_max_positions is not None
     turns = rope.original_max_positions * base / (2 * np.pi)  # full turns within the original context
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -42,6 +42,7 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
     """YaRN (Peng et al. 2023, arXiv 2309.00071), section 3.2: interpolate by parts."""
 
     def dimension(turns: float) -> float:
+        assert rope.original_max_positions is not None
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
@@ -83,6 +84,3 @@ def rotate(
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
     return turned.astype(x.dtype)
-
-
-

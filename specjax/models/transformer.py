@@ -1,6 +1,7 @@
 """The decoder behind every target and every draft model: one class for the dense families."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ class Target:
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal. Slots below ``length``
                 are visible to all.
-            taps: layers whose input to record in ``Output.taps``, in ascending order; ``num_layers`` is the input of the final norm.
+            taps: layers whose input to record in ``Output.taps``, in ascending order; ``num_layers`` is the
+                input of the final norm.
             layers: run only the first so many layers, then the final norm and head (early exit).
             with_logits: False spares the product with the vocabulary (prefill).
 
@@ -154,11 +156,9 @@ class Target:
             hidden=hidden,
             taps=jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype),
         )
-        return output, None if cache is None else cache.replace(layers=tuple(written))
+        return output, None if cache is None else replace(cache, layers=tuple(written))
 
-    def prefill(
-        self, tokens: jax.Array, lengths: jax.Array, capacity: int, taps: Sequence[int] = ()
-    ) -> tuple[Output, KVCache]:
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, capacity: int, taps: Sequence[int] = ()) -> tuple[Output, KVCache]:
         """Read the prompts into a new cache, `PREFILL_CHUNK` tokens at a time.
 
         Args:
@@ -192,7 +192,7 @@ class Target:
 
             output = jax.tree.map(join, outputs)
         assert cache is not None
-        return output, cache.replace(length=lengths - 1)
+        return output, replace(cache, length=lengths - 1)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""

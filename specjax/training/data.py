@@ -70,9 +70,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokeniz
     if tokenizer.get_vocab_size() != vocab_size:
         raise ConfigError(f"data.vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()} tokens")
     begin = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)])
     return tokenizer
 
 

@@ -71,9 +71,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
             muon_weight_dimension_numbers=orthogonalised,
         )
     else:
-        descent = optax.adamw(
-            schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices
-        )
+        descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip), descent)
 
 
@@ -110,8 +108,7 @@ def evaluate(
     windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
     starts = range(0, windows - batch + 1, batch) or range(1)
     totals = [
-        _evaluate_batch(model, {k: v[i : i + batch] for k, v in packed.items()}, teacher, objective=objective)
-        for i in starts
+        _evaluate_batch(model, {k: v[i : i + batch] for k, v in packed.items()}, teacher, objective=objective) for i in starts
     ]
     return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}
 

@@ -1,0 +1,246 @@
+"""The command line: ``python -m specjax {demo,generate,train}``."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+from specjax import engine, metrics, text
+from specjax.assets import embedded
+from specjax.config import TrainConfig, load_yaml
+from specjax.demo import DemoConfig, run_demo
+from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup, check_vocabulary
+from specjax.errors import InputError
+from specjax.models import huggingface
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.sharding import make_mesh
+from specjax.tree import Chain
+from specjax.verification import Rule
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Generate text; it is printed as it is accepted.
+
+    Attributes:
+        target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
+        drafter: directory or hub id of a draft model, "prompt-lookup", "early-exit:LAYERS", or "none" for plain decoding.
+        prompt: the text to continue.
+        prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
+        chat: put the prompt into the model's chat template.
+        draft_length: tokens to draft a step.
+        max_new_tokens: most tokens to emit for a prompt.
+        temperature: 0 is greedy.
+        top_k: 0 is no limit.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: of the random draws.
+        rule: how drawn tokens are verified; both are exact.
+        ignore_eos: generate on after an end-of-sequence token.
+        json: print one JSON object with token ids, text and statistics instead of a stream.
+        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        mesh: devices by axis, data and model.
+    """
+
+    target: str = "embedded"
+    drafter: str = "none"
+    prompt: str = ""
+    prompts_file: str = ""
+    chat: bool = False
+    draft_length: int = 4
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    rule: Rule = "block"
+    ignore_eos: bool = False
+    json: bool = False
+    dtype: str = ""
+    mesh: tuple[int, int] = field(default=(1, 1))
+
+
+def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
+    """The target's directory, the target and the drafter. Reads every config.json before any weight."""
+    mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
+    dtype = _dtype(config.dtype)
+    draft = Chain(config.draft_length)
+    directory = locate(config.target)
+    model_config = huggingface.read_config(directory)
+    kind, _, layers = config.drafter.partition(":")
+    if kind == "early-exit":
+        if not layers.isdigit():
+            raise InputError(f"drafter={config.drafter!r}: write early-exit:LAYERS, such as early-exit:4")
+        drafter: Drafter | None = EarlyExit(layers=int(layers), draft=draft)
+    elif kind == "prompt-lookup":
+        drafter = PromptLookup(draft=draft)
+    elif kind == "none":
+        drafter = None
+    else:
+        draft_directory = locate(config.drafter)
+        check_vocabulary(huggingface.read_config(draft_directory), model_config)
+        drafter = DraftModel.from_pretrained(draft_directory, draft=draft, dtype=dtype, mesh=mesh)
+    return directory, Target.from_pretrained(directory, dtype, mesh), drafter
+
+
+def locate(name: str) -> Path:
+    """`huggingface.locate`, also of the embedded checkpoints ("embedded" is the target, "embedded:draft" the draft)."""
+    kind, _, which = name.partition(":")
+    return embedded(which or "target") if kind == "embedded" else huggingface.locate(name)
+
+
+def _dtype(name: str) -> Any:
+    if name not in ("", "float32", "bfloat16", "float16"):
+        raise InputError(f"dtype={name!r}: must be float32, bfloat16 or float16")
+    return jax.numpy.dtype(name) if name else None
+
+
+def read_prompts(config: GenerateConfig) -> list[str]:
+    """The prompts asked for. Raises `InputError` when there are none, or one is given in two ways."""
+    if bool(config.prompt) == bool(config.prompts_file):
+        raise InputError("prompt: give either --prompt TEXT (not empty) or --prompts-file FILE")
+    if config.prompt:
+        return [config.prompt]
+    path = Path(config.prompts_file)
+    if not path.is_file():
+        raise InputError(f"prompts_file={config.prompts_file!r}: no such file")
+    prompts = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                record = json.loads(line)
+                prompts.append(record.get("prompt") or record["text"])
+            except (json.JSONDecodeError, KeyError, AttributeError):
+                raise InputError(f'{path}:{number}: not a JSON object with "prompt" or "text"') from None
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise InputError(f"prompts_file={config.prompts_file!r}: holds no prompt")
+    return prompts
+
+
+def run_generate(config: GenerateConfig) -> None:
+    """``specjax generate``."""
+    prompts = read_prompts(config)
+    directory, target, drafter = load_pair(config)
+    tokenizer = text.load_tokenizer(directory)
+    ids = [text.encode(tokenizer, prompt, config.chat) for prompt in prompts]
+    tokens, lengths = text.pad(ids)
+    results = engine.stream(
+        target,
+        drafter,
+        tokens,
+        lengths,
+        max_new_tokens=config.max_new_tokens,
+        sampling=Sampling(config.temperature, config.top_k, config.top_p, config.min_p),
+        key=jax.random.key(config.seed),
+        eos_token_ids=() if config.ignore_eos else target.config.eos_token_ids,
+        rule=config.rule,
+    )
+    started = time.perf_counter()
+    if config.json or len(prompts) > 1:
+        *_, result = results
+    else:
+        result = _print_stream(results, text.TextStream(tokenizer, ids[0]), int(lengths[0]))
+    seconds = time.perf_counter() - started
+
+    outputs = []
+    for row, prompt in enumerate(prompts):
+        new = result.tokens[row, lengths[row] : result.lengths[row]]
+        stream = text.TextStream(tokenizer, ids[row])
+        outputs.append(
+            {
+                "prompt": prompt,
+                "prompt_token_ids": ids[row],
+                "token_ids": new.tolist(),
+                "text": stream.push(new, last=True),
+                "statistics": _statistics(result.stats, row),
+            }
+        )
+    if config.json:
+        whole = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": _statistics(result.stats)}
+        print(json.dumps(whole | {"seconds": round(seconds, 4)}))
+        return
+    if len(prompts) > 1:
+        for output in outputs:
+            print(f"--- {output['prompt']}\n{output['text']}")
+    total = metrics.summarise(result.stats)
+    print(
+        f"{total.emitted} tokens in {seconds:.1f} s (compilation included); acceptance length "
+        f"{total.acceptance_length:.2f}" + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
+        file=sys.stderr,
+    )
+
+
+def _print_stream(results: Any, stream: text.TextStream, shown: int) -> engine.Result:
+    for result in results:
+        print(stream.push(result.tokens[0, shown : result.lengths[0]]), end="", flush=True)
+        shown = int(result.lengths[0])
+    print(stream.push([], last=True))
+    return result
+
+
+def _statistics(stats: engine.Stats, row: int | None = None) -> dict[str, Any]:
+    return asdict(metrics.summarise(stats, row))
+
+
+def run_train(config: TrainConfig) -> None:
+    """``specjax train``."""
+    from specjax.training.loop import train
+
+    print(f"trained model: {train(config)}")
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "demo": (DemoConfig, run_demo),
+    "generate": (GenerateConfig, run_generate),
+    "train": (TrainConfig, run_train),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status (2 for input that cannot be used)."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(f"usage: specjax {{{names}}} [--config FILE.yaml] [--option VALUE …]\n       specjax COMMAND --help")
+        wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
+        if arguments and not wants_help:
+            print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {names}", file=sys.stderr)
+        return 0 if wants_help else 2
+    command, *options = arguments
+    kind, run = COMMANDS[command]
+    try:
+        run(parse_options(kind, options, prog=f"specjax {command}"))
+    except InputError as error:
+        print(f"specjax: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("specjax: interrupted; the same command continues a training run", file=sys.stderr)
+        return 130
+    return 0
+
+
+def parse_options(kind: type, options: Sequence[str], prog: str) -> Any:
+    """A config from ``--config FILE.yaml`` (optional) and the options that override it."""
+    options = list(options)
+    default = kind()
+    for i, option in enumerate(options):
+        name, equals, value = option.partition("=")
+        if name == "--config":
+            if not equals and i + 1 == len(options):
+                raise InputError("--config: give the path of a YAML file")
+            default = load_yaml(kind, value if equals else options[i + 1])
+            del options[i : i + (1 if equals else 2)]
+            break
+    return tyro.cli(kind, default=default, args=options, prog=prog)

@@ -1,0 +1,135 @@
+"""The demo: real text from the embedded pair, with every accepted draft token in colour, and what it bought."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specjax import engine, metrics, text
+from specjax.assets import embedded
+from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
+from specjax.errors import InputError
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.tree import Chain
+
+PROMPTS = (
+    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
+    "    def push(self, item):\n",
+    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n',
+    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n",
+    'def walk(self, node):\n    """Visit every child of the node."""\n    for',
+)
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Show the embedded pair at work.
+
+    Attributes:
+        max_new_tokens: for each prompt.
+        temperature: 0 is greedy.
+        seed: of the random draws.
+        repeats: timed runs of each method; the median is shown.
+    """
+
+    max_new_tokens: int = 160
+    temperature: float = 0.0
+    seed: int = 0
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise InputError(f"repeats={self.repeats}: must be at least 1")
+
+
+def methods() -> dict[str, Drafter | None]:
+    """The methods of the table, by name."""
+    return {
+        "plain": None,
+        "draft model": DraftModel.from_pretrained(embedded("draft"), draft=Chain(4)),
+        "prompt lookup": PromptLookup(draft=Chain(6)),
+        "early exit": EarlyExit(layers=4, draft=Chain(2)),
+    }
+
+
+def run_demo(config: DemoConfig) -> None:
+    """``specjax demo``."""
+    console = Console(highlight=False)
+    directory = embedded("target")
+    target = Target.from_pretrained(directory)
+    tokenizer = text.load_tokenizer(directory)
+    drafters = methods()
+    options = {
+        "max_new_tokens": config.max_new_tokens,
+        "sampling": Sampling(temperature=config.temperature),
+        "key": jax.random.key(config.seed),
+        "eos_token_ids": target.config.eos_token_ids,
+    }
+    ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
+
+    console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")
+    for prompt in ids[:2]:
+        console.print(_coloured(tokenizer, target, drafters["draft model"], prompt, options))
+        console.print()
+    console.rule("what it bought")
+    console.print(_measure(target, drafters, ids, options, config.repeats))
+    console.print(
+        f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most, "
+        f"temperature {config.temperature:g}; median of {config.repeats} interleaved runs on "
+        f"{jax.devices()[0].device_kind}. Acceptance length counts emitted tokens a target forward. "
+        "The target is tiny, so a step here is mostly overhead."
+    )
+
+
+def _coloured(tokenizer, target: Target, drafter: Drafter | None, prompt: list[int], options: dict) -> Text:
+    """The prompt dim, then the output with its accepted draft tokens in green."""
+    shown, accepted = len(prompt), 0
+    stream = text.TextStream(tokenizer, prompt)
+    line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
+    for result in engine.stream(target, drafter, *text.pad([prompt]), **options, steps=1):
+        tokens, length = result.tokens[0], int(result.lengths[0])
+        drafts = int(result.stats.accepted[0]) - accepted
+        accepted += drafts
+        for index in range(shown, length):
+            style = "bold green" if index < shown + drafts else "white"
+            line.append(stream.push(tokens[index : index + 1]), style=style)
+        shown = length
+    line.append(stream.push([], last=True))
+    return line
+
+
+def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: dict, repeats: int) -> Table:
+    """Tokens a second of each method, their runs interleaved, with speed-up over plain decoding and acceptance."""
+    tokens, lengths = text.pad(ids)
+
+    def runs(drafter: Drafter | None) -> Iterator[engine.Result]:
+        for row in range(len(ids)):  # one width for all prompts: one compilation
+            yield engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **options)
+
+    speeds: dict[str, list[float]] = {name: [] for name in drafters}
+    summaries = {}
+    for repeat in range(repeats + 1):
+        for name, drafter in drafters.items():
+            started = time.perf_counter()
+            results = jax.block_until_ready(list(runs(drafter)))
+            seconds = time.perf_counter() - started
+            stats = jax.tree.map(lambda *rows: np.concatenate(rows), *(result.stats for result in results))
+            summaries[name] = metrics.summarise(stats)
+            if repeat > 0:  # the first run compiles
+                speeds[name].append(summaries[name].emitted / seconds)
+
+    table = Table("method", *(("tokens/s", "speed-up", "acceptance length", "acceptance rate")))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    plain = float(np.median(speeds["plain"]))
+    for name, summary in summaries.items():
+        speed = float(np.median(speeds[name]))
+        rate = "-" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.2f}"
+        table.add_row(name, f"{speed:,.0f}", f"{speed / plain:.2f}x", f"{summary.acceptance_length:.2f}", rate)
+    return table

@@ -1,0 +1,69 @@
+"""Between text and tokens: prompts in, a stream of text out."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The checkpoint's tokenizer, as transformers loads it. Raises `InputError` when it has none."""
+    from transformers import AutoTokenizer
+
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
+    """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
+
+    Raises:
+        InputError: the prompt is empty, or the tokenizer has no chat template.
+    """
+    if not prompt:
+        raise InputError("prompt='': empty; give at least one character")
+    if not chat:
+        return list(tokenizer(prompt)["input_ids"])
+    if not tokenizer.chat_template:
+        raise InputError("chat=True: this tokenizer has no chat template; leave --chat out")
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded ``tokens [B, P]`` int32 and their ``lengths [B]``."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), int(lengths.max(initial=0))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
+
+
+class TextStream:
+    """Turns a growing list of tokens into text, piece by piece.
+
+    Text is held back while it ends in an unfinished character, so that the pieces joined are the whole text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
+        self._tokenizer = tokenizer
+        self._tokens = list(prompt)
+        self._text = self._decode()
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def push(self, tokens: Iterable[Any], last: bool = False) -> str:
+        """The text that ``tokens`` add; ``last`` lets go of what was held back."""
+        self._tokens += [int(token) for token in tokens]
+        text = self._decode()
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+            return ""
+        piece, self._text = text[len(self._text) :], text
+        return piece

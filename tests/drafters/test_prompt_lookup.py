@@ -1,0 +1,53 @@
+"""The device-side search against a slow, obvious one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters import PromptLookup
+from specjax.drafters.prompt_lookup import PromptLookupState
+from specjax.sampling import Sampling
+from specjax.tree import Chain
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def oracle(text: list[int], max_ngram: int, length: int) -> list[int]:
+    """What followed the latest occurrence of the longest suffix that occurs earlier."""
+    for n in range(min(max_ngram, len(text) - 1), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + length]
+    return []
+
+
+@pytest.mark.parametrize("vocab", [2, 4, 30])  # token 0 is among them
+@pytest.mark.parametrize("max_ngram", [1, 3])
+def test_search_equals_the_oracle(vocab, max_ngram) -> None:
+    rng = np.random.default_rng(vocab)
+    rows, capacity = 200, 24
+    drafter = PromptLookup(max_ngram=max_ngram, draft=Chain(4))
+    tokens = rng.integers(0, vocab, (rows, capacity))  # what lies beyond a row's length is garbage
+    lengths = rng.integers(1, capacity, rows)
+    state = PromptLookupState(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths))
+    root = jnp.asarray(tokens[np.arange(rows), lengths - 1])
+    keys = jax.random.split(jax.random.key(0), rows)
+    draft, _ = drafter.propose(None, state, root, GREEDY.rows(rows), keys)
+    assert draft.q is None
+    found = 0
+    for row in range(rows):
+        expected = oracle(tokens[row, : lengths[row]].tolist(), max_ngram, 4)
+        drafted = np.asarray(draft.drafted[row])
+        assert np.asarray(draft.tokens[row, 1:])[drafted].tolist() == expected
+        assert drafted.tolist() == [i < len(expected) for i in range(4)]
+        found += bool(expected)
+    assert found > 0
+
+
+def test_the_root_is_the_first_node() -> None:
+    state = PromptLookupState(tokens=jnp.array([[7, 8, 7]]), lengths=jnp.array([3]))
+    draft, _ = PromptLookup(draft=Chain(2)).propose(
+        None, state, jnp.array([7]), GREEDY.rows(1), jax.random.split(jax.random.key(0), 1)
+    )
+    np.testing.assert_array_equal(draft.tokens, [[7, 8, 7]])

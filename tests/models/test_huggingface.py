@@ -1,0 +1,180 @@
+"""Checkpoints in and out, and what is refused before a weight is read."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.models import huggingface
+from specjax.models.config import Rope
+from specjax.models.huggingface import CheckpointError
+from specjax.models.transformer import Target
+from tests.conftest import ASSETS, tiny_config, tiny_target
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "model"
+    tiny_target().save_pretrained(path)
+    return path
+
+
+def edit_config(path, **changes) -> None:
+    raw = json.loads((path / "config.json").read_text())
+    raw = {name: value for name, value in (raw | changes).items() if value != "remove"}
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
+    Target.from_pretrained(ASSETS / name, jnp.bfloat16).save_pretrained(tmp_path)
+    original, exported = load_file(ASSETS / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert original.keys() == exported.keys()
+    for key, value in original.items():
+        assert value.dtype == exported[key].dtype
+        np.testing.assert_array_equal(value.view(np.uint16), exported[key].view(np.uint16))
+    assert huggingface.read_config(tmp_path) == huggingface.read_config(ASSETS / name)
+
+
+CONFIGS = [
+    tiny_config(),
+    tiny_config(model_type="qwen2", qkv_bias=True, tie_embeddings=True, eos_token_ids=(3, 4), bos_token_id=0),
+    tiny_config(model_type="qwen3", qk_norm=True, head_dim=8),
+    tiny_config(model_type="mistral", eos_token_ids=(2,)),
+    tiny_config(rope=Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=32)),
+    tiny_config(rope=Rope(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, truncate=False)),
+    tiny_config(rope=Rope(kind="linear", factor=2.0, original_max_positions=512)),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.model_type}-{c.rope.kind}")
+def test_a_config_survives_the_round_trip(config) -> None:
+    assert huggingface.parse_config(huggingface.format_config(config, "float32")) == config
+
+
+def test_both_spellings_of_rope_are_read() -> None:
+    old = huggingface.format_config(CONFIGS[4], "float32")
+    new = dict(old)
+    del old["rope_parameters"], new["rope_scaling"], new["rope_theta"]
+    assert huggingface.parse_config(old) == huggingface.parse_config(new) == CONFIGS[4]
+
+
+def test_transformers_reads_what_we_write(checkpoint) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokens = np.arange(10)[None]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4)
+
+
+def test_shards_are_read_like_one_file(checkpoint) -> None:
+    whole = Target.from_pretrained(checkpoint)
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    weight_map = {}
+    for i, name in enumerate(tensors):
+        weight_map[name] = f"model-{i % 3 + 1:05d}-of-00003.safetensors"
+    for file in set(weight_map.values()):
+        save_file({n: t for n, t in tensors.items() if weight_map[n] == file}, checkpoint / file)
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    jax.tree.map(np.testing.assert_array_equal, whole.params, Target.from_pretrained(checkpoint).params)
+
+    (checkpoint / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lacks model-00002-of-00003.safetensors"):
+        Target.from_pretrained(checkpoint)
+
+
+CONFIG_FAULTS = [
+    ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported are llama, mistral, qwen2, qwen3"),
+    ({"model_type": "remove"}, "model_type=None"),
+    ({"hidden_size": "remove"}, "hidden_size missing"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"quantization_config": {}}, "quantization_config is not supported"),
+    ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+    ({"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192}, "sliding_window=4096"),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CONFIG_FAULTS)
+def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint, change, message) -> None:
+    (checkpoint / "model.safetensors").write_bytes(b"never read")
+    edit_config(checkpoint, **change)
+    with pytest.raises(CheckpointError, match=message):
+        Target.from_pretrained(checkpoint)
+
+
+def test_a_window_longer_than_the_positions_is_harmless(checkpoint) -> None:
+    edit_config(checkpoint, model_type="mistral", sliding_window=512)
+    Target.from_pretrained(checkpoint)
+
+
+def truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def change_tensors(path, edit) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+WEIGHT_FAULTS = [
+    (truncate, "model.safetensors is truncated or damaged"),
+    (lambda path: (path / "model.safetensors").unlink(), "lacks model.safetensors"),
+    (lambda path: (path / "config.json").unlink(), "config.json is missing"),
+    (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
+    (lambda path: change_tensors(path, lambda t: t.pop("model.norm.weight")), "'model.norm.weight'"),
+    (
+        lambda path: change_tensors(path, lambda t: t.update({"lm_head.weight": np.zeros((3, 16), np.float32)})),
+        r"lm_head.weight has shape \(3, 16\), but config.json says \(11, 16\)",
+    ),
+    (
+        lambda path: change_tensors(path, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(16)})),
+        "'model.layers.0.self_attn.q_proj.bias' is no part of a llama model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), WEIGHT_FAULTS)
+def test_damaged_checkpoints_are_refused_by_name(checkpoint, damage, message) -> None:
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        Target.from_pretrained(checkpoint)
+
+
+def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="not a directory, nor a hub id"):
+        Target.from_pretrained(tmp_path / "nothing")
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "model"
+    tiny_target(seed=1).save_pretrained(path)
+    before = (path / "model.safetensors").read_bytes()
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(huggingface, "format_config", fail)
+    with pytest.raises(OSError, match="disk full"):
+        tiny_target(seed=2).save_pretrained(path)
+    assert (path / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    shutil.rmtree(path)
+    with pytest.raises(OSError, match="disk full"):
+        tiny_target(seed=2).save_pretrained(path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""The command line as a user meets it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from specjax import cli
+from tests.conftest import ASSETS, tiny_target
+
+PROMPT = "def main():\n    parser = argparse"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_generate_streams_the_text_that_json_reports(capsys) -> None:
+    common = ("generate", "--prompt", PROMPT, "--max-new-tokens", "24", "--drafter", str(ASSETS / "draft"))
+    code, out, err = run(capsys, *common)
+    assert code == 0
+    assert "acceptance length" in err
+    code, as_json, _ = run(capsys, *common, "--json")
+    record = json.loads(as_json)
+    assert out.rstrip("\n") == record["text"].rstrip("\n")
+    assert len(record["token_ids"]) == record["statistics"]["emitted"] <= 24
+    assert record["statistics"]["acceptance_length"] > 1
+    assert record["prompt"] == PROMPT
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup", "early-exit:4", "embedded:draft"])
+def test_every_drafter_gives_the_same_greedy_tokens(capsys, drafter) -> None:
+    arguments = ("generate", "--prompt", PROMPT, "--max-new-tokens", "20", "--json", "--drafter")
+    _, plain, _ = run(capsys, *arguments, "none")
+    _, out, _ = run(capsys, *arguments, drafter)
+    assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
+
+
+def test_a_file_of_prompts_is_one_batch(capsys, tmp_path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": PROMPT}) + "\n\n" + json.dumps({"text": "import os\n"}) + "\n")
+    _, out, _ = run(capsys, "generate", "--prompts-file", str(file), "--max-new-tokens", "12", "--json")
+    record = json.loads(out)
+    assert [output["prompt"] for output in record["outputs"]] == [PROMPT, "import os\n"]
+    _, alone, _ = run(capsys, "generate", "--prompt", PROMPT, "--max-new-tokens", "12", "--json")
+    assert record["outputs"][0]["token_ids"] == json.loads(alone)["token_ids"]
+    assert record["statistics"]["emitted"] == sum(len(output["token_ids"]) for output in record["outputs"])
+
+
+def test_a_config_file_and_an_option_that_overrides_it(tmp_path) -> None:
+    file = tmp_path / "generate.yaml"
+    file.write_text("temperature: 0.5\ntop_k: 7\n")
+    config = cli.parse_options(cli.GenerateConfig, ["--config", str(file), "--top-k", "9"], prog="x")
+    assert (config.temperature, config.top_k) == (0.5, 9)
+    train = cli.parse_options(cli.TrainConfig, ["--config", "configs/demo_target.yaml", "--optimizer.clip", "2"], prog="x")
+    assert (train.optimizer.clip, train.optimizer.method, train.objective) == (2.0, "muon", "lm")
+
+
+FAULTS = [
+    (["generate"], "prompt: give either"),
+    (["generate", "--prompt", ""], "prompt: give either"),
+    (["generate", "--prompt", "x", "--prompts-file", "y"], "prompt: give either"),
+    (["generate", "--prompts-file", "nothing.txt"], "prompts_file='nothing.txt': no such file"),
+    (["generate", "--prompt", "x", "--target", "./nothing"], "'./nothing' is not a directory"),
+    (["generate", "--prompt", "x", "--drafter", "early-exit"], "write early-exit:LAYERS"),
+    (["generate", "--prompt", "x", "--drafter", "early-exit:12"], "EarlyExit(layers=12): the target has 12"),
+    (["generate", "--prompt", "x", "--draft-length", "0"], "Chain(length=0)"),
+    (["generate", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
+    (["generate", "--prompt", "x", "--top-p", "0"], "top_p=0"),
+    (["generate", "--prompt", "x", "--dtype", "int8"], "dtype='int8'"),
+    (["generate", "--prompt", "x", "--target", "embedded:other"], "embedded checkpoint 'other'"),
+    (["generate", "--prompt", "x", "--max-new-tokens", "5000"], "1024 positions"),
+    (["generate", "--config", "nothing.yaml"], "nothing.yaml: no such file"),
+    (["generate", "--config"], "--config: give the path"),
+    (["train", "--objective", "distill"], "teacher=''"),
+    (["dance"], "'dance' is not a command"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), FAULTS)
+def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
+    code, _, err = run(capsys, *arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_draft_of_another_vocabulary_is_refused_before_its_weights(capsys, tmp_path) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    code, _, err = run(capsys, "generate", "--prompt", "x", "--drafter", str(tmp_path))
+    assert code == 2
+    assert "drafter has a vocabulary of 11 tokens and target one of 3072" in err
+
+
+def test_the_module_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "specjax", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "demo, generate, train" in done.stdout

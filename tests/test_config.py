@@ -1,0 +1,51 @@
+import pytest
+
+from specjax import config
+from specjax.config import ConfigError, OptimizerConfig, TrainConfig
+
+
+def write(tmp_path, text: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_dumped_is_read_back(tmp_path) -> None:
+    run = TrainConfig(steps=7, optimizer=OptimizerConfig(learning_rate=1e-4, method="muon"))
+    assert config.load_yaml(TrainConfig, write(tmp_path, config.dump_yaml(run))) == run
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
+    run = config.load_yaml(TrainConfig, write(tmp_path, "optimizer:\n  learning_rate: 3e-4\n  clip: 1\n"))
+    assert run.optimizer.learning_rate == 3e-4
+    assert run.optimizer.clip == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stepz: 3", "unknown key stepz; known here: output"),
+        ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; known here: method, learning_rate"),
+        ("steps: many", "steps"),
+        ("objective: gan", "objective"),
+        ("objective: distill", "teacher=''"),
+        ("steps: 0", "steps=0"),
+        ("data:\n  holdout: 1.5", r"data\.holdout=1\.5"),
+        ("- 1", "key: value pairs"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path, text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load_yaml(TrainConfig, write(tmp_path, text))
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="nothing.yaml: no such file"):
+        config.load_yaml(TrainConfig, tmp_path / "nothing.yaml")
+
+
+def test_differences_name_the_fields() -> None:
+    other = TrainConfig(seed=1, optimizer=OptimizerConfig(b2=0.9))
+    assert config.differences(TrainConfig(), TrainConfig()) == []
+    assert config.differences(TrainConfig(), other) == ["seed: 0 -> 1", "optimizer.b2: 0.95 -> 0.9"]

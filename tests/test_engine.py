@@ -1,0 +1,260 @@
+"""The loop: lossless end to end, rows that stand alone, ends in the middle of a block, and nothing compiled twice."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import engine, metrics
+from specjax.drafters import DraftModel, EarlyExit, NoDraft, PromptLookup
+from specjax.errors import InputError
+from specjax.sampling import Sampling, probabilities
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+from tests.statistics import monte_carlo_bound, total_variation
+
+PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
+LENGTHS = np.array([6, 1, 3])
+
+
+def drafters(target, length: int = 3) -> dict:
+    return {
+        "draft model": DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(length)),
+        "prompt lookup": PromptLookup(draft=Chain(length)),
+        "early exit": EarlyExit(layers=1, draft=Chain(length)),
+    }
+
+
+NAMES = list(drafters(None))
+
+
+def outputs(result) -> list[list[int]]:
+    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
+
+
+def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
+    """One token at a time, the whole text read again each time, no cache."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = forward(target, padded).logits
+        tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))
+        if tokens[-1] in eos:
+            break
+    return tokens
+
+
+forward = jax.jit(lambda target, tokens: target.forward(tokens)[0])
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
+    drafter = drafters(target)[name] if name else None
+    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40)
+    for row, length in enumerate(LENGTHS):
+        assert outputs(result)[row] == greedy_oracle(target, PROMPTS[row, :length].tolist(), 40)
+
+
+def exact_joint(target, prompt: list[int], horizon: int, sampling: Sampling) -> np.ndarray:
+    """The target's distribution of the next ``horizon`` tokens, by running it on every continuation."""
+    vocab = target.config.vocab_size
+    tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
+    tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+    p = np.asarray(probabilities(forward(target, tokens).logits, sampling.rows(len(tails))), np.float64)
+    joint = np.ones(len(tails))
+    for i in range(horizon):
+        joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]
+    return joint / joint.sum()
+
+
+# Prompt lookup chooses its tokens, for which there is one rule.
+LOSSLESS = [(name, rule) for name in ("draft model", "early exit") for rule in ("block", "rejection")]
+LOSSLESS.append(("prompt lookup", "rejection"))
+
+
+@pytest.mark.parametrize(("name", "rule"), LOSSLESS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.4, top_p=0.9)], ids=["T=1", "T=1.4 top_p"])
+def test_three_generated_tokens_have_the_exact_joint_distribution(name, rule, sampling) -> None:
+    target = tiny_target(seed=2, vocab_size=4, num_layers=2)
+    drafter = drafters(target, length=2)[name]
+    if name == "draft model":
+        drafter = DraftModel(model=tiny_target(seed=5, num_layers=1, vocab_size=4), draft=Chain(2))
+    prompt, rows, rounds = [1, 3, 0, 1], 50_000, 4
+    counts = np.zeros(4**3)
+    for i in range(rounds):
+        result = specjax.generate(
+            target,
+            drafter,
+            np.tile(prompt, (rows, 1)),
+            max_new_tokens=3,
+            sampling=sampling,
+            key=jax.random.split(jax.random.key(i), rows),
+            rule=rule,
+        )
+        new = np.asarray(result.tokens)[:, len(prompt) :]
+        counts += np.bincount(new @ (4 ** np.arange(3)[::-1]), minlength=64)
+    exact = exact_joint(target, prompt, 3, sampling)
+    assert 0.05 < exact.max() < 0.9  # the test would say little about a distribution that is nearly certain
+    assert total_variation(counts, exact) < monte_carlo_bound(exact, rows * rounds)
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_a_row_is_the_same_alone_and_in_any_batch(target, name) -> None:
+    drafter = drafters(target)[name] if name else None
+    keys = jax.random.split(jax.random.key(3), 3)
+    mixed = {"temperature": np.array([0.0, 1.0, 0.7]), "top_p": np.array([1.0, 1.0, 0.8]), "top_k": np.array([0, 5, 0])}
+    run = partial(specjax.generate, target, drafter, max_new_tokens=30)
+    together = run(PROMPTS, LENGTHS, sampling=Sampling(**mixed), key=keys)
+    for row in range(3):
+        own = {setting: float(values[row]) for setting, values in mixed.items()}
+        alone = run(PROMPTS[row : row + 1], LENGTHS[row : row + 1], sampling=Sampling(**own), key=keys[row : row + 1])
+        assert outputs(alone)[0] == outputs(together)[row]
+        assert metrics.summarise(alone.stats) == metrics.summarise(together.stats, row)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_end_of_sequence_inside_an_accepted_block(target, name) -> None:
+    full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=40))
+    drafter = drafters(target)[name]
+    for eos in range(target.config.vocab_size):  # token 0 too
+        result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, eos_token_ids=(eos,))
+        for row, length in enumerate(LENGTHS):
+            new = full[row][length:]
+            expected = new[: new.index(eos) + 1] if eos in new else new
+            assert outputs(result)[row] == full[row][:length] + expected
+            summary = metrics.summarise(result.stats, row)
+            assert summary.emitted == len(expected)
+            assert summary.accepted <= summary.emitted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
+    full = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=12))
+    for limits in ([1, 2, 12], [12, 5, 6], [7, 12, 3], [4, 11, 12]):  # one shape, one compilation
+        result = specjax.generate(target, drafters(target)[name], PROMPTS, LENGTHS, max_new_tokens=np.array(limits))
+        for row, length in enumerate(LENGTHS):
+            assert outputs(result)[row] == full[row][: length + limits[row]]
+            assert metrics.summarise(result.stats, row).emitted == limits[row]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_full_acceptance_for_200_steps(temperature, rule) -> None:
+    """Drafter = target: after full acceptance the draft model has yet to read its own last token."""
+    target = tiny_target(max_positions=1024)
+    drafter = DraftModel(model=target, draft=Chain(3))
+    result = specjax.generate(
+        target, drafter, PROMPTS, LENGTHS, max_new_tokens=800, sampling=Sampling(temperature=temperature), rule=rule
+    )
+    for row in range(3):
+        summary = metrics.summarise(result.stats, row)
+        assert (summary.steps, summary.acceptance_length, summary.acceptance_rate) == (200, 4.0, 1.0)
+        assert summary.histogram == (0, 0, 0, 0, 200)
+        assert summary.by_position == (1.0, 1.0, 1.0)
+
+
+def test_a_long_prompt_is_read_in_chunks(monkeypatch) -> None:
+    from specjax.models import transformer
+
+    target = tiny_target()
+    prompt = np.random.default_rng(0).integers(0, 11, (2, 45))
+    lengths = np.array([45, 17])
+    whole = target.prefill(jnp.asarray(prompt), jnp.asarray(lengths), 60, taps=(1,))
+    monkeypatch.setattr(transformer, "PREFILL_CHUNK", 16)
+    output, cache = target.prefill(jnp.asarray(prompt), jnp.asarray(lengths), 60, taps=(1,))
+    np.testing.assert_allclose(output.hidden, whole[0].hidden, atol=1e-5)
+    np.testing.assert_allclose(output.taps, whole[0].taps, atol=1e-5)
+    np.testing.assert_array_equal(cache.length, lengths - 1)
+    for (keys, values), (whole_keys, whole_values) in zip(cache.layers, whole[1].layers, strict=True):
+        np.testing.assert_allclose(keys[:, :45], whole_keys[:, :45], atol=1e-5)
+        np.testing.assert_allclose(values[:, :45], whole_values[:, :45], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stream_yields_what_generate_returns(target, name) -> None:
+    options = {"max_new_tokens": 30, "sampling": Sampling(temperature=0.9), "key": jax.random.key(1)}
+    whole = specjax.generate(target, drafters(target)[name], PROMPTS, LENGTHS, **options)
+    parts = list(specjax.stream(target, drafters(target)[name], PROMPTS, LENGTHS, **options, steps=2))
+    assert outputs(parts[-1]) == outputs(whole)
+    assert metrics.summarise(parts[-1].stats) == metrics.summarise(whole.stats)
+    for earlier, later in itertools.pairwise(parts):
+        assert np.all(earlier.lengths <= later.lengths)
+        for a, b in zip(outputs(earlier), outputs(later), strict=True):
+            assert b[: len(a)] == a
+
+
+@pytest.mark.parametrize("name", [None, *NAMES])
+def test_a_second_call_compiles_nothing(target, name, monkeypatch) -> None:
+    drafter = drafters(target)[name] if name else None
+    run = partial(specjax.generate, target, drafter, max_new_tokens=20)
+    run(PROMPTS, LENGTHS, sampling=Sampling(temperature=0.5, top_p=0.9), key=jax.random.key(0))
+    sizes = (engine.decode._cache_size(), engine.prefill._cache_size())
+    other = Sampling(temperature=np.array([0.0, 2.0, 1.0]), top_k=3)
+    run((PROMPTS + 1) % 11, LENGTHS[::-1].copy(), sampling=other, key=jax.random.key(9))
+    assert (engine.decode._cache_size(), engine.prefill._cache_size()) == sizes
+
+
+def test_the_state_is_donated(target) -> None:
+    _, state = engine._start(target, None, PROMPTS, LENGTHS, 20, Sampling(temperature=0.0), None, (), "block")
+    engine.decode(target, NoDraft(), state, 5)
+    assert all(buffer.is_deleted() for buffer in jax.tree.leaves(state.cache))
+
+
+def test_statistics_agree_with_each_other(target) -> None:
+    result = specjax.generate(target, drafters(target)["early exit"], PROMPTS, LENGTHS, max_new_tokens=60)
+    for row in range(3):
+        stats = jax.tree.map(lambda leaf, row=row: np.asarray(leaf)[row], result.stats)
+        assert stats.histogram.sum() == stats.steps
+        assert stats.drafted == stats.drafted_at.sum() == 3 * stats.steps
+        assert stats.accepted == stats.accepted_at.sum()
+        assert metrics.summarise(result.stats, row).emitted == 60
+
+
+BAD = [
+    ({"tokens": [[]]}, "empty prompt"),
+    ({"tokens": [[1, 2]], "lengths": [0]}, "empty prompt"),
+    ({"tokens": [[1, 2]], "lengths": [3]}, "lengths=3"),
+    ({"tokens": [[1, 11]]}, "id 11 is outside the vocabulary of 11"),
+    ({"tokens": [[-1, 1]]}, "id -1 is outside"),
+    ({"tokens": [[0.5]]}, "must be whole numbers"),
+    ({"tokens": [1, 2]}, r"\[batch, prompt\]"),
+    ({"tokens": [[1] * 500]}, "512 positions"),
+    ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    ({"eos_token_ids": (11,)}, r"eos_token_ids=\[11\]"),
+    ({"sampling": Sampling(temperature=-0.1)}, "temperature=-0.1"),
+    ({"sampling": Sampling(top_p=0.0)}, "top_p=0"),
+    ({"sampling": Sampling(top_p=1.1)}, r"top_p=1\.1"),
+    ({"sampling": Sampling(top_k=-1)}, "top_k=-1"),
+    ({"sampling": Sampling(min_p=2)}, "min_p=2"),
+    ({"sampling": Sampling(temperature=[1.0, 2.0, 3.0])}, "one for each of the 1 rows"),
+    ({"rule": "argmax"}, "rule='argmax'"),
+    ({"key": jax.random.split(jax.random.key(0), 3)}, "one for each of the 1 rows"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_input_is_refused_by_name(target, change, message) -> None:
+    arguments = {"tokens": [[1, 2]], "max_new_tokens": 20} | change
+    with pytest.raises(InputError, match=message):
+        specjax.generate(target, None, **arguments)
+
+
+def test_a_draft_length_below_one_is_refused() -> None:
+    with pytest.raises(InputError, match=r"Chain\(length=0\)"):
+        Chain(0)
+
+
+def test_a_drafter_that_does_not_fit_is_refused(target) -> None:
+    other = DraftModel(model=tiny_target(vocab_size=12))
+    with pytest.raises(InputError, match="vocabulary of 12 tokens and target one of 11"):
+        specjax.generate(target, other, [[1]])
+    for layers in (0, 3):
+        with pytest.raises(InputError, match=rf"EarlyExit\(layers={layers}\): the target has 3"):
+            specjax.generate(target, EarlyExit(layers=layers), [[1]])
+    with pytest.raises(InputError, match="max_ngram=0"):
+        specjax.generate(target, PromptLookup(max_ngram=0), [[1]])

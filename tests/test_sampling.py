@@ -1,0 +1,112 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.sampling import Sampling, draw, probabilities, split_keys
+from tests.statistics import monte_carlo_bound, total_variation
+
+
+def oracle(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """The definition, token by token, for one vector of distinct logits."""
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)]
+    p = np.exp(logits / temperature - np.max(logits / temperature))
+    order = np.argsort(-p)
+    if top_k:
+        p[order[top_k:]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        mass = 0.0
+        for token in order:
+            if mass >= top_p:
+                p[token] = 0
+            mass += p[token]
+    p[p < min_p * p.max()] = 0
+    return p / p.sum()
+
+
+SETTINGS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.3},
+    {"temperature": 2.0, "top_k": 3},
+    {"top_k": 1},
+    {"top_k": 100},
+    {"top_p": 0.5},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.5, "top_k": 7, "top_p": 0.8},
+    {"min_p": 0.3},
+    {"temperature": 1.4, "top_k": 9, "top_p": 0.95, "min_p": 0.1},
+    {"top_p": 1e-6},
+    {"min_p": 1.0},
+]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_probabilities_equal_the_definition(mixed) -> None:
+    logits = np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)).astype(np.float32) * 2
+    names = ("temperature", "top_k", "top_p", "min_p")
+    for row, setting in enumerate(SETTINGS):
+        if mixed:
+            full = [{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | s for s in SETTINGS]
+            p = probabilities(logits, Sampling(**{n: [s[n] for s in full] for n in names}).rows(len(SETTINGS)))[row]
+        else:
+            p = probabilities(logits[row : row + 1], Sampling(**setting).rows(1))[0]
+        for node in range(4):
+            np.testing.assert_allclose(p[node], oracle(logits[row, node].astype(float), **setting), atol=2e-6)
+
+
+@pytest.mark.parametrize("setting", SETTINGS[2:])
+def test_probabilities_equal_transformers_warpers(setting) -> None:
+    import torch
+    from transformers import generation
+
+    logits = np.random.default_rng(1).normal(size=(5, 30)).astype(np.float32) * 3
+    scores = torch.tensor(logits)
+    for name, warper in (
+        ("temperature", generation.TemperatureLogitsWarper),
+        ("top_k", generation.TopKLogitsWarper),
+        ("top_p", generation.TopPLogitsWarper),
+        ("min_p", generation.MinPLogitsWarper),
+    ):
+        if name in setting:
+            scores = warper(setting[name])(None, scores)
+    expected = torch.softmax(scores, -1).numpy()
+    np.testing.assert_allclose(probabilities(logits, Sampling(**setting).rows(5)), expected, atol=2e-6)
+
+
+def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:
+    logits = jnp.array([[1.0, 3.0, 3.0, 0.0]])
+    np.testing.assert_allclose(probabilities(logits, Sampling(top_k=1).rows(1)), [[0, 0.5, 0.5, 0]])
+    np.testing.assert_array_equal(probabilities(logits, Sampling(temperature=0).rows(1)), [[0, 1, 0, 0]])
+
+
+def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
+    assert Sampling(temperature=0).rows(3).greedy
+    assert not Sampling(temperature=[0, 0, 1]).rows(3).greedy
+    assert not Sampling(temperature=0.5).rows(3).truncated
+    assert Sampling(top_p=[1, 1, 0.9]).rows(3).truncated
+
+    def program(sampling):
+        return str(jax.make_jaxpr(probabilities)(jnp.zeros((3, 7)), sampling.rows(3)))
+
+    assert "sort" not in program(Sampling(temperature=0.5))
+    assert "sort" in program(Sampling(top_p=0.5))
+    assert "exp" not in program(Sampling(temperature=0))
+
+
+def test_draws_follow_the_probabilities_and_never_hit_zero() -> None:
+    p = np.array([0.05, 0.0, 0.6, 0.35], np.float32)
+    n = 200_000
+    tokens = draw(jnp.broadcast_to(p, (n, 4)) * 7, jax.random.split(jax.random.key(0), n))  # unnormalised
+    counts = np.bincount(np.asarray(tokens), minlength=4)
+    assert counts[1] == 0
+    assert total_variation(counts, p.astype(float)) < monte_carlo_bound(p.astype(float), n)
+
+
+def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:
+    keys = jax.random.split(jax.random.key(0), 5)
+    together, alone = split_keys(keys, 3), split_keys(keys[2:3], 3)
+    assert together.shape == (3, 5)
+    np.testing.assert_array_equal(jax.random.key_data(together[:, 2]), jax.random.key_data(alone[:, 0]))
