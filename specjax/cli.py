@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -46,6 +46,7 @@ class GenerateConfig:
         ignore_eos: generate on after an end-of-sequence token.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
         mesh: devices by axis, data and model.
     """
 
@@ -65,6 +66,7 @@ class GenerateConfig:
     ignore_eos: bool = False
     json: bool = False
     dtype: str = ""
+    precision: Literal["default", "highest"] = "default"
     mesh: tuple[int, int] = field(default=(1, 1))
 
 
@@ -73,7 +75,7 @@ def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
     dtype = _dtype(config.dtype)
     draft = Chain(config.draft_length)
-    directory = locate(config.target)
+    directory = locate(config.target, weights=False)
     model_config = huggingface.read_config(directory)
     kind, _, layers = config.drafter.partition(":")
     if kind == "early-exit":
@@ -85,16 +87,15 @@ def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
     elif kind == "none":
         drafter = None
     else:
-        draft_directory = locate(config.drafter)
-        check_vocabulary(huggingface.read_config(draft_directory), model_config)
-        drafter = DraftModel.from_pretrained(draft_directory, draft=draft, dtype=dtype, mesh=mesh)
-    return directory, Target.from_pretrained(directory, dtype, mesh), drafter
+        check_vocabulary(huggingface.read_config(locate(config.drafter, weights=False)), model_config)
+        drafter = DraftModel.from_pretrained(locate(config.drafter), draft=draft, dtype=dtype, mesh=mesh)
+    return directory, Target.from_pretrained(locate(config.target), dtype, mesh), drafter
 
 
-def locate(name: str) -> Path:
+def locate(name: str, weights: bool = True) -> Path:
     """`huggingface.locate`, also of the embedded checkpoints ("embedded" is the target, "embedded:draft" the draft)."""
     kind, _, which = name.partition(":")
-    return embedded(which or "target") if kind == "embedded" else huggingface.locate(name)
+    return embedded(which or "target") if kind == "embedded" else huggingface.locate(name, weights)
 
 
 def _dtype(name: str) -> Any:
@@ -112,8 +113,12 @@ def read_prompts(config: GenerateConfig) -> list[str]:
     path = Path(config.prompts_file)
     if not path.is_file():
         raise InputError(f"prompts_file={config.prompts_file!r}: no such file")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"prompts_file={config.prompts_file!r}: not UTF-8 text ({error})") from None
     prompts = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if path.suffix == ".jsonl":
@@ -132,6 +137,8 @@ def read_prompts(config: GenerateConfig) -> list[str]:
 def run_generate(config: GenerateConfig) -> None:
     """``specjax generate``."""
     prompts = read_prompts(config)
+    if config.precision != "default":
+        jax.config.update("jax_default_matmul_precision", config.precision)
     directory, target, drafter = load_pair(config)
     tokenizer = text.load_tokenizer(directory)
     ids = [text.encode(tokenizer, prompt, config.chat) for prompt in prompts]
@@ -226,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("specjax: interrupted; the same command continues a training run", file=sys.stderr)
+        hint = "; the same command continues the run" if command == "train" else ""
+        print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
 

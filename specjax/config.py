@@ -28,6 +28,8 @@ def load_yaml(cls: type[_Config], path: str | Path) -> _Config:
         content = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"--config {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read as a text file ({error})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
@@ -87,7 +89,8 @@ class DataConfig:
 
     Attributes:
         source: ``stdlib`` (the running Python's own source), or a directory or glob of text files.
-        tokenizer: a directory with tokenizer.json; empty: train a byte-level BPE tokenizer on the source.
+        tokenizer: a directory with tokenizer.json; empty: the teacher's, or where there is none a byte-level BPE
+            tokenizer trained on the source.
         vocab_size: of a tokenizer trained here.
         window: tokens a training window.
         batch: windows a step.
@@ -161,6 +164,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.objective == "distill" and not self.teacher:
             raise ConfigError("teacher='': objective=distill needs the directory or hub id of a teacher")
+        if self.objective == "lm" and self.teacher:
+            raise ConfigError(f"teacher={self.teacher!r}: objective=lm has no teacher; set objective=distill or leave it out")
         for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")

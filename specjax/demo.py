@@ -20,11 +20,12 @@ from specjax.tree import Chain
 
 PROMPTS = (
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
-    "    def push(self, item):\n",
-    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n',
-    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n",
+    "    def push(self, item):",
+    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n    with',
+    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n    try",
     'def walk(self, node):\n    """Visit every child of the node."""\n    for',
 )
+"""Beginnings of Python files. They end inside a line, where the tokenizer would not have joined what follows."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class DemoConfig:
     """
 
     max_new_tokens: int = 160
-    temperature: float = 0.0
+    temperature: float = 0.7
     seed: int = 0
     repeats: int = 5
 

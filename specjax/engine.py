@@ -312,11 +312,13 @@ def _start(
     tokens, lengths = _check_prompts(tokens, lengths, config.vocab_size)
     batch = tokens.shape[0]
     limits = _check_limits(max_new_tokens, batch)
-    if (longest := int((lengths + limits).max())) > config.max_positions:
+    if (longest := int((lengths.astype(np.int64) + limits).max())) > config.max_positions:
         raise InputError(
             f"prompt ({int(lengths[np.argmax(lengths + limits)])} tokens) plus max_new_tokens make {longest} tokens, but the "
             f"target has {config.max_positions} positions: shorten the prompt or lower max_new_tokens"
         )
+    if isinstance(eos_token_ids, int):
+        raise InputError(f"eos_token_ids={eos_token_ids}: give a sequence of ids, such as ({eos_token_ids},)")
     if bad := [i for i in eos_token_ids if not 0 <= i < config.vocab_size]:
         raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
     if rule not in CHAIN_RULES:
@@ -328,7 +330,7 @@ def _start(
         drafter,
         jnp.asarray(tokens),
         jnp.asarray(lengths),
-        jnp.asarray(lengths + limits),
+        jnp.asarray((lengths + limits).astype(np.int32)),
         _row_keys(key, batch),
         jnp.asarray(np.asarray(eos_token_ids, np.int32)),
         sampling.rows(batch),
@@ -338,7 +340,12 @@ def _start(
 
 
 def _check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.asarray(tokens)
+    try:
+        tokens = np.asarray(tokens)
+    except ValueError:
+        raise InputError(
+            "tokens: rows of different lengths; right-pad them (specjax.text.pad gives tokens and lengths)"
+        ) from None
     if tokens.size == 0:
         raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
@@ -362,14 +369,15 @@ def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
     limits = np.asarray(max_new_tokens)
     if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
         raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows")
-    return np.broadcast_to(limits, (batch,)).astype(np.int32)
+    return np.broadcast_to(limits, (batch,)).astype(np.int64)
 
 
-def _row_keys(key: jax.Array | None, batch: int) -> jax.Array:
-    key = jax.random.key(0) if key is None else jnp.asarray(key)
+def _row_keys(key: Any, batch: int) -> jax.Array:
+    key = jax.random.key(0) if key is None else key
+    if not isinstance(key, jax.Array) or (key.ndim == 0 and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+        raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
         key = jax.random.wrap_key_data(key)
-    assert key is not None
     if key.ndim == 0:
         return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
     if key.shape != (batch,):

@@ -24,7 +24,9 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
         InputError: there are fewer devices than that.
     """
     devices = jax.devices() if devices is None else devices
-    if data < 1 or model < 1 or data * model > len(devices):
+    if data < 1 or model < 1:
+        raise InputError(f"mesh data={data} x model={model}: each axis is at least 1")
+    if data * model > len(devices):
         raise InputError(f"mesh data={data} x model={model} needs {data * model} devices; {len(devices)} are present")
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
 

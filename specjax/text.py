@@ -54,16 +54,20 @@ class TextStream:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt)
-        self._text = self._decode()
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # Tokens below `_shown` have been given out. Those from `_context` on are decoded again as their context:
+        # the cost of a piece does not grow with the text.
+        self._context, self._shown = 0, len(self._tokens)
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
         """The text that ``tokens`` add; ``last`` lets go of what was held back."""
         self._tokens += [int(token) for token in tokens]
-        text = self._decode()
+        before = self._decode(self._tokens[self._context : self._shown])
+        text = self._decode(self._tokens[self._context :])
         if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
             return ""
-        piece, self._text = text[len(self._text) :], text
-        return piece
+        if self._shown < len(self._tokens):
+            self._context, self._shown = self._shown, len(self._tokens)
+        return text[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -117,7 +117,7 @@ def block(
     _, ratios = jax.lax.scan(joint_ratio, first, (_of(p, x).T, _of(q, x).T))
     ratios = jnp.concatenate([first[None], ratios]).T  # [B, N]
     excess = jnp.sum(jnp.maximum(0.0, ratios[..., None] * p - q), axis=-1)
-    below = excess + 1.0 - ratios
+    below = excess + (1.0 - ratios)
     h = jnp.where(below > 0, excess / jnp.where(below > 0, below, 1.0), 0.0)  # equation (5)
     passes = (_uniform(accept_keys, x.shape[1]) < h[:, 1:]) & drafted
     accepted = jnp.max(jnp.where(passes, jnp.arange(1, x.shape[1] + 1), 0), axis=1, initial=0)

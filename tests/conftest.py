@@ -94,8 +94,3 @@ class StoriesPair(RealPair):
 
 
 REAL_PAIRS = [EmbeddedPair] + ([StoriesPair] if (SHARED / "stories260k").is_dir() else [])
-
-
-@pytest.fixture(scope="session", params=REAL_PAIRS, ids=lambda pair: pair.__name__)
-def real_pair(request) -> RealPair:
-    return request.param()

@@ -41,7 +41,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="nothing.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: no such file"):
         config.load_yaml(TrainConfig, tmp_path / "nothing.yaml")
 
 

@@ -19,7 +19,7 @@ def test_divergences_by_hand() -> None:
 
 def test_divergence_identities() -> None:
     """D_LK = (1/2) sum |p - q|, and Pinsker: TV <= sqrt(KL / 2)."""
-    p, q = np.random.default_rng(0).dirichlet(np.ones(9), (2, 50)).astype(np.float32)
+    p, q = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(9), (2, 50)), jnp.float32)
     np.testing.assert_allclose(metrics.d_lk(p, q), metrics.total_variation(p, q), atol=1e-6)
     assert np.all(metrics.total_variation(p, q) <= np.sqrt(metrics.kl(p, q) / 2) + 1e-6)
 

@@ -45,7 +45,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_probabilities_equal_the_definition(mixed) -> None:
-    logits = np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)).astype(np.float32) * 2
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(len(SETTINGS), 4, 12)), jnp.float32) * 2
     names = ("temperature", "top_k", "top_p", "min_p")
     for row, setting in enumerate(SETTINGS):
         if mixed:
@@ -54,7 +54,7 @@ def test_probabilities_equal_the_definition(mixed) -> None:
         else:
             p = probabilities(logits[row : row + 1], Sampling(**setting).rows(1))[0]
         for node in range(4):
-            np.testing.assert_allclose(p[node], oracle(logits[row, node].astype(float), **setting), atol=2e-6)
+            np.testing.assert_allclose(p[node], oracle(np.asarray(logits[row, node], float), **setting), atol=2e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS[2:])
@@ -73,7 +73,7 @@ def test_probabilities_equal_transformers_warpers(setting) -> None:
         if name in setting:
             scores = warper(setting[name])(None, scores)
     expected = torch.softmax(scores, -1).numpy()
-    np.testing.assert_allclose(probabilities(logits, Sampling(**setting).rows(5)), expected, atol=2e-6)
+    np.testing.assert_allclose(probabilities(jnp.asarray(logits), Sampling(**setting).rows(5)), expected, atol=2e-6)
 
 
 def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import specjax
-from specjax import sharding
+from specjax import engine, sharding
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.models import params
@@ -65,6 +65,19 @@ def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which
         return np.asarray(result.tokens)
 
     np.testing.assert_array_equal(run(None), run(sharding.make_mesh(2, 4)))
+
+
+def test_the_cache_is_sharded_and_streaming_compiles_once(checkpoint) -> None:
+    mesh = sharding.make_mesh(2, 4)
+    target = specjax.Target.from_pretrained(checkpoint, np.float32, mesh=mesh)
+    prompts = np.arange(12).reshape(4, 3)
+    _, state = engine._start(target, None, prompts, None, 20, Sampling(temperature=0.0), None, (), "block")
+    keys = state.cache.layers[0][0]
+    assert keys.sharding.shard_shape(keys.shape) == (2, keys.shape[1], 1, keys.shape[3])
+    compiled = engine.decode._cache_size()
+    *_, last = specjax.stream(target, None, prompts, max_new_tokens=20, steps=3)
+    assert np.all(last.lengths == 23)
+    assert engine.decode._cache_size() == compiled + 1
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:

@@ -68,7 +68,7 @@ class DraftModel(Drafter):
         """
         sizes = {"num_layers": max(1, target.config.num_layers // 4)} | sizes
         config = ModelConfig(**(vars(target.config) | sizes))
-        return cls(model=Target.init(config, key, target.dtype), draft=draft)
+        return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
         """Write the draft model as a Hugging Face checkpoint."""
@@ -76,6 +76,8 @@ class DraftModel(Drafter):
 
     def check(self, target: Target) -> None:
         check_vocabulary(self.model.config, target.config)
+        if self.model.mesh != target.mesh:
+            raise InputError(f"drafter is on mesh={self.model.mesh} and target on {target.mesh}: load both with the same mesh")
 
     def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> DraftModelState:
         _, own = self.model.prefill(tokens, lengths, cache.capacity)

@@ -55,8 +55,10 @@ class CheckpointError(InputError):
     """A checkpoint that cannot be used, and what to do about it."""
 
 
-def locate(path: str | Path) -> Path:
+def locate(path: str | Path, weights: bool = True) -> Path:
     """The local directory of a checkpoint: ``path`` itself, or the hub's snapshot of the repository of that id.
+
+    Without ``weights``, the hub is asked for the small files only: enough to check a checkpoint before it is fetched.
 
     Raises:
         CheckpointError: it is neither.
@@ -69,8 +71,9 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"{text!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
-    try:
-        return Path(snapshot_download(text, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+    patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
+    try:  # "consolidated" is a second copy of the weights, in another layout
+        return Path(snapshot_download(text, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(
             f"{text!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
@@ -103,8 +106,8 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     raw = read_json(path)
     generation = directory / "generation_config.json"
-    eos = (read_json(generation) if generation.exists() else {}).get("eos_token_id", raw.get("eos_token_id"))
-    return parse_config(raw | {"eos_token_id": eos}, str(path))
+    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+    return parse_config(raw if eos is None else raw | {"eos_token_id": eos}, str(path))
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
@@ -124,6 +127,11 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
     _refuse_sliding_window(raw, model_type, source)
 
     heads = raw["num_attention_heads"]
+    rope = _parse_rope(raw, source)
+    max_positions = _max_positions(raw, model_type)
+    if rope.kind == "yarn" and rope.original_max_positions is not None:
+        # Qwen's model cards turn YaRN on without raising max_position_embeddings.
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     attention_bias = bool(raw.get("attention_bias", False)) and model_type in ("llama", "qwen3")
     eos = raw.get("eos_token_id")
     try:
@@ -136,9 +144,9 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
             num_heads=heads,
             num_kv_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or (128 if model_type == "qwen3" else raw["hidden_size"] // heads),
-            max_positions=_max_positions(raw, model_type),
+            max_positions=max_positions,
             norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope=_parse_rope(raw, source),
+            rope=rope,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=model_type == "qwen2" or attention_bias,
             output_bias=attention_bias,
@@ -290,24 +298,42 @@ def _check_tensors(tensors: dict[str, Any], declared: list[Param], config: Model
 
 
 def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None) -> None:
-    """Write config.json and model.safetensors. They appear together or not at all; other files there stay."""
-    declared = declarations.declare(config)
-    names = [param.name for param in jax.tree.leaves(declared)]
+    """Write config.json, generation_config.json and model.safetensors; other files there stay.
+
+    Raises:
+        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights.
+    """
+    if (directory / "model.safetensors.index.json").exists():
+        raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
+    names = [param.name for param in jax.tree.leaves(declarations.declare(config))]
     arrays = [np.ascontiguousarray(jax.device_get(leaf)) for leaf in jax.tree.leaves(params)]
     if dtype is not None:
         arrays = [array.astype(dtype) for array in arrays]
+    content = format_config(config, arrays[0].dtype.name)
+    generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     with replacing(directory) as scratch:
         save_file(dict(zip(names, arrays, strict=True)), scratch / "model.safetensors", metadata={"format": "pt"})
-        content = format_config(config, arrays[0].dtype.name)
+        (scratch / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
+        (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         (scratch / "config.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """A scratch directory whose files move into ``directory`` when the block ends well, and vanish when it does not."""
+    """A scratch directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
+
+    Where ``directory`` exists its files are replaced one by one, config.json last: a reader that is let in between sees
+    the old configuration with new weights, and the check of shapes catches it.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
-        yield Path(scratch)
-        directory.mkdir(exist_ok=True)
-        for file in sorted(Path(scratch).iterdir()):
-            shutil.move(file, directory / file.name)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    try:
+        yield scratch
+        if directory.exists():
+            for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
+                file.replace(directory / file.name)
+        else:
+            scratch.chmod(0o755)
+            scratch.rename(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

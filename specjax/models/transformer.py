@@ -20,7 +20,7 @@ from specjax.models.params import Params
 from specjax.models.rope import rotations
 
 PREFILL_CHUNK = 512
-"""Prompt tokens read in one forward pass: bounds the memory of attention scores at any prompt length."""
+"""Prompt tokens read in one forward pass: attention scores take memory of this times the capacity, not its square."""
 
 
 @struct.dataclass
@@ -71,9 +71,12 @@ class Target:
         return cls(params=params, config=config, mesh=mesh)
 
     @classmethod
-    def init(cls, config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> "Target":
+    def init(cls, config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> "Target":
         """A model with random weights; consumes ``key``."""
-        return cls(params=declarations.init(config, key, dtype), config=config)
+        params = declarations.init(config, key, dtype)
+        if mesh is not None:
+            params = jax.device_put(params, declarations.shardings(config, mesh))
+        return cls(params=params, config=config, mesh=mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
         """Write the model as a Hugging Face checkpoint, in ``dtype`` (by default its own). All of it or nothing."""

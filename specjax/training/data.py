@@ -1,6 +1,7 @@
 """Text files to packed windows of tokens, in an order that is fixed by the seed and can be resumed."""
 
 import glob
+import hashlib
 import sysconfig
 import zlib
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from specjax.config import ConfigError, DataConfig
 
 END_OF_TEXT = "<|endoftext|>"
-"""Begins every document, and so also ends the one before it."""
+"""Begins every document of a tokenizer trained here, and so also ends the one before it."""
 
 # Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
@@ -32,7 +33,7 @@ def find_files(source: str) -> list[Path]:
     elif Path(source).is_dir():
         files = [f for f in Path(source).rglob("*") if f.is_file()]
     else:
-        files = [Path(f) for f in glob.glob(source, recursive=True)]
+        files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
     if not files:
         raise ConfigError(f"data.source={source!r}: no files there; give 'stdlib', a directory or a glob")
     return sorted(files)
@@ -74,8 +75,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-def load_tokenizer(directory: str | Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a checkpoint directory. Raises `ConfigError` when it has none."""
+def read_tokenizer(directory: str | Path) -> tokenizers.Tokenizer:
+    """The tokenizer.json of a checkpoint directory. Raises `ConfigError` when it has none."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"data.tokenizer={str(directory)!r}: {file} is missing")
@@ -123,9 +124,18 @@ def prepare(config: DataConfig) -> tuple[tokenizers.Tokenizer, dict[str, np.ndar
     """The tokenizer, and the packed training and held-out windows of a `DataConfig`."""
     train_files, held_files = split_files(find_files(config.source), config.holdout)
     train, held = read_texts(train_files), read_texts(held_files)
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(train, config.vocab_size)
+    tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(train, config.vocab_size)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
 
     return tokenizer, pack(encode(train), config.window), pack(encode(held), config.window)
+
+
+def fingerprint(*packed: dict[str, np.ndarray]) -> str:
+    """A short hash of packed windows: two runs with the same one train on the same tokens in the same order."""
+    digest = hashlib.sha256()
+    for windows in packed:
+        for name in sorted(windows):
+            digest.update(np.ascontiguousarray(windows[name]).tobytes())
+    return digest.hexdigest()[:32]

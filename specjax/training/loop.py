@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import tokenizers
 from flax import struct
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specjax.config import ConfigError, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
+from specjax.config import ConfigError, DataConfig, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
+from specjax.models import huggingface
 from specjax.models.config import ModelConfig
-from specjax.models.huggingface import replacing
 from specjax.models.transformer import Target
 from specjax.training import data
 from specjax.training.objectives import OBJECTIVES, Objective
@@ -123,12 +124,17 @@ def train(config: TrainConfig) -> Path:
         ConfigError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
     """
     output = Path(config.output)
-    _claim(output, config)
-    tokenizer, packed, held_out = data.prepare(config.data)
-    model_config = _model_config(config, tokenizer)
-    teacher = _load_teacher(config, model_config)
+    _refuse_foreign(output, config)
+    teacher = Target.from_pretrained(config.teacher) if config.teacher else None
+    if teacher is not None and not config.data.tokenizer:
+        resolved = replace(config.data, tokenizer=str(huggingface.locate(config.teacher, weights=False)))
+    else:
+        resolved = config.data
+    tokenizer, packed, held_out = data.prepare(resolved)
+    model_config = _model_config(config, tokenizer, teacher)
     objective = OBJECTIVES[config.objective]
     optimizer = make_optimizer(config.optimizer, config.steps)
+    _claim(output, config, data.fingerprint(packed, held_out))
 
     params = Target.init(model_config, jax.random.key(config.seed)).params
     state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
@@ -162,32 +168,53 @@ def train(config: TrainConfig) -> Path:
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     _save(checkpoints, state, iterator)
         checkpoints.wait_until_finished()
-    return _export(output / "final", config, Target(params=state.params, config=model_config), tokenizer)
+    return _export(output / "final", config, resolved, Target(params=state.params, config=model_config), tokenizer)
 
 
-def _claim(output: Path, config: TrainConfig) -> None:
-    """Make ``output`` this configuration's directory, or see that it is already."""
+def _refuse_foreign(output: Path, config: TrainConfig) -> None:
+    """See that ``output`` is free, or holds a run of this configuration; where the run lies may differ."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output={config.output!r} is a file: choose a directory")
     stored = output / "config.yaml"
     if stored.exists():
-        if changed := differences(load_yaml(TrainConfig, stored), config):
+        earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
+        if changed := differences(earlier, config):
             raise ConfigError(
                 f"output={config.output!r} holds a run of another configuration ({'; '.join(changed)}): "
                 "choose another output, or restore these values to continue that run"
             )
-        return
-    if output.exists() and any(output.iterdir()):
+    elif output.exists() and any(output.iterdir()):
         raise ConfigError(f"output={config.output!r} is not empty and holds no run: choose another directory")
-    with replacing(output) as scratch:
-        (scratch / "config.yaml").write_text(dump_yaml(config))
 
 
-def _model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer) -> ModelConfig:
+def _claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
+    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens."""
+    stored = output / "data.sha256"
+    if not stored.exists():
+        with huggingface.replacing(output) as scratch:
+            (scratch / "data.sha256").write_text(fingerprint)
+            (scratch / "config.yaml").write_text(dump_yaml(config))
+    elif stored.read_text() != fingerprint:
+        raise ConfigError(
+            f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
+            "began, and so have its tokens: choose another output, or restore the text"
+        )
+
+
+def _model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer, teacher: Target | None) -> ModelConfig:
     sizes = config.model
     end = tokenizer.token_to_id(data.END_OF_TEXT)
+    # A teacher's vocabulary may be padded beyond its tokenizer's; the student must match the teacher.
+    vocab_size = tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
+    if tokenizer.get_vocab_size() > vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and "
+            f"teacher={config.teacher!r} a vocabulary of {vocab_size}: use the teacher's own tokenizer"
+        )
     if config.data.window > sizes.max_positions:
         raise ConfigError(f"data.window={config.data.window} is longer than model.max_positions={sizes.max_positions}")
     return ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocab_size,
         hidden_size=sizes.hidden_size,
         intermediate_size=sizes.intermediate_size,
         num_layers=sizes.num_layers,
@@ -196,21 +223,9 @@ def _model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer) -> Model
         head_dim=sizes.head_dim,
         max_positions=sizes.max_positions,
         tie_embeddings=True,
-        bos_token_id=end,
-        eos_token_ids=() if end is None else (end,),
+        bos_token_id=end if teacher is None else teacher.config.bos_token_id,
+        eos_token_ids=(() if end is None else (end,)) if teacher is None else teacher.config.eos_token_ids,
     )
-
-
-def _load_teacher(config: TrainConfig, student: ModelConfig) -> Target | None:
-    if not config.teacher:
-        return None
-    teacher = Target.from_pretrained(config.teacher)
-    if teacher.config.vocab_size != student.vocab_size:
-        raise ConfigError(
-            f"teacher={config.teacher!r} has a vocabulary of {teacher.config.vocab_size} tokens, data.tokenizer "
-            f"one of {student.vocab_size}: set data.tokenizer to the teacher's directory"
-        )
-    return teacher
 
 
 @contextmanager
@@ -253,7 +268,9 @@ class _MetricsLog:
                 break
             if record["step"] <= start:
                 kept.append(line)
-        path.write_text("".join(f"{line}\n" for line in kept))
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(f"{line}\n" for line in kept))
+        rewritten.replace(path)
         self._file = path.open("a", buffering=1)  # a line at a time
 
     def __enter__(self) -> "_MetricsLog":
@@ -283,18 +300,23 @@ def _progress(steps: int, start: int) -> Iterator[Any]:
         yield report
 
 
-def _export(directory: Path, config: TrainConfig, model: Target, tokenizer: tokenizers.Tokenizer) -> Path:
+def _export(
+    directory: Path, config: TrainConfig, data_config: DataConfig, model: Target, tokenizer: tokenizers.Tokenizer
+) -> Path:
     """The trained model with its tokenizer, as a Hugging Face checkpoint."""
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     model.save_pretrained(directory, jnp.dtype(config.export_dtype))
-    end = data.END_OF_TEXT if tokenizer.token_to_id(data.END_OF_TEXT) is not None else None
-    with replacing(directory) as scratch:
-        PreTrainedTokenizerFast(
+    if data_config.tokenizer:  # with its chat template and special tokens
+        exported = AutoTokenizer.from_pretrained(data_config.tokenizer)
+    else:
+        exported = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
-            bos_token=end,
-            eos_token=end,
+            bos_token=data.END_OF_TEXT,
+            eos_token=data.END_OF_TEXT,
             clean_up_tokenization_spaces=False,
             model_max_length=model.config.max_positions,
-        ).save_pretrained(scratch)
+        )
+    with huggingface.replacing(directory) as scratch:
+        exported.save_pretrained(scratch)
     return directory

@@ -1,16 +1,10 @@
-"""Loss atoms, each a mean over the positions of a mask."""
+"""Loss atoms, a value for each position."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from specjax.typed import typed
-
-
-@typed
-def masked_mean(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean of ``values`` where ``mask``; every position weighs the same, whatever sequence it is in."""
-    return jnp.sum(values * mask) / jnp.maximum(jnp.sum(mask), 1)
 
 
 @typed

@@ -1,5 +1,8 @@
 """The draft model's own cache, against reading the whole text again."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,44 +20,54 @@ LENGTHS = np.array([6, 1, 3])
 SAMPLING = Sampling(temperature=0.8)
 
 
+@partial(jax.jit, static_argnames="layers")
+def read_whole(model, tokens, layers=None) -> jax.Array:
+    """``[B, T, V]`` logits, the whole text read at once."""
+    return model.forward(tokens, layers=layers)[0].logits
+
+
+def check_q(model, state, draft, layers=None) -> None:
+    """Every q of ``draft`` is the model's own distribution given the text before it, computed without a cache."""
+    for row, length in enumerate(np.asarray(state.lengths)):
+        text = np.zeros((1, 64), np.int32)
+        text[0, :length] = state.tokens[row, :length]
+        text[0, length : length + 3] = draft.tokens[row, 1:]
+        logits = read_whole(model, text, layers)[:, length - 1 : length + 2]
+        np.testing.assert_allclose(draft.q[row, :3], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["unlike the target", "the target itself"])
 def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None:
-    """Through accepted, partly accepted and fully accepted drafts, every q equals the one computed without a cache."""
+    """Through accepted, partly accepted and fully accepted drafts."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
     _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
-    rows = SAMPLING.rows(3)
     propose = jax.jit(drafter.propose)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     counts = set()
     for _ in range(8):
-        root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-        draft, _ = propose(target, state.drafter, root, rows, state.keys)
-        for row, length in enumerate(np.asarray(state.lengths)):
-            text = np.concatenate([state.tokens[row, :length], draft.tokens[row, 1:]])
-            logits = model.forward(jnp.asarray(text)[None])[0].logits[0]
-            expected = probabilities(logits[None], SAMPLING.rows(1))[0, length - 1 : length + 2]
-            np.testing.assert_allclose(draft.q[row, :3], expected, atol=1e-5)
+        draft, _ = propose(target, state.drafter, newest(state), SAMPLING.rows(3), state.keys)
+        check_q(model, state, draft)
         np.testing.assert_array_equal(draft.q[:, 3], 0)  # the last node has no child
         state, info = advance(state)
         counts |= set(np.asarray(info.emitted).tolist())
     assert counts == {4} if kind == "the target itself" else len(counts) > 1
 
 
+def newest(state) -> jax.Array:
+    return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+
+
 def test_early_exit_drafts_with_the_first_layers(target) -> None:
     drafter = EarlyExit(layers=2, draft=Chain(3))
     _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
+    propose = jax.jit(drafter.propose)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
-    for _ in range(4):
-        root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-        lent = state.drafter.replace(cache=state.cache)
-        draft, after = drafter.propose(target, lent, root, SAMPLING.rows(3), state.keys)
+    for _ in range(6):
+        lent = replace(state.drafter, cache=state.cache)
+        draft, after = propose(target, lent, newest(state), SAMPLING.rows(3), state.keys)
         np.testing.assert_array_equal(after.cache.length, state.cache.length)
-        for row, length in enumerate(np.asarray(state.lengths)):
-            text = np.concatenate([state.tokens[row, :length], draft.tokens[row, 1:]])
-            logits = target.forward(jnp.asarray(text)[None], layers=2)[0].logits[0]
-            expected = probabilities(logits[None], SAMPLING.rows(1))[0, length - 1 : length + 2]
-            np.testing.assert_allclose(draft.q[row, :3], expected, atol=1e-5)
+        check_q(target, state, draft, layers=2)
         state, _ = advance(state)
 
 

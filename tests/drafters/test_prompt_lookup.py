@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import engine
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import PromptLookupState
 from specjax.sampling import Sampling
@@ -43,6 +44,22 @@ def test_search_equals_the_oracle(vocab, max_ngram) -> None:
         assert drafted.tolist() == [i < len(expected) for i in range(4)]
         found += bool(expected)
     assert found > 0
+
+
+def test_the_state_follows_the_text(target) -> None:
+    """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
+    drafter = PromptLookup(draft=Chain(3))
+    prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
+    _, state = engine._start(target, drafter, prompts, np.array([6, 2]), 30, GREEDY, None, (), "block")
+    advance = jax.jit(lambda state: engine.step(target, drafter, state))
+    accepted = 0
+    for _ in range(15):
+        state, info = advance(state)
+        accepted += int(info.accepted.sum())
+        np.testing.assert_array_equal(state.drafter.lengths, state.lengths)
+        for row, length in enumerate(np.asarray(state.lengths)):
+            np.testing.assert_array_equal(state.drafter.tokens[row, :length], state.tokens[row, :length])
+    assert accepted > 0
 
 
 def test_the_root_is_the_first_node() -> None:

@@ -86,8 +86,10 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     jax.tree.map(np.testing.assert_array_equal, whole.params, Target.from_pretrained(checkpoint).params)
 
+    with pytest.raises(CheckpointError, match="holds a sharded checkpoint"):
+        tiny_target(seed=1).save_pretrained(checkpoint)
     (checkpoint / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="lacks model-00002-of-00003.safetensors"):
+    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00003\.safetensors"):
         Target.from_pretrained(checkpoint)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -16,6 +18,7 @@ from safetensors.numpy import load_file
 from specjax.config import ConfigError, DataConfig, ModelSizes, OptimizerConfig, TrainConfig, dump_yaml
 from specjax.models.transformer import Target
 from specjax.training import loop
+from tests.conftest import ASSETS
 
 SIZES = ModelSizes(
     hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64
@@ -82,9 +85,12 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not (output / "final").exists(), "the run was too fast to be killed"
+    assert (output / "checkpoints" / "4").is_dir()
+    before = log.read_text().splitlines()[:4]
     with log.open("a") as torn:
         torn.write('{"step": 9')  # what a kill can leave: half a line
     subprocess.run(command, check=True, capture_output=True)
+    assert log.read_text().splitlines()[:4] == before  # speeds and all: these steps were not run again
     assert metrics_of(output) == metrics_of(finished)
     whole, resumed = (load_file(path / "final" / "model.safetensors") for path in (finished, output))
     for name, value in whole.items():
@@ -92,9 +98,9 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
 
 
 def test_a_finished_run_is_not_trained_again(source, finished) -> None:
-    before = metrics_of(finished)
+    before = (finished / "metrics.jsonl").read_bytes()
     loop.train(config(source, finished))
-    assert metrics_of(finished) == before
+    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_directory_of_another_run_is_refused(source, finished, tmp_path) -> None:
@@ -109,29 +115,36 @@ def test_a_directory_of_another_run_is_refused(source, finished, tmp_path) -> No
 
 def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
     teacher = str(finished / "final")
-    run = config(source, tmp_path / "draft", objective="distill", teacher=teacher, steps=30)
-    loop.train(replace(run, data=replace(run.data, tokenizer=teacher)))
+    loop.train(config(source, tmp_path / "draft", objective="distill", teacher=teacher, steps=30))
     lines = [line for line in metrics_of(tmp_path / "draft") if "acceptance" in line]
     assert lines[-1]["acceptance"] > lines[0]["acceptance"] + 0.1
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
 
 
-def test_a_teacher_of_another_vocabulary_is_refused(source, finished, tmp_path) -> None:
+def test_a_tokenizer_larger_than_the_teachers_vocabulary_is_refused(source, finished, tmp_path) -> None:
     run = config(source, tmp_path / "draft", objective="distill", teacher=str(finished / "final"))
-    with pytest.raises(ConfigError, match=r"vocabulary of 300 tokens, data\.tokenizer one of 290"):
-        loop.train(replace(run, data=replace(run.data, vocab_size=290)))
+    larger = replace(run.data, tokenizer=str(ASSETS / "target"))
+    with pytest.raises(ConfigError, match=r"has 3072 tokens and teacher=.* a vocabulary of 300"):
+        loop.train(replace(run, data=larger))
+    assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
+
+
+def test_a_run_does_not_continue_on_another_text(source, tmp_path) -> None:
+    text = tmp_path / "text"
+    shutil.copytree(source, text)
+    run = config(str(text), tmp_path / "run", steps=1)
+    loop.train(run)
+    (text / "1.txt").write_text("something else\n" * 40)
+    with pytest.raises(ConfigError, match="the text has changed since the run"):
+        loop.train(run)
 
 
 @pytest.mark.parametrize("method", ["adamw", "muon"])
 def test_decay_touches_matrices_only(method) -> None:
-    params = {
-        "embed": np.ones((3, 2), np.float32),
-        "layers": [{"q": np.ones((2, 2), np.float32)}],
-        "norm": np.ones(2, np.float32),
-    }
+    params = {"embed": jnp.ones((3, 2)), "layers": [{"q": jnp.ones((2, 2))}], "norm": jnp.ones(2)}
     optimizer = loop.make_optimizer(OptimizerConfig(method=method, learning_rate=0.1, warmup_steps=1, weight_decay=0.5), 10)
     state = optimizer.init(params)
-    zeros = jax.tree.map(np.zeros_like, params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
     for _ in range(3):
         updates, state = optimizer.update(zeros, state, params)
     assert np.all(updates["layers"][0]["q"] < 0)

@@ -10,21 +10,25 @@ from specjax.training import losses, objectives
 from tests.conftest import tiny_config, tiny_target
 
 RNG = np.random.default_rng(0)
-LOGITS, TEACHER = RNG.normal(size=(2, 3, 5, 11)).astype(np.float32)
-LABELS = RNG.integers(0, 11, (3, 5)).astype(np.int32)
+LOGITS, TEACHER = jnp.asarray(RNG.normal(size=(2, 3, 5, 11)), jnp.float32)
+LABELS = jnp.asarray(RNG.integers(0, 11, (3, 5)))
+
+
+def as_torch(x: jax.Array) -> torch.Tensor:
+    return torch.tensor(np.asarray(x))
 
 
 def test_cross_entropy_equals_torch() -> None:
     expected = torch.nn.functional.cross_entropy(
-        torch.tensor(LOGITS).flatten(0, 1), torch.tensor(LABELS).flatten().long(), reduction="none"
+        as_torch(LOGITS).flatten(0, 1), as_torch(LABELS).flatten().long(), reduction="none"
     )
     np.testing.assert_allclose(losses.cross_entropy(LOGITS, LABELS).reshape(-1), expected, atol=1e-5)
 
 
 def test_forward_kl_equals_torch() -> None:
     expected = torch.nn.functional.kl_div(
-        torch.log_softmax(torch.tensor(LOGITS), -1),
-        torch.log_softmax(torch.tensor(TEACHER), -1),
+        torch.log_softmax(as_torch(LOGITS), -1),
+        torch.log_softmax(as_torch(TEACHER), -1),
         log_target=True,
         reduction="none",
     ).sum(-1)

@@ -1,0 +1,46 @@
+# Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
+PYTHON ?= python3
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: .venv/installed
+	.venv/bin/python -m specjax demo
+
+test: .venv-test/installed
+	.venv-test/bin/python -m pytest -n 2 --dist loadfile
+
+lint: .venv-test/installed
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/lint-imports
+	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+
+.venv/installed: requirements.txt pyproject.toml
+	$(MAKE) check-python
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
+	touch $@
+
+.venv-test/installed: requirements.txt pyproject.toml
+	$(MAKE) check-python
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	touch $@
+
+.PHONY: check-python
+check-python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
+
+clean:
+	rm -rf .venv .venv-test build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+
+# Train the embedded pair again, from nothing (see the README for how long), and put it in place.
+.PHONY: assets
+assets: .venv/installed
+	.venv/bin/python -m specjax train --config configs/demo_target.yaml
+	.venv/bin/python -m specjax train --config configs/demo_draft.yaml
+	mkdir -p specjax/assets/target specjax/assets/draft
+	cp runs/demo_target/final/* specjax/assets/target/
+	cp runs/demo_draft/final/* specjax/assets/draft/
