@@ -161,7 +161,8 @@ class TrainConfig:
     model: ModelSizes = ModelSizes()
     optimizer: OptimizerConfig = OptimizerConfig()
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Refuse, with a ConfigError, values that cannot be used together or lie out of range."""
         if self.objective == "distill" and not self.teacher:
             raise ConfigError("teacher='': objective=distill needs the directory or hub id of a teacher")
         if self.objective == "lm" and self.teacher:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from specjax import sharding
 from specjax.cache import KVCache
 from specjax.drafters.base import Drafter, NoDraft, Verdict, append
 from specjax.errors import InputError
@@ -146,7 +147,7 @@ def prefill(
     # A draft hangs below the last committed token, so it reaches at most `depth` slots beyond the longest output.
     capacity = count + max_new_tokens + drafter.draft.nodes
     output, cache = target.prefill(tokens, lengths, capacity, drafter.taps)
-    return DecodeState(
+    state = DecodeState(
         tokens=jnp.pad(tokens, ((0, 0), (0, max_new_tokens))),
         lengths=lengths,
         limits=limits,
@@ -158,6 +159,19 @@ def prefill(
         drafter=drafter.prefill(target, tokens, lengths, output, cache),
         stats=Stats.zeros(batch, drafter.draft.depth),
     )
+    return _place_rows(state, target)
+
+
+def _place_rows(state: DecodeState, target: Target) -> DecodeState:
+    """Spread the rows' small arrays over the mesh. `decode` is given them as it returns them: one compilation serves all."""
+    batch = state.lengths.shape[0]
+
+    def place(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim not in (1, 2) or leaf.shape[0] != batch:
+            return leaf
+        return sharding.constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)), {}, target.mesh)
+
+    return replace(jax.tree.map(place, state), eos=state.eos)
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "block") -> tuple[DecodeState, StepInfo]:
@@ -224,7 +238,8 @@ def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.
         steps, state = carry
         return steps + 1, step(target, drafter, state, rule)[0]
 
-    return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))[1]
+    _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
+    return _place_rows(state, target)
 
 
 # --- the edge --------------------------------------------------------------------------------------------------------

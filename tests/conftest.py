@@ -19,6 +19,17 @@ jax.config.update("jax_default_matmul_precision", "highest")
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 
+_compilations: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, _seconds, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+
+def compilations() -> int:
+    """How many programs XLA has compiled so far, of whatever kind."""
+    return len(_compilations)
+
+
 ASSETS = Path(__file__).parents[1] / "specjax" / "assets"
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 

@@ -1,7 +1,7 @@
 import pytest
 
 from specjax import config
-from specjax.config import ConfigError, OptimizerConfig, TrainConfig
+from specjax.config import ConfigError, DataConfig, OptimizerConfig, TrainConfig
 
 
 def write(tmp_path, text: str):
@@ -28,9 +28,6 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
         ("optimizer:\n  lr: 1", r"unknown key optimizer\.lr; known here: method, learning_rate"),
         ("steps: many", "steps"),
         ("objective: gan", "objective"),
-        ("objective: distill", "teacher=''"),
-        ("steps: 0", "steps=0"),
-        ("data:\n  holdout: 1.5", r"data\.holdout=1\.5"),
         ("- 1", "key: value pairs"),
         ("a: [", "not valid YAML"),
     ],
@@ -38,6 +35,21 @@ def test_numbers_are_read_as_people_write_them(tmp_path) -> None:
 def test_bad_files_are_refused_by_name(tmp_path, text, message) -> None:
     with pytest.raises(ConfigError, match=message):
         config.load_yaml(TrainConfig, write(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "distill"}, "teacher=''"),
+        ({"teacher": "somewhere"}, "objective=lm has no teacher"),
+        ({"steps": 0}, "steps=0"),
+        ({"data": DataConfig(holdout=1.5)}, r"data\.holdout=1\.5"),
+        ({"data": DataConfig(window=1)}, r"data\.window=1"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**changes).check()
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:

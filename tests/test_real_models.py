@@ -20,6 +20,7 @@ def case(request) -> tuple[RealPair, np.ndarray, np.ndarray, list[list[int]]]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
     pair = request.param()
     tokens, lengths = pair.prompts(COUNT, LONGEST)
     model = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32)

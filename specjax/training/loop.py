@@ -51,29 +51,22 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     def matrices(params: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
+    descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     if config.method == "muon":
-
-        def orthogonalised(params: Any) -> Any:
-            # The embedding is a table of vectors, not a map between them: AdamW suits it better.
-            def choose(path: Any, leaf: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-                is_layer = any(getattr(key, "key", None) == "layers" for key in path)
-                return optax.contrib.MuonDimensionNumbers() if is_layer and leaf.ndim == 2 else None
-
-            return jax.tree_util.tree_map_with_path(choose, params)
-
-        descent = optax.contrib.muon(
-            schedule,
-            consistent_rms=0.2,
-            weight_decay=config.weight_decay,
-            weight_decay_mask=matrices,
-            adam_b1=config.b1,
-            adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
-            muon_weight_dimension_numbers=orthogonalised,
-        )
-    else:
-        descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
+        # consistent_rms gives orthogonalised updates the size of AdamW's.
+        muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
+        descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
     return optax.chain(optax.clip_by_global_norm(config.clip), descent)
+
+
+def _label_parameters(params: Any) -> Any:
+    """Muon for the layers' matrices. The embedding is a table of vectors, not a map between them, and stays with AdamW."""
+
+    def label(path: Any, leaf: jax.Array) -> str:
+        is_layer = any(getattr(key, "key", None) == "layers" for key in path)
+        return "muon" if is_layer and leaf.ndim == 2 else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)
 
 
 @partial(jax.jit, static_argnames=("optimizer", "objective", "model_config"), donate_argnames="state")
@@ -93,7 +86,7 @@ def train_step(
 
     gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-    metrics["gradient_norm"] = optax.global_norm(gradients)
+    metrics["gradient_norm"] = optax.tree.norm(gradients)
     return TrainState(optax.apply_updates(state.params, updates), optimizer_state, state.step + 1), metrics
 
 
@@ -123,6 +116,7 @@ def train(config: TrainConfig) -> Path:
     Raises:
         ConfigError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
     """
+    config.check()
     output = Path(config.output)
     _refuse_foreign(output, config)
     teacher = Target.from_pretrained(config.teacher) if config.teacher else None

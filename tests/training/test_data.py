@@ -68,7 +68,7 @@ def test_bad_sources_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source="):
         data.find_files(str(tmp_path / "*.txt"))
     with pytest.raises(ConfigError, match=r"data\.tokenizer="):
-        data.load_tokenizer(tmp_path)
+        data.read_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.window=64"):
         data.pack([[1, 2, 3]], 64)
     (tmp_path / "a.txt").write_text("abc")

@@ -36,11 +36,11 @@ def source(tmp_path_factory) -> str:
 def config(source: str, output, **changes) -> TrainConfig:
     run = TrainConfig(
         output=str(output),
-        steps=12,
+        steps=40,
         checkpoint_every=4,
-        evaluate_every=6,
+        evaluate_every=20,
         export_dtype="float32",
-        data=DataConfig(source=source, vocab_size=300, window=32, batch=4, holdout=0.2),
+        data=DataConfig(source=source, vocab_size=290, window=32, batch=4, holdout=0.2),
         model=SIZES,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, method="muon"),
     )
@@ -62,11 +62,11 @@ def finished(source, tmp_path_factory):
 def test_it_learns_and_reports(finished) -> None:
     lines = metrics_of(finished)
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 12
+    assert len(losses) == 40
     assert losses[-1] < losses[0] - 0.5
-    assert [line["step"] for line in lines if "held_out_loss" in line] == [6, 12]
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [20, 40]
     model = Target.from_pretrained(finished / "final")
-    assert model.config.vocab_size == 300
+    assert model.config.vocab_size == 290
     assert model.config.eos_token_ids == (0,)
     assert (finished / "final" / "tokenizer.json").exists()
 
@@ -80,15 +80,14 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     log = output / "metrics.jsonl"
     deadline = time.time() + 120
-    while time.time() < deadline and not (log.exists() and '"step": 6' in log.read_text()):
+    while time.time() < deadline and not any(path.name.isdigit() for path in (output / "checkpoints").glob("*")):
         time.sleep(0.02)
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     assert not (output / "final").exists(), "the run was too fast to be killed"
-    assert (output / "checkpoints" / "4").is_dir()
     before = log.read_text().splitlines()[:4]
     with log.open("a") as torn:
-        torn.write('{"step": 9')  # what a kill can leave: half a line
+        torn.write('{"step": 39')  # what a kill can leave: half a line
     subprocess.run(command, check=True, capture_output=True)
     assert log.read_text().splitlines()[:4] == before  # speeds and all: these steps were not run again
     assert metrics_of(output) == metrics_of(finished)
@@ -124,7 +123,7 @@ def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
 def test_a_tokenizer_larger_than_the_teachers_vocabulary_is_refused(source, finished, tmp_path) -> None:
     run = config(source, tmp_path / "draft", objective="distill", teacher=str(finished / "final"))
     larger = replace(run.data, tokenizer=str(ASSETS / "target"))
-    with pytest.raises(ConfigError, match=r"has 3072 tokens and teacher=.* a vocabulary of 300"):
+    with pytest.raises(ConfigError, match=r"has 3072 tokens and teacher=.* a vocabulary of 290"):
         loop.train(replace(run, data=larger))
     assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
 
