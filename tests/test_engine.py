@@ -263,11 +263,6 @@ def test_bad_input_is_refused_by_name(target, change, message) -> None:
         specjax.generate(target, None, **arguments)
 
 
-def test_a_draft_length_below_one_is_refused() -> None:
-    with pytest.raises(InputError, match=r"Chain\(length=0\)"):
-        Chain(0)
-
-
 def test_a_drafter_that_does_not_fit_is_refused(target) -> None:
     other = DraftModel(model=tiny_target(vocab_size=12))
     with pytest.raises(InputError, match="vocabulary of 12 tokens and target one of 11"):
