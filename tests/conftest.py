@@ -1,4 +1,8 @@
-"""Shared by all tests: shape checks on, eight fake CPU devices, tiny models, and the real ones that are at hand."""
+"""Shared by all tests: shape checks on, eight fake CPU devices, tiny models, and the real ones that are at hand.
+
+Arrays that should agree up to float32 rounding are compared within 1e-4, the bound the logits are held to: the tiny models are
+scaled so that a wrong slot, mask or position is off by order 1.
+"""
 
 import os
 

@@ -166,12 +166,12 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch) -> None:
     whole = target.prefill(jnp.asarray(prompt), jnp.asarray(lengths), 60, taps=(1,))
     monkeypatch.setattr(transformer, "PREFILL_CHUNK", 16)
     output, cache = target.prefill(jnp.asarray(prompt), jnp.asarray(lengths), 60, taps=(1,))
-    np.testing.assert_allclose(output.hidden, whole[0].hidden, atol=1e-5)
-    np.testing.assert_allclose(output.taps, whole[0].taps, atol=1e-5)
+    np.testing.assert_allclose(output.hidden, whole[0].hidden, atol=1e-4)
+    np.testing.assert_allclose(output.taps, whole[0].taps, atol=1e-4)
     np.testing.assert_array_equal(cache.length, lengths - 1)
     for (keys, values), (whole_keys, whole_values) in zip(cache.layers, whole[1].layers, strict=True):
-        np.testing.assert_allclose(keys[:, :45], whole_keys[:, :45], atol=1e-5)
-        np.testing.assert_allclose(values[:, :45], whole_values[:, :45], atol=1e-5)
+        np.testing.assert_allclose(keys[:, :45], whole_keys[:, :45], atol=1e-4)
+        np.testing.assert_allclose(values[:, :45], whole_values[:, :45], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

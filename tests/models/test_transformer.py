@@ -109,7 +109,7 @@ def test_pieces_with_a_cache_equal_the_whole() -> None:
         cache = cache.keep(None, jnp.full(2, stop - start))
         pieces.append(output)
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pieces)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), joined, whole)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), joined, whole)
 
 
 def test_rejected_entries_are_never_seen() -> None:
@@ -121,7 +121,7 @@ def test_rejected_entries_are_never_seen() -> None:
     _, cache = target.forward(wrong, cache)
     output, _ = target.forward(right, cache)
     whole, _ = target.forward(jnp.concatenate([prefix, right], axis=1))
-    np.testing.assert_allclose(output.logits, whole.logits[:, 3:], atol=1e-5)
+    np.testing.assert_allclose(output.logits, whole.logits[:, 3:], atol=1e-4)
 
 
 def test_taps_are_what_enters_a_layer() -> None:
@@ -140,5 +140,5 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     tree, _ = target.forward(jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask)
     left, _ = target.forward(jnp.array([[5, 6]]))
     right, _ = target.forward(jnp.array([[5, 7, 8]]))
-    np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-5)
-    np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-5)
+    np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
+    np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)

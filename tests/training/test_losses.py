@@ -22,7 +22,7 @@ def test_cross_entropy_equals_torch() -> None:
     expected = torch.nn.functional.cross_entropy(
         as_torch(LOGITS).flatten(0, 1), as_torch(LABELS).flatten().long(), reduction="none"
     )
-    np.testing.assert_allclose(losses.cross_entropy(LOGITS, LABELS).reshape(-1), expected, atol=1e-5)
+    np.testing.assert_allclose(losses.cross_entropy(LOGITS, LABELS).reshape(-1), expected, atol=1e-4)
 
 
 def test_forward_kl_equals_torch() -> None:
@@ -32,7 +32,7 @@ def test_forward_kl_equals_torch() -> None:
         log_target=True,
         reduction="none",
     ).sum(-1)
-    np.testing.assert_allclose(losses.forward_kl(TEACHER, LOGITS), expected, atol=1e-5)
+    np.testing.assert_allclose(losses.forward_kl(TEACHER, LOGITS), expected, atol=1e-4)
 
 
 def batch_of(documents: list[list[int]]) -> dict:
@@ -46,14 +46,14 @@ def test_documents_of_a_window_do_not_see_each_other() -> None:
     mask = objectives.document_mask(batch_of([[1, 2, 3], [4, 5]])["segments"])
     packed, _ = target.forward(jnp.array([[1, 2, 3, 4, 5]]), mask=mask)
     alone, _ = target.forward(jnp.array([[4, 5]]), positions=jnp.array([[3, 4]]))
-    np.testing.assert_allclose(packed.logits[:, 3:], alone.logits, atol=1e-5)
+    np.testing.assert_allclose(packed.logits[:, 3:], alone.logits, atol=1e-4)
 
 
 def test_distilling_from_oneself_costs_nothing() -> None:
     target = tiny_target()
     loss, metrics = objectives.distill(target, batch_of([[1, 2, 3, 4], [5, 6]]), target)
-    np.testing.assert_allclose(loss, 0, atol=1e-5)
-    np.testing.assert_allclose(metrics["acceptance"], 1, atol=1e-5)
+    np.testing.assert_allclose(loss, 0, atol=1e-4)
+    np.testing.assert_allclose(metrics["acceptance"], 1, atol=1e-4)
     assert metrics["agreement"] == 1
 
 
@@ -68,4 +68,4 @@ def test_lm_loss_of_a_uniform_model_is_log_vocabulary() -> None:
     model = Target.init(tiny_config(), jax.random.key(0))
     model = model.replace(params=jax.tree.map(jnp.zeros_like, model.params))
     loss, _ = objectives.lm(model, batch_of([[1, 2, 3, 4]]))
-    np.testing.assert_allclose(loss, np.log(11), atol=1e-5)
+    np.testing.assert_allclose(loss, np.log(11), atol=1e-4)
