@@ -110,7 +110,7 @@ def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list
         return engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **options)
 
     for drafter in drafters.values():
-        run(drafter, 0)  # compiles
+        jax.block_until_ready(run(drafter, 0))  # compiles
     speeds: dict[str, list[float]] = {name: [] for name in drafters}
     summaries = {}
     for _ in range(repeats):
@@ -122,7 +122,7 @@ def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list
             summaries[name] = metrics.summarise(stats)
             speeds[name].append(summaries[name].emitted / seconds)
 
-    table = Table("method", *(("tokens/s", "speed-up", "acceptance length", "acceptance rate")))
+    table = Table("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate")
     for column in table.columns[1:]:
         column.justify = "right"
     plain = float(np.median(speeds["plain"]))
