@@ -189,7 +189,8 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
     assert output.logits is not None and cache is not None
     verdict = verify(draft, output.logits, state.sampling, verify_keys, rule)
     accepted = verdict.count - 1
-    verdict, done = _cut(verdict, verdict.emitted(draft), state)
+    emitted = verdict.emitted(draft)
+    verdict, done = _cut(verdict, emitted, state)
 
     cache = cache.keep(None if draft.is_chain else verdict.path, verdict.count)
     info = StepInfo(
@@ -200,7 +201,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
     )
     return replace(
         state,
-        tokens=append(state.tokens, state.lengths, verdict.emitted(draft), verdict.count),
+        tokens=append(state.tokens, state.lengths, emitted, verdict.count),
         lengths=state.lengths + verdict.count,
         done=done,
         keys=keys,

@@ -19,7 +19,7 @@ import tokenizers
 from flax import struct
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specjax.config import ConfigError, DataConfig, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
+from specjax.config import ConfigError, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
@@ -120,11 +120,10 @@ def train(config: TrainConfig) -> Path:
     output = Path(config.output)
     _refuse_foreign(output, config)
     teacher = Target.from_pretrained(config.teacher) if config.teacher else None
-    if teacher is not None and not config.data.tokenizer:
-        resolved = replace(config.data, tokenizer=str(huggingface.locate(config.teacher, weights=False)))
-    else:
-        resolved = config.data
-    tokenizer, packed, held_out = data.prepare(resolved)
+    data_config = config.data
+    if teacher is not None and not data_config.tokenizer:
+        data_config = replace(data_config, tokenizer=str(huggingface.locate(config.teacher, weights=False)))
+    tokenizer, packed, held_out = data.prepare(data_config)
     model_config = _model_config(config, tokenizer, teacher)
     objective = OBJECTIVES[config.objective]
     optimizer = make_optimizer(config.optimizer, config.steps)
@@ -162,7 +161,8 @@ def train(config: TrainConfig) -> Path:
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     _save(checkpoints, state, iterator)
         checkpoints.wait_until_finished()
-    return _export(output / "final", config, resolved, Target(params=state.params, config=model_config), tokenizer)
+    model = Target(params=state.params, config=model_config)
+    return _export(output / "final", model, jnp.dtype(config.export_dtype), tokenizer, data_config.tokenizer)
 
 
 def _refuse_foreign(output: Path, config: TrainConfig) -> None:
@@ -294,15 +294,13 @@ def _progress(steps: int, start: int) -> Iterator[Any]:
         yield report
 
 
-def _export(
-    directory: Path, config: TrainConfig, data_config: DataConfig, model: Target, tokenizer: tokenizers.Tokenizer
-) -> Path:
-    """The trained model with its tokenizer, as a Hugging Face checkpoint."""
+def _export(directory: Path, model: Target, dtype: Any, tokenizer: tokenizers.Tokenizer, tokenizer_source: str) -> Path:
+    """The trained model as a Hugging Face checkpoint, with ``tokenizer`` or, if given, the one of ``tokenizer_source``."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    model.save_pretrained(directory, jnp.dtype(config.export_dtype))
-    if data_config.tokenizer:  # with its chat template and special tokens
-        exported = AutoTokenizer.from_pretrained(data_config.tokenizer)
+    model.save_pretrained(directory, dtype)
+    if tokenizer_source:  # with its chat template and special tokens
+        exported = AutoTokenizer.from_pretrained(tokenizer_source)
     else:
         exported = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
