@@ -44,7 +44,7 @@ def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
     whole = specjax.Target.from_pretrained(checkpoint, np.float32)
     split = specjax.Target.from_pretrained(checkpoint, np.float32, mesh=sharding.make_mesh(2, 4))
     q = split.params["layers"][0]["q"]
-    assert q.addressable_shards[0].data.shape == (q.shape[0] // 4, q.shape[1])
+    assert q.addressable_shards[0].data.shape == (q.shape[0], q.shape[1] // 4)
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
 
 

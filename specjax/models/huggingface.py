@@ -247,12 +247,17 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
     declared = declarations.declare(config)
     with _open_tensors(directory) as tensors:
         _check_tensors(tensors, jax.tree.leaves(declared), config, directory)
+
+        def read(param: Param, part: tuple[slice, ...]) -> np.ndarray:
+            stored = tensors[param.name]
+            values = stored[part[::-1]].T if param.transposed else stored[part]
+            return np.ascontiguousarray(values, dtype)
+
         if mesh is None:
-            return jax.tree.map(lambda param: jax.numpy.asarray(tensors[param.name][...], dtype), declared)
+            return jax.tree.map(lambda param: jax.numpy.asarray(read(param, (slice(None),) * len(param.shape))), declared)
 
         def load(param: Param, sharding: jax.sharding.Sharding) -> jax.Array:
-            stored = tensors[param.name]
-            return jax.make_array_from_callback(param.shape, sharding, lambda part: stored[part].astype(dtype))
+            return jax.make_array_from_callback(param.shape, sharding, lambda part: read(param, part))
 
         return jax.tree.map(load, declared, declarations.shardings(config, mesh))
 
@@ -286,8 +291,8 @@ def _check_tensors(tensors: dict[str, Any], declared: list[Param], config: Model
         raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first {missing[0]!r}: is a shard lost?")
     for param in declared:
         shape = tuple(tensors[param.name].get_shape())
-        if shape != param.shape:
-            raise CheckpointError(f"{directory}: {param.name} has shape {shape}, but config.json says {param.shape}")
+        if shape != param.stored_shape:
+            raise CheckpointError(f"{directory}: {param.name} has shape {shape}, but config.json says {param.stored_shape}")
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     extra = sorted(n for n in tensors.keys() - names - ignored if not n.endswith("rotary_emb.inv_freq"))
     if extra:
@@ -305,14 +310,17 @@ def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None
     """
     if (directory / "model.safetensors.index.json").exists():
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
-    names = [param.name for param in jax.tree.leaves(declarations.declare(config))]
-    arrays = [np.ascontiguousarray(jax.device_get(leaf)) for leaf in jax.tree.leaves(params)]
-    if dtype is not None:
-        arrays = [array.astype(dtype) for array in arrays]
-    content = format_config(config, arrays[0].dtype.name)
+    declared = jax.tree.leaves(declarations.declare(config))
+
+    def stored(param: Param, leaf: jax.Array) -> np.ndarray:
+        array = np.asarray(jax.device_get(leaf)).astype(dtype or leaf.dtype, copy=False)
+        return np.ascontiguousarray(array.T if param.transposed else array)
+
+    arrays = {param.name: stored(param, leaf) for param, leaf in zip(declared, jax.tree.leaves(params), strict=True)}
+    content = format_config(config, arrays[declared[0].name].dtype.name)
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     with replacing(directory) as scratch:
-        save_file(dict(zip(names, arrays, strict=True)), scratch / "model.safetensors", metadata={"format": "pt"})
+        save_file(arrays, scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
         (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         (scratch / "config.json").write_text(json.dumps(content, indent=2) + "\n")

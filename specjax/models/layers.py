@@ -20,8 +20,8 @@ def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -
 
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """``x @ W.T + b``, W stored (out, in); the bias is added where the model declares one."""
-    y = jnp.einsum("...i,oi->...o", x, params[name])
+    """``x @ W + b``; the bias is added where the model declares one."""
+    y = x @ params[name]
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias
 

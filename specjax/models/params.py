@@ -3,8 +3,9 @@
 The declaration (shape, logical axes, initialiser, Hugging Face name) is the only place that lists the parameters: random
 init, sharding, import and export are all derived from it.
 
-Weights are stored ``(out, in)``, as Hugging Face stores them: import needs no transpose, and XLA's CPU backend multiplies
-a few rows by such a matrix up to 1.5 times as fast as by its transpose.
+Matrices are stored ``(in, out)``, the transpose of what a Hugging Face checkpoint holds: XLA's CPU backend multiplies 2 to 16
+rows by such a matrix in about the time of one row, and takes twice as long the other way round (benchmarks/README.md). The
+embedding stays ``(vocab, hidden)``, because its rows are looked up.
 """
 
 from dataclasses import dataclass
@@ -22,13 +23,28 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter: ``shape``, logical ``axes`` (see `specjax.sharding`), Hugging Face ``name``, initialiser."""
+    """One parameter.
+
+    Attributes:
+        shape: as it is used.
+        axes: logical axes (see `specjax.sharding`).
+        name: in a Hugging Face checkpoint.
+        init: how a new model starts.
+        stddev: of a normal ``init``.
+        transposed: the checkpoint holds the transpose.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     name: str
     init: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.02
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     def initialise(self, key: jax.Array, dtype: Any) -> jax.Array:
         """A random value of this parameter; consumes ``key``."""
@@ -45,36 +61,43 @@ def declare(config: ModelConfig) -> Params:
         "norm": Param((config.hidden_size,), (None,), "model.norm.weight", "ones"),
     }
     if not config.tie_embeddings:
-        tree["lm_head"] = Param((config.vocab_size, config.hidden_size), ("vocab", None), "lm_head.weight")
+        tree["lm_head"] = _matrix("lm_head", (config.hidden_size, None), (config.vocab_size, "vocab"))
     return tree
+
+
+def _matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | None], stddev: float = 0.02) -> Param:
+    """The weight ``(in, out)`` of a linear layer, from the size and the logical axis of either side."""
+    shape, axes = zip(inputs, outputs, strict=True)
+    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True)
 
 
 def declare_layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
     """The parameters of one decoder layer; ``prefix`` starts their Hugging Face names."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, mlp = (config.hidden_size, None), (config.intermediate_size, "mlp")
+    heads = (config.num_heads * config.head_dim, "heads")
+    kv_heads = (config.num_kv_heads * config.head_dim, "kv_heads")
     # Two residual branches a layer: their sum keeps unit scale at depth (GPT-2's initialisation).
     residual_stddev = 0.02 / (2 * config.num_layers) ** 0.5
 
-    def norm(name: str, size: int = hidden) -> Param:
+    def norm(name: str, size: int = config.hidden_size) -> Param:
         return Param((size,), (None,), f"{prefix}{name}.weight", "ones")
 
     layer = {
         "input_norm": norm("input_layernorm"),
-        "q": Param((heads, hidden), ("heads", None), f"{prefix}self_attn.q_proj.weight"),
-        "k": Param((kv_heads, hidden), ("kv_heads", None), f"{prefix}self_attn.k_proj.weight"),
-        "v": Param((kv_heads, hidden), ("kv_heads", None), f"{prefix}self_attn.v_proj.weight"),
-        "o": Param((hidden, heads), (None, "heads"), f"{prefix}self_attn.o_proj.weight", stddev=residual_stddev),
+        "q": _matrix(f"{prefix}self_attn.q_proj", hidden, heads),
+        "k": _matrix(f"{prefix}self_attn.k_proj", hidden, kv_heads),
+        "v": _matrix(f"{prefix}self_attn.v_proj", hidden, kv_heads),
+        "o": _matrix(f"{prefix}self_attn.o_proj", heads, hidden, residual_stddev),
         "post_norm": norm("post_attention_layernorm"),
-        "gate": Param((mlp, hidden), ("mlp", None), f"{prefix}mlp.gate_proj.weight"),
-        "up": Param((mlp, hidden), ("mlp", None), f"{prefix}mlp.up_proj.weight"),
-        "down": Param((hidden, mlp), (None, "mlp"), f"{prefix}mlp.down_proj.weight", stddev=residual_stddev),
+        "gate": _matrix(f"{prefix}mlp.gate_proj", hidden, mlp),
+        "up": _matrix(f"{prefix}mlp.up_proj", hidden, mlp),
+        "down": _matrix(f"{prefix}mlp.down_proj", mlp, hidden, residual_stddev),
     }
     biased = ("q", "k", "v") * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
     for weight in biased:
         declared = layer[weight]
         name = declared.name.removesuffix("weight") + "bias"
-        layer[f"{weight}_bias"] = Param(declared.shape[:1], declared.axes[:1], name, "zeros")
+        layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros")
     if config.qk_norm:
         layer["q_norm"] = norm("self_attn.q_norm", config.head_dim)
         layer["k_norm"] = norm("self_attn.k_norm", config.head_dim)

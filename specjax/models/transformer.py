@@ -199,8 +199,10 @@ class Target:
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
-        weight = self.params.get("lm_head", self.params["embed"])
-        logits = jnp.einsum("...h,vh->...v", hidden, weight, preferred_element_type=jnp.float32)
+        if "lm_head" in self.params:
+            logits = jnp.matmul(hidden, self.params["lm_head"], preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("...h,vh->...v", hidden, self.params["embed"], preferred_element_type=jnp.float32)
         return self._constrain(logits, "vocab")
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
