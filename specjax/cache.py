@@ -1,5 +1,6 @@
 """The key/value cache: preallocated buffers and a length. Rolling back is changing the length."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from specjax import sharding
-from specjax.typed import typed
 
 
 @struct.dataclass
@@ -21,8 +21,9 @@ class KVCache:
     nobody may read them before writing them.
 
     Attributes:
-        layers: one ``(keys, values)`` pair a layer, each ``[B, S, kv_heads, head_dim]``. A tuple of separate buffers and
-            not one stacked array: XLA updates those in place in a donated loop, and copies the stacked one.
+        layers: one ``(keys, values)`` pair a layer, each ``[B, kv_heads, S, head_dim]``: a head's slots lie side by side, as
+            attention reads them, so that it needs no transposed copy. A tuple of separate buffers and not one stacked array:
+            XLA updates those in place in a donated loop, and copies the stacked one.
         length: ``[B]`` int32, the number of committed slots of each row.
     """
 
@@ -44,8 +45,8 @@ class KVCache:
         """An empty cache of ``capacity`` slots a row for ``batch`` rows."""
 
         def buffer() -> jax.Array:
-            empty = jnp.zeros((batch, capacity, kv_heads, head_dim), dtype)
-            return sharding.constrain(empty, ("batch", None, "kv_heads", None), {"kv_heads": kv_heads}, mesh)
+            empty = jnp.zeros((batch, kv_heads, capacity, head_dim), dtype)
+            return sharding.constrain(empty, ("batch", "kv_heads", None, None), {"kv_heads": kv_heads}, mesh)
 
         return cls(
             layers=tuple((buffer(), buffer()) for _ in range(layers)),
@@ -55,7 +56,31 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Number of slots of a row, S."""
-        return self.layers[0][0].shape[1]
+        return self.layers[0][0].shape[2]
+
+    @property
+    def committed(self) -> jax.Array:
+        """``[B, S]`` bool, the slots that may be read."""
+        return jnp.arange(self.capacity)[None] < self.length[:, None]
+
+    def write(self, new: Sequence[tuple[jax.Array, jax.Array]], after: jax.Array) -> "KVCache":
+        """Put each layer's ``new`` keys and values ``[B, kv_heads, T, head_dim]`` at slots ``length … length+T`` of each row.
+
+        ``length`` stays as it is. Layers beyond those given are left alone. What falls outside the buffer is dropped, never
+        clamped onto live slots.
+
+        Args:
+            new: by layer.
+            after: any array whose values depend on everything that was read from this cache. XLA updates a buffer in place
+                only where the write depends on every read of it, and copies it otherwise.
+        """
+        nothing = jnp.isnan(after.ravel()[0]).astype(jnp.int32)  # 0, which the compiler cannot know
+        slots = self.length[:, None] + nothing + jnp.arange(new[0][0].shape[2])[None]
+        written = tuple(
+            (_set_slots(keys, slots, k), _set_slots(values, slots, v))
+            for (keys, values), (k, v) in zip(self.layers, new, strict=False)
+        )
+        return replace(self, layers=written + self.layers[len(written) :])
 
     def keep(self, path: Int[Array, "B D"] | None, count: Int[Array, " B"]) -> "KVCache":
         """Commit the first ``count`` nodes of ``path`` and drop everything else above ``length``.
@@ -67,14 +92,13 @@ class KVCache:
         """
         if path is None:
             return replace(self, length=self.length + count)
-        rows = jnp.arange(path.shape[0])[:, None]
         step = jnp.arange(path.shape[1])[None]
         source = self.length[:, None] + path
         # Beyond the accepted path the destination is out of range, where a scatter in drop mode writes nothing.
         target = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
 
         def move(buffer: jax.Array) -> jax.Array:
-            return buffer.at[rows, target].set(buffer[rows, source], mode="drop")
+            return _set_slots(buffer, target, jnp.take_along_axis(buffer, source[:, None, :, None], axis=2))
 
         return KVCache(
             layers=tuple((move(keys), move(values)) for keys, values in self.layers),
@@ -82,30 +106,8 @@ class KVCache:
         )
 
 
-@typed
-def write(buffer: Float[Array, "B S K d"], new: Float[Array, "B T K d"], start: Int[Array, " B"]) -> Float[Array, "B S K d"]:
-    """Put ``new`` at slots ``start … start+T`` of each row. What falls outside the buffer is dropped, never clamped."""
-    rows = jnp.arange(new.shape[0])[:, None]
-    slots = start[:, None] + jnp.arange(new.shape[1])[None]
-    return buffer.at[rows, slots].set(new.astype(buffer.dtype), mode="drop")
-
-
-def visible_slots(cache: KVCache, count: int, mask: jax.Array | None) -> jax.Array:
-    """Which slots each of the ``count`` tokens of a call may attend to, once they are written at ``length``.
-
-    Args:
-        cache: the cache before the call.
-        count: T, the number of tokens in the call.
-        mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
-
-    Returns:
-        ``[B, T, S]`` bool: every slot below ``length``, and of the call's own slots those that ``mask`` shows.
-    """
-    slot = jnp.arange(cache.capacity)[None, :] - cache.length[:, None]  # [B, S]; 0 is the call's first token
-    if mask is None:
-        return slot[:, None, :] <= jnp.arange(count)[None, :, None]
-    index = jnp.clip(slot, 0, count - 1)[:, None, :]
-    mask = jnp.broadcast_to(mask, (slot.shape[0], count, count))
-    inside = jnp.take_along_axis(mask, jnp.broadcast_to(index, (*mask.shape[:2], index.shape[-1])), axis=2)
-    own = (slot >= 0) & (slot < count)
-    return (slot < 0)[:, None, :] | (own[:, None, :] & inside)
+def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """``buffer [B, kv_heads, S, head_dim]`` with ``values [B, kv_heads, n, head_dim]`` at each row's ``slots [B, n]``."""
+    rows = jnp.arange(buffer.shape[0])[:, None, None]
+    heads = jnp.arange(buffer.shape[1])[None, :, None]
+    return buffer.at[rows, heads, slots[:, None]].set(values.astype(buffer.dtype), mode="drop")

@@ -1,4 +1,4 @@
-"""The command line: ``python -m specjax {demo,generate,train}``."""
+"""The command line: ``python -m specjax {demo,generate,train,plan}``."""
 
 import json
 import sys
@@ -19,6 +19,7 @@ from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup, check
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.transformer import Target
+from specjax.plan import PlanConfig, run_plan
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
 from specjax.tree import Chain
@@ -212,6 +213,7 @@ COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "demo": (DemoConfig, run_demo),
     "generate": (GenerateConfig, run_generate),
     "train": (TrainConfig, run_train),
+    "plan": (PlanConfig, run_plan),
 }
 
 

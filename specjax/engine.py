@@ -16,9 +16,10 @@ from flax import struct
 
 from specjax import sharding
 from specjax.cache import KVCache
-from specjax.drafters.base import Drafter, NoDraft, Verdict, append
+from specjax.drafters.base import Draft, Drafter, NoDraft, Verdict, append
 from specjax.errors import InputError
-from specjax.models.transformer import Target
+from specjax.models.layers import Slots
+from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling, Sampling, split_keys
 from specjax.verification import CHAIN_RULES, Rule, verify
 
@@ -185,14 +186,10 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
     if drafter.borrows_cache:
         cache, drafter_state = drafter_state.cache, replace(drafter_state, cache=None)
 
-    output, cache = target.forward(draft.tokens, cache, taps=drafter.taps)
-    assert output.logits is not None and cache is not None
-    verdict = verify(draft, output.logits, state.sampling, verify_keys, rule)
+    verdict, emitted, output, new = _score(target, drafter, draft, cache, state.done, state.sampling, verify_keys, rule)
     accepted = verdict.count - 1
-    emitted = verdict.emitted(draft)
     verdict, done = _cut(verdict, emitted, state)
-
-    cache = cache.keep(None if draft.is_chain else verdict.path, verdict.count)
+    cache = cache.write(new, after=output.hidden).keep(None if draft.is_chain else verdict.path, verdict.count)
     info = StepInfo(
         active=~state.done,
         emitted=verdict.count,
@@ -209,6 +206,46 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
         drafter=drafter.update(target, drafter_state, draft, verdict, output, cache),
         stats=state.stats.add(info),
     ), info
+
+
+def _score(
+    target: Target,
+    drafter: Drafter,
+    draft: Draft,
+    cache: KVCache,
+    done: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    rule: Rule,
+) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...]]:
+    """One pass of the target over the draft, and the verdict.
+
+    Drafts may be shorter than their shape has room for: the pass runs at the smallest compiled number of nodes that holds
+    every row's. The cache is only read in here, because XLA copies what a branch of a conditional writes.
+
+    Returns:
+        The verdict, the emitted tokens, the target's output without logits, and its new keys and values, all N wide.
+    """
+
+    def at_width(nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...]]:
+        shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
+        output, new = target.score(shorter.tokens, cache, taps=drafter.taps)
+        assert output.logits is not None
+        verdict = verify(shorter, output.logits, sampling, keys, rule)
+
+        def widen(leaf: jax.Array, axis: int = 1) -> jax.Array:  # `nodes` long -> N long
+            padding = [(0, draft.tokens.shape[1] - nodes if i == axis else 0) for i in range(leaf.ndim)]
+            return jnp.pad(leaf, padding)
+
+        verdict, emitted = replace(verdict, path=widen(verdict.path)), widen(verdict.emitted(shorter))
+        output = jax.tree.map(widen, replace(output, logits=None))
+        return verdict, emitted, output, jax.tree.map(partial(widen, axis=2), new)
+
+    if len(drafter.widths) == 1:
+        return at_width(draft.tokens.shape[1])
+    needed = 1 + jnp.max(jnp.where(done, 0, draft.length))
+    smallest = jnp.sum(jnp.asarray(drafter.widths) < needed)
+    return jax.lax.switch(smallest, [partial(at_width, nodes) for nodes in drafter.widths])
 
 
 def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:

@@ -3,6 +3,7 @@
 The target and every drafter warp their logits here. Losslessness is a statement about *this* distribution.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class RowSampling:
         top_p: ``[B]``.
         min_p: ``[B]``.
         greedy: known before tracing that every row is greedy: no distribution is ever formed.
-        truncated: known before tracing that some row has a top_k, top_p or min_p: without one, nothing is sorted.
+        truncated: known before tracing that some row has a top_k, top_p or min_p: without one, no threshold is looked for.
     """
 
     temperature: jax.Array
@@ -87,7 +88,7 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
     A greedy row's is one-hot at its argmax (the lowest id among ties).
     """
     logits = logits.astype(jnp.float32)
-    one_hot = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    one_hot = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
     if sampling.greedy:
         return one_hot
 
@@ -101,25 +102,87 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
     return jnp.where(greedy, one_hot, jax.nn.softmax(scaled, axis=-1))
 
 
+def argmax(logits: jax.Array) -> jax.Array:
+    """``[...]`` the id of the largest of ``logits [..., V]``, the lowest among ties.
+
+    Two plain reductions: XLA's CPU backend takes several times as long for its own argmax, which reduces pairs.
+    """
+    vocab = logits.shape[-1]
+    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+
+
 def _threshold(scaled: jax.Array, sampling: RowSampling, row: Any) -> jax.Array:
     """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``."""
     vocab = scaled.shape[-1]
-    ordered = -jnp.sort(-scaled, axis=-1)
-    top_k = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
-    kth = jnp.take_along_axis(ordered, jnp.broadcast_to(top_k - 1, (*ordered.shape[:-1], 1)), axis=-1)
-    # Mass strictly before each token, among those that top-k kept: a token is needed while it is below top_p.
-    mass = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(mass, axis=-1) - mass
-    needed = ((before < row(sampling.top_p)) & (mass > 0)) | (row(sampling.top_p) >= 1)
-    nucleus = jnp.min(jnp.where(needed, ordered, jnp.inf), axis=-1, keepdims=True)
-    floor = ordered[..., :1] + jnp.log(row(sampling.min_p))  # log 0 = -inf: no floor
+    shape = (*scaled.shape[:-1], 1)
+    count = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
+    kth = _largest(lambda t: jnp.sum(scaled >= t, axis=-1, keepdims=True) >= count, shape)
+    best = jnp.max(scaled, axis=-1, keepdims=True)
+    mass = jnp.where(scaled >= kth, jnp.exp(scaled - best), 0.0)
+    needed = row(sampling.top_p) * jnp.sum(mass, axis=-1, keepdims=True)
+    nucleus = _largest(lambda t: jnp.sum(jnp.where(scaled >= t, mass, 0.0), axis=-1, keepdims=True) >= needed, shape)
+    nucleus = jnp.where(row(sampling.top_p) >= 1, -jnp.inf, nucleus)
+    floor = best + jnp.log(row(sampling.min_p))  # log 0 = -inf: no floor
     return jnp.maximum(jnp.maximum(kth, nucleus), floor)
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The largest float32 for which ``holds``, which is true up to there and false above; one search for each of ``shape``.
+
+    Bisection of the 32 bits of a float: 32 passes over the vocabulary take a twentieth of the time of sorting it.
+    """
+
+    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + ((high - low + 1) >> 1)
+        held = holds(_to_float(middle))
+        return jnp.where(held, middle, low), jnp.where(held, high, middle - 1)
+
+    low, high = _to_ordinal(jnp.float32(-jnp.inf)), _to_ordinal(jnp.float32(jnp.inf))
+    bounds = jnp.broadcast_to(low, shape), jnp.broadcast_to(high, shape)
+    return _to_float(jax.lax.fori_loop(0, 32, halve, bounds)[0])
+
+
+def _to_ordinal(x: jax.Array) -> jax.Array:
+    """uint32 numbers in the order of the float32 ``x``: the sign bit flipped, of negative numbers all bits."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _to_float(ordinal: jax.Array) -> jax.Array:
+    """The inverse of `_to_ordinal`."""
+    bits = jnp.where(ordinal >> 31, ordinal & jnp.uint32((1 << 31) - 1), ~ordinal)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+_BLOCK = 64
 
 
 @typed
 def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
-    """One token a row from unnormalised probabilities; consumes the row keys ``[B]``. A token of probability 0 never comes."""
-    return jax.vmap(lambda key, row: jax.random.categorical(key, jnp.log(row)))(keys, p)
+    """One token a row from unnormalised probabilities; consumes the row keys ``[B]``. A token of probability 0 never comes.
+
+    Inversion of the distribution function, first over blocks of tokens and then inside one: one random number a row instead of
+    the one a token that the Gumbel trick takes.
+    """
+    blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % _BLOCK))).reshape(p.shape[0], -1, _BLOCK)
+    masses = jnp.sum(blocks, axis=-1)
+    point = jax.vmap(jax.random.uniform)(keys) * jnp.sum(masses, axis=-1)
+    block, rest = _invert(masses, point)
+    token, _ = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
+    return block * _BLOCK + token
+
+
+def _invert(mass: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the running sum of ``mass [B, n]`` passes ``point [B]``, and how much of ``point`` is left there."""
+    index = jnp.arange(mass.shape[-1], dtype=jnp.int32)
+    upto = jnp.cumsum(mass, axis=-1)
+    # Rounding may carry the point past the end, and leaves the running sum not quite monotone: insist on mass.
+    last = jnp.max(jnp.where(mass > 0, index, 0), axis=-1, keepdims=True)
+    found = jnp.min(jnp.where((upto > point[:, None]) & (mass > 0), index, last), axis=-1)
+    before = jnp.sum(jnp.where(index < found[:, None], mass, 0.0), axis=-1)
+    return found, point - before
 
 
 def split_keys(keys: jax.Array, count: int) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from specjax.drafters.base import Draft, Verdict
-from specjax.sampling import RowSampling, draw, probabilities, split_keys
+from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
 from specjax.typed import typed
 
 Rule = Literal["block", "rejection"]
@@ -36,7 +36,7 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         raise NotImplementedError("only chains can be verified")
     x, drafted = draft.tokens[:, 1:], draft.drafted
     if sampling.greedy:
-        accepted, token = _greedy(jnp.argmax(logits, axis=-1), x, drafted)
+        accepted, token = _greedy(argmax(logits), x, drafted)
     else:
         p = probabilities(logits, sampling)
         if draft.q is None:
@@ -151,5 +151,9 @@ def _of(values: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _uniform(keys: jax.Array, count: int) -> jax.Array:
-    """``[B, count]`` in [0, 1); consumes the row keys."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(keys)
+    """``[B, count]`` in [0, 1), the first of them the same for every ``count``; consumes the row keys."""
+
+    def row(key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(count))
+
+    return jax.vmap(row)(keys)

@@ -1,19 +1,21 @@
 """The loop: lossless end to end, rows that stand alone, ends in the middle of a block, and nothing compiled twice."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import specjax
 from specjax import engine, metrics
 from specjax.drafters import DraftModel, EarlyExit, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.sampling import Sampling, probabilities
-from specjax.tree import Chain
+from specjax.tree import Chain, halvings
 from tests.conftest import compilations, tiny_target
 from tests.statistics import monte_carlo_bound, total_variation
 
@@ -22,10 +24,13 @@ LENGTHS = np.array([6, 1, 3])
 
 
 def drafters(target, length: int = 3) -> dict:
+    small = tiny_target(seed=5, num_layers=1, vocab_size=11 if target is None else target.config.vocab_size)
     return {
-        "draft model": DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(length)),
+        "draft model": DraftModel(model=small, draft=Chain(length)),
         "prompt lookup": PromptLookup(draft=Chain(length)),
         "early exit": EarlyExit(layers=1, draft=Chain(length)),
+        "adaptive draft model": DraftModel(model=small, draft=Chain(length, stop_below=0.3)),
+        "adaptive early exit": EarlyExit(layers=1, draft=Chain(length, stop_below=0.3)),
     }
 
 
@@ -80,9 +85,12 @@ LOSSLESS = [(name, rule) for name in NAMES for rule in ("block", "rejection") if
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.4, top_p=0.9)], ids=["T=1", "T=1.4 top_p"])
 def test_three_generated_tokens_have_the_exact_joint_distribution(name, rule, sampling) -> None:
     target = tiny_target(seed=2, vocab_size=4, num_layers=2)
-    drafter = drafters(target, length=2)[name]
-    if name == "draft model":
-        drafter = DraftModel(model=tiny_target(seed=5, num_layers=1, vocab_size=4), draft=Chain(2))
+    distance, bound = joint_distance(target, drafters(target, length=2)[name], sampling, rule)
+    assert distance < bound
+
+
+def joint_distance(target, drafter, sampling, rule) -> tuple[float, float]:
+    """Total variation of three generated tokens from the exact joint distribution, and what chance alone stays below."""
     prompt, rows, rounds = [1, 3, 0, 1], 50_000, 4
     counts = np.zeros(4**3)
     for i in range(rounds):
@@ -99,7 +107,30 @@ def test_three_generated_tokens_have_the_exact_joint_distribution(name, rule, sa
         counts += np.bincount(new @ (4 ** np.arange(3)[::-1]), minlength=64)
     exact = exact_joint(target, prompt, 3, sampling)
     assert 0.05 < exact.max() < 0.9  # the test would say little about a distribution that is nearly certain
-    assert total_variation(counts, exact) < monte_carlo_bound(exact, rows * rounds)
+    return total_variation(counts, exact), monte_carlo_bound(exact, rows * rounds)
+
+
+@struct.dataclass
+class DropsUnsure(DraftModel):
+    """Ends a draft *before* its first improbable token: the token is judged and then thrown away."""
+
+    def propose(self, target, state, root, sampling, keys):
+        draft, state = super().propose(target, state, root, sampling, keys)
+        sure = jnp.take_along_axis(draft.q[:, :-1], draft.tokens[:, 1:, None], axis=2)[..., 0] >= 0.3
+        kept = jnp.cumprod(sure, axis=1).astype(bool)
+        return replace(draft, valid=draft.valid.at[:, 1:].set(draft.valid[:, 1:] & kept)), state
+
+    @property
+    def widths(self):
+        return (1, *halvings(self.draft.nodes))
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection"])
+def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -> None:
+    target = tiny_target(seed=2, vocab_size=4, num_layers=2)
+    kept = drafters(target, length=2)["adaptive draft model"]
+    distance, bound = joint_distance(target, DropsUnsure(model=kept.model, draft=kept.draft), Sampling(), rule)
+    assert distance > 3 * bound
 
 
 @pytest.mark.parametrize("name", [None, *NAMES])
@@ -170,8 +201,8 @@ def test_a_long_prompt_is_read_in_chunks(monkeypatch) -> None:
     np.testing.assert_allclose(output.taps, whole[0].taps, atol=1e-4)
     np.testing.assert_array_equal(cache.length, lengths - 1)
     for (keys, values), (whole_keys, whole_values) in zip(cache.layers, whole[1].layers, strict=True):
-        np.testing.assert_allclose(keys[:, :45], whole_keys[:, :45], atol=1e-4)
-        np.testing.assert_allclose(values[:, :45], whole_values[:, :45], atol=1e-4)
+        np.testing.assert_allclose(keys[:, :, :45], whole_keys[:, :, :45], atol=1e-4)
+        np.testing.assert_allclose(values[:, :, :45], whole_values[:, :, :45], atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)

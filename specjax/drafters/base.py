@@ -1,5 +1,6 @@
 """What a drafter is, and the two messages between drafting and verification."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -9,8 +10,8 @@ from flax import struct
 
 from specjax.cache import KVCache
 from specjax.models.transformer import Output, Target
-from specjax.sampling import RowSampling, draw, probabilities
-from specjax.tree import chain_parents
+from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
+from specjax.tree import Chain, chain_parents
 
 
 @struct.dataclass
@@ -47,12 +48,26 @@ class Draft:
         """Whether it is known before tracing that the tree has one branch."""
         return isinstance(self.parents, np.ndarray) and np.array_equal(self.parents, chain_parents(len(self.parents)))
 
+    def first(self, nodes: int) -> "Draft":
+        """The first ``nodes`` nodes of a chain."""
+        return Draft(
+            tokens=self.tokens[:, :nodes],
+            parents=self.parents[:nodes],
+            q=None if self.q is None else self.q[:, :nodes],
+            valid=None if self.valid is None else self.valid[:, :nodes],
+        )
+
     @property
     def drafted(self) -> jax.Array:
         """``[B, N-1]`` bool, the nodes below the root that this row drafted."""
         if self.valid is None:
             return jnp.ones((self.tokens.shape[0], self.tokens.shape[1] - 1), bool)
         return self.valid[:, 1:]
+
+    @property
+    def length(self) -> jax.Array:
+        """``[B]`` number of tokens that the row drafted."""
+        return jnp.sum(self.drafted, axis=1)
 
 
 @struct.dataclass
@@ -95,6 +110,11 @@ class Drafter:
     def check(self, target: Target) -> None:
         """Refuse, with an InputError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of nodes, ascending, that a step is compiled for; it takes the smallest that holds every row's draft."""
+        return self.draft.widths
+
     def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> Any:
         """The state after the prompts.
 
@@ -122,7 +142,7 @@ class Drafter:
             state: as `propose` returned it.
             draft: what was proposed.
             verdict: what was accepted of it.
-            output: the target's over the draft's nodes.
+            output: the target's over the draft's nodes, without logits; nodes that no row drafted may hold zeros.
             cache: the target's, the accepted path already committed.
         """
         raise NotImplementedError
@@ -144,42 +164,105 @@ def propose_token(logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> 
         keys: ``[B]``.
     """
     if sampling.greedy:
-        return jnp.argmax(logits, axis=-1), None
+        return argmax(logits), None
     q = probabilities(logits, sampling)
     return draw(q, keys), q
 
 
+@struct.dataclass
+class _Drafting:
+    """A chain while it grows.
+
+    Attributes:
+        depth: scalar, tokens so far.
+        tokens: ``[D, B]``.
+        q: ``[D, B, V]``, or None.
+        drafted: ``[D, B]`` bool, the tokens that count.
+        going: ``[B]`` bool, rows that draft on.
+        cache: without each row's newest token.
+    """
+
+    depth: jax.Array
+    tokens: jax.Array
+    q: jax.Array | None
+    drafted: jax.Array
+    going: jax.Array
+    cache: KVCache
+
+
 def extend_chain(
     model: Target,
-    token: jax.Array,
+    logits: jax.Array,
     cache: KVCache,
+    draft: Chain,
     sampling: RowSampling,
     keys: jax.Array,
     layers: int | None = None,
-) -> tuple[jax.Array, jax.Array | None, KVCache]:
-    """Draft a chain below ``token [B]``, one forward of ``model`` (its first ``layers``) a token.
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None, KVCache]:
+    """Draft a chain, one forward of ``model`` (its first ``layers``) for every token but the first.
+
+    Rows whose draft has ended (see `Chain`) wait for the others; the loop ends with the last of them.
 
     Args:
         model: the drafting model.
-        token: ``[B]``, not yet in the cache.
-        cache: the drafting model's.
+        logits: ``[B, V]`` its logits at the root.
+        cache: its cache, the root included.
+        draft: the shape, of D tokens.
         sampling: the rows' settings.
-        keys: ``[D, B]``, consumed; D is the number of tokens to draft.
+        keys: ``[B]``, consumed.
         layers: as in `Target.forward`.
 
     Returns:
-        ``[B, D]`` tokens, their ``q [B, D, V]`` or None, and the cache with ``token`` and all drafted tokens but the last.
+        ``[B, D]`` tokens; their ``q [B, D, V]`` or None; ``[B, D]`` which of them count, None if all do; and the cache,
+        in which each row's last token is missing.
     """
+    step_keys = split_keys(keys, draft.length)
 
-    def extend(carry: tuple[jax.Array, KVCache], key: jax.Array) -> tuple[Any, Any]:
-        token, cache = carry
-        output, cache = model.forward(token[:, None], cache, layers=layers)
+    def record(state: _Drafting, logits: jax.Array) -> _Drafting:
+        token, q = propose_token(logits, sampling, step_keys[state.depth])
+        going = state.going
+        if draft.stop_below:
+            going = going & (_confidence(logits, q, token, sampling) >= draft.stop_below)
+        return _Drafting(
+            depth=state.depth + 1,
+            tokens=state.tokens.at[state.depth].set(token),
+            q=None if q is None or state.q is None else state.q.at[state.depth].set(q),
+            drafted=state.drafted.at[state.depth].set(state.going),
+            going=going,
+            cache=state.cache,
+        )
+
+    def unfinished(state: _Drafting) -> jax.Array:
+        return (state.depth < draft.length) & jnp.any(state.going)
+
+    def extend(state: _Drafting) -> _Drafting:
+        newest = state.tokens[state.depth - 1]
+        output, cache = model.forward(newest[:, None], state.cache, layers=layers)
         assert output.logits is not None and cache is not None
-        token, q = propose_token(output.logits[:, 0], sampling, key)
-        return (token, cache.keep(None, jnp.ones_like(token))), (token, q)
+        return record(replace(state, cache=cache.keep(None, jnp.ones_like(newest))), output.logits[:, 0])
 
-    (_, cache), (tokens, q) = jax.lax.scan(extend, (token, cache), keys)
-    return tokens.T, None if q is None else jnp.moveaxis(q, 0, 1), cache
+    batch, vocab = logits.shape
+    state = _Drafting(
+        depth=jnp.zeros((), jnp.int32),
+        tokens=jnp.zeros((draft.length, batch), jnp.int32),
+        q=None if sampling.greedy else jnp.zeros((draft.length, batch, vocab), jnp.float32),
+        drafted=jnp.zeros((draft.length, batch), bool),
+        going=jnp.ones(batch, bool),
+        cache=cache,
+    )
+    state = jax.lax.while_loop(unfinished, extend, record(state, logits))
+    q = None if state.q is None else jnp.moveaxis(state.q, 0, 1)
+    return state.tokens.T, q, state.drafted.T if draft.stop_below else None, state.cache
+
+
+def _confidence(logits: jax.Array, q: jax.Array | None, token: jax.Array, sampling: RowSampling) -> jax.Array:
+    """``[B]`` the probability of ``token [B]``: as it was drawn; for greedy rows, whose q is one-hot, at temperature 1."""
+    chosen = jnp.exp(_at(logits, token) - jax.nn.logsumexp(logits, axis=-1))
+    return chosen if q is None else jnp.where(sampling.temperature == 0, chosen, _at(q, token))
+
+
+def _at(values: jax.Array, token: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(values, token[:, None], axis=1)[:, 0]
 
 
 @struct.dataclass
@@ -203,3 +286,4 @@ class NoDraft(Drafter):
 class _RootOnly:
     depth = 0
     nodes = 1
+    widths = (1,)

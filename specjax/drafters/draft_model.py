@@ -10,11 +10,11 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.cache import KVCache
-from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain, propose_token
+from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
-from specjax.sampling import RowSampling, split_keys
+from specjax.sampling import RowSampling
 from specjax.tree import Chain
 
 
@@ -31,7 +31,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
 class DraftModelState:
     """Attributes:
     cache: the draft model's own.
-    last: ``[B]`` the last token of the newest draft.
+    last: ``[B]`` the last token of the row's newest draft.
     behind: ``[B]`` bool, ``last`` was accepted but the draft model has never read it: after full acceptance its cache
         lacks one token more than the root.
     """
@@ -86,7 +86,6 @@ class DraftModel(Drafter):
     def propose(
         self, target: Target, state: DraftModelState, root: jax.Array, sampling: RowSampling, keys: jax.Array
     ) -> tuple[Draft, DraftModelState]:
-        step_keys = split_keys(keys, self.draft.length)
         # The first forward reads two tokens: the one that full acceptance left out, where it did, and the root.
         unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
         output, cache = self.model.forward(unread, state.cache)
@@ -94,13 +93,10 @@ class DraftModel(Drafter):
         logits = output.logits[jnp.arange(root.shape[0]), state.behind.astype(jnp.int32)]
         cache = cache.keep(None, 1 + state.behind)
         committed = cache.length
-        first, first_q = propose_token(logits, sampling, step_keys[0])
-        drafted, q, cache = extend_chain(self.model, first, cache, sampling, step_keys[1:])
-        drafted = jnp.concatenate([first[:, None], drafted], axis=1)
-        if first_q is not None and q is not None:
-            q = jnp.concatenate([first_q[:, None], q], axis=1)
-        state = DraftModelState(cache=replace(cache, length=committed), last=drafted[:, -1], behind=state.behind)
-        return Draft.chain(root, drafted, q), state
+        tokens, q, drafted, cache = extend_chain(self.model, logits, cache, self.draft, sampling, keys)
+        draft = Draft.chain(root, tokens, q, drafted)
+        last = jnp.take_along_axis(draft.tokens, draft.length[:, None], axis=1)[:, 0]
+        return draft, DraftModelState(cache=replace(cache, length=committed), last=last, behind=state.behind)
 
     def update(
         self,
@@ -111,7 +107,7 @@ class DraftModel(Drafter):
         output: Output,
         cache: KVCache,
     ) -> DraftModelState:
-        # Drafting read the root and every drafted token but the last; `length` stands after the root.
+        # Drafting read the root and every token of the row's draft but the last; `length` stands after the root.
         accepted = verdict.count - 1  # -1 where the row has finished: its root is to be read again
-        behind = accepted == self.draft.length
+        behind = accepted == draft.length
         return DraftModelState(cache=state.cache.keep(None, accepted - behind), last=state.last, behind=behind)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 
 from specjax.cache import KVCache
 from specjax.drafters.base import Draft, Drafter, Verdict, extend_chain
 from specjax.errors import InputError
 from specjax.models.transformer import Output, Target
-from specjax.sampling import RowSampling, split_keys
+from specjax.sampling import RowSampling
 from specjax.tree import Chain
 
 
@@ -54,9 +55,13 @@ class EarlyExit(Drafter):
         lent = state.cache
         own = KVCache(layers=lent.layers[: self.layers], length=lent.length)
 
-        drafted, q, own = extend_chain(target, root, own, sampling, split_keys(keys, self.draft.length), layers=self.layers)
-        draft = Draft.chain(root, drafted, q)
-        return draft, EarlyExitState(cache=replace(lent, layers=own.layers + lent.layers[self.layers :]))
+        at_root, own = target.forward(root[:, None], own, layers=self.layers)
+        assert at_root.logits is not None and own is not None
+        own = own.keep(None, jnp.ones_like(root))
+        tokens, q, drafted, own = extend_chain(target, at_root.logits[:, 0], own, self.draft, sampling, keys, self.layers)
+        return Draft.chain(root, tokens, q, drafted), EarlyExitState(
+            cache=replace(lent, layers=own.layers + lent.layers[self.layers :])
+        )
 
     def update(
         self,

@@ -12,7 +12,7 @@ from specjax.drafters.base import Draft, Drafter, Verdict, append
 from specjax.errors import InputError
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
-from specjax.tree import Chain
+from specjax.tree import Chain, halvings
 
 
 @struct.dataclass
@@ -38,6 +38,10 @@ class PromptLookup(Drafter):
 
     max_ngram: int = struct.field(pytree_node=False, default=3)
     draft: Chain = struct.field(pytree_node=False, default=Chain(8))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (1, *halvings(self.draft.nodes))  # 1: nothing was found
 
     def check(self, target: Target) -> None:
         if self.max_ngram < 1:

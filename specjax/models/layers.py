@@ -1,10 +1,12 @@
 """The blocks of a dense decoder, as functions of their parameters."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+import numpy as np
+from jaxtyping import Array, Float
 
-from specjax import cache as kv
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
 from specjax.models.rope import rotate
@@ -26,22 +28,33 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
-@typed
-def attend(
-    q: Float[Array, "B T heads d"],
-    keys: Float[Array, "B S kv_heads d"],
-    values: Float[Array, "B S kv_heads d"],
-    visible: Bool[Array, "#B T S"],
-) -> Float[Array, "B T heads_d"]:
-    """Grouped-query attention; query t sees slot s where ``visible``. Scores and softmax in float32."""
+Slots = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer, each ``[B, kv_heads, S, head_dim]``."""
+
+
+def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Array]]) -> Float[Array, "B T heads_d"]:
+    """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
+
+    Args:
+        q: the queries.
+        parts: for each piece its keys and values, and ``[B|1, T|1, S]`` which slots each query sees.
+    """
     batch, count, heads, d = q.shape
-    kv_heads = keys.shape[2]
-    q = q.reshape(batch, count, kv_heads, heads // kv_heads, d) * d**-0.5
-    # Axes in the order in which the products give and take them: another order costs a transposed copy of the scores.
-    scores = jnp.einsum("btkgd,bskd->bktgs", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    attended = jnp.einsum("bktgs,bskd->bktgd", weights, values)
+    kv_heads = parts[0][0][0].shape[1]
+    # Axes in the order in which the products give and take them: another order costs a transposed copy.
+    q = q.reshape(batch, count, kv_heads, heads // kv_heads, d).transpose(0, 2, 1, 3, 4) * d**-0.5
+
+    def score(keys: jax.Array, visible: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bktgd,bksd->bktgs", q, keys, preferred_element_type=jnp.float32)
+        return jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
+
+    scores = [score(keys, visible) for (keys, _), visible in parts]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
+    attended = sum(
+        jnp.einsum("bktgs,bksd->bktgd", weight.astype(values.dtype), values)
+        for weight, ((_, values), _) in zip(jnp.split(weights, sizes, axis=-1), parts, strict=True)
+    )
     return attended.transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
 
 
@@ -50,14 +63,16 @@ def attention(
     config: ModelConfig,
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
-    visible: jax.Array,
-    slots: tuple[jax.Array, jax.Array] | None,
-    start: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Self-attention of one layer over its cache, or over the call alone when ``slots`` is None.
+    mask: jax.Array,
+    past: tuple[Slots, jax.Array] | None,
+) -> tuple[jax.Array, Slots]:
+    """Self-attention of one layer: over the call's own tokens as ``mask [B|1, T, T]`` says, and over ``past``.
+
+    ``past`` is the layer's cache and ``[B, 1, S]`` which of its slots are committed. It is only read: what the call adds to it
+    is returned, so that a step may run inside a conditional, where an array that is written is copied first.
 
     Returns:
-        The attention output ``[B, T, H]`` and the layer's cache with the call's keys and values written at ``start``.
+        The attention output ``[B, T, H]``, and the call's own keys and values.
     """
 
     def heads(name: str, count: int) -> jax.Array:
@@ -67,12 +82,10 @@ def attention(
     if config.qk_norm:
         q = rms_norm(q, params["q_norm"], config.norm_eps)
         k = rms_norm(k, params["k_norm"], config.norm_eps)
-    q, k = rotate(q, *rotations), rotate(k, *rotations)
-    if slots is not None:
-        assert start is not None
-        slots = (kv.write(slots[0], k, start), kv.write(slots[1], v, start))
-        k, v = slots
-    return linear(params, "o", attend(q, k, v, visible)), slots
+    q, k = rotate(q, *rotations), rotate(k, *rotations).transpose(0, 2, 1, 3)
+    v = v.transpose(0, 2, 1, 3)
+    parts = [((k, v), mask)] if past is None else [past, ((k, v), mask)]
+    return linear(params, "o", attend(q, parts)), (k, v)
 
 
 def mlp(params: Params, x: jax.Array) -> jax.Array:
@@ -85,12 +98,11 @@ def decoder_layer(
     config: ModelConfig,
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
-    visible: jax.Array,
-    slots: tuple[jax.Array, jax.Array] | None = None,
-    start: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the layer's cache."""
+    mask: jax.Array,
+    past: tuple[Slots, jax.Array] | None = None,
+) -> tuple[jax.Array, Slots]:
+    """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`."""
     normed = rms_norm(x, params["input_norm"], config.norm_eps)
-    attended, slots = attention(params, config, normed, rotations, visible, slots, start)
+    attended, slots = attention(params, config, normed, rotations, mask, past)
     x = x + attended
     return x + mlp(params, rms_norm(x, params["post_norm"], config.norm_eps)), slots

@@ -11,11 +11,11 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.cache import KVCache, visible_slots
+from specjax.cache import KVCache
 from specjax.models import huggingface
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
-from specjax.models.layers import decoder_layer, rms_norm
+from specjax.models.layers import Slots, decoder_layer, rms_norm
 from specjax.models.params import Params
 from specjax.models.rope import rotations
 
@@ -99,7 +99,22 @@ class Target:
             mesh=self.mesh,
         )
 
-    def forward(
+    def forward(self, tokens: jax.Array, cache: KVCache | None = None, **options: Any) -> tuple[Output, KVCache | None]:
+        """Run the model over T tokens a row, and write them into the cache.
+
+        Args:
+            tokens: ``[B, T]`` token ids.
+            cache: what came before; the call's keys and values are written at slots ``length … length+T`` of each row and
+                ``length`` stays as it is. None: the call stands alone (training).
+            options: as in `score`.
+
+        Returns:
+            `Output`, and the cache with the call written into it.
+        """
+        output, new = self.score(tokens, cache, **options)
+        return output, None if cache is None else cache.write(new, after=output.hidden)
+
+    def score(
         self,
         tokens: jax.Array,
         cache: KVCache | None = None,
@@ -109,13 +124,12 @@ class Target:
         taps: Sequence[int] = (),
         layers: int | None = None,
         with_logits: bool = True,
-    ) -> tuple[Output, KVCache | None]:
-        """Run the model over T tokens a row.
+    ) -> tuple[Output, tuple[Slots, ...]]:
+        """`forward` that leaves the cache as it is, and returns what is to be written.
 
         Args:
             tokens: ``[B, T]`` token ids.
-            cache: what came before; the call's keys and values are written at slots ``length … length+T`` of each row and
-                ``length`` stays as it is. None: the call stands alone (training).
+            cache: what came before, or None.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal. Slots below ``length``
                 are visible to all.
@@ -125,31 +139,28 @@ class Target:
             with_logits: False spares the product with the vocabulary (prefill).
 
         Returns:
-            `Output`, and the cache with the call written into it.
+            `Output`, and each layer's keys and values of the call, for `KVCache.write`.
         """
         batch, count = tokens.shape
         depth = self.config.num_layers if layers is None else layers
-        start = None if cache is None else cache.length
         if positions is None:
-            offset = jnp.zeros(batch, jnp.int32) if start is None else start
+            offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
             positions = offset[:, None] + jnp.arange(count)[None]
-        if cache is None:
-            visible = jnp.tril(jnp.ones((1, count, count), bool)) if mask is None else mask
-        else:
-            visible = visible_slots(cache, count, mask)
+        if mask is None:
+            mask = jnp.tril(jnp.ones((1, count, count), bool))
 
         # Out-of-range ids cannot raise here; the edge (`engine.generate`) checks them.
         x = self._constrain(self.params["embed"][tokens], None)
         turn = rotations(self.config.rope, self.config.head_dim, positions)
-        tapped, written = [], list(cache.layers) if cache is not None else []
+        committed = None if cache is None else cache.committed[:, None]
+        tapped, new = [], []
         for i, layer in enumerate(self.params["layers"][:depth]):
             if i in taps:
                 tapped.append(x)
-            slots = cache.layers[i] if cache is not None else None
-            x, slots = decoder_layer(layer, self.config, x, turn, visible, slots, start)
+            past = None if cache is None or committed is None else (cache.layers[i], committed)
+            x, slots = decoder_layer(layer, self.config, x, turn, mask, past)
             x = self._constrain(x, None)
-            if slots is not None:
-                written[i] = slots
+            new.append(slots)
         if depth in taps:
             tapped.append(x)
 
@@ -159,7 +170,7 @@ class Target:
             hidden=hidden,
             taps=jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype),
         )
-        return output, None if cache is None else replace(cache, layers=tuple(written))
+        return output, tuple(new)
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, capacity: int, taps: Sequence[int] = ()) -> tuple[Output, KVCache]:
         """Read the prompts into a new cache, `PREFILL_CHUNK` tokens at a time.
@@ -177,7 +188,8 @@ class Target:
         batch, count = tokens.shape
         cache = self.new_cache(batch, capacity)
         if count <= PREFILL_CHUNK:
-            output, cache = self.forward(tokens, cache, taps=taps, with_logits=False)
+            output, new = self.score(tokens, taps=taps, with_logits=False)
+            cache = cache.write(new, after=output.hidden)
         else:
             chunks = -(-count // PREFILL_CHUNK)
             padded = jnp.pad(tokens, ((0, 0), (0, chunks * PREFILL_CHUNK - count)))
@@ -194,7 +206,6 @@ class Target:
                 return jnp.moveaxis(x, 0, 1).reshape(batch, chunks * PREFILL_CHUNK, *x.shape[3:])[:, :count]
 
             output = jax.tree.map(join, outputs)
-        assert cache is not None
         return output, replace(cache, length=lengths - 1)
 
     def head(self, hidden: jax.Array) -> jax.Array:

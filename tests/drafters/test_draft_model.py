@@ -81,3 +81,42 @@ def test_init_and_round_trip(target, tmp_path) -> None:
     drafter.check(target)
     with pytest.raises(InputError, match="vocabulary"):
         drafter.check(tiny_target(vocab_size=12))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(target, temperature) -> None:
+    """That token included. Rows end on their own, and their tokens and q are those of the fixed chain."""
+    model, threshold = tiny_target(seed=5, num_layers=1), 0.35
+    sampling = Sampling(temperature=temperature)
+    lengths = set()
+    for seed in range(6):
+        drafts = {}
+        for stop_below in (0.0, threshold):
+            drafter = DraftModel(model=model, draft=Chain(6, stop_below=stop_below))
+            keys = jax.random.split(jax.random.key(seed), 3)
+            _, state = engine._start(target, drafter, (PROMPTS + seed) % 11, LENGTHS, 40, sampling, keys, (), "block")
+            drafts[stop_below], _ = jax.jit(drafter.propose)(target, state.drafter, newest(state), sampling.rows(3), keys)
+        fixed, adaptive = drafts[0.0], drafts[threshold]
+        for row in range(3):
+            text = np.zeros((1, 64), np.int32)
+            text[0, : LENGTHS[row]] = state.tokens[row, : LENGTHS[row]]
+            text[0, LENGTHS[row] : LENGTHS[row] + 6] = fixed.tokens[row, 1:]
+            p = probabilities(read_whole(model, text), Sampling(temperature or 1.0).rows(1))[0]
+            below = [bool(p[LENGTHS[row] - 1 + i, fixed.tokens[row, 1 + i]] < threshold) for i in range(6)]
+            expected = below.index(True) + 1 if True in below else 6
+            assert int(adaptive.length[row]) == expected
+            np.testing.assert_array_equal(adaptive.tokens[row, : expected + 1], fixed.tokens[row, : expected + 1])
+            if temperature:
+                np.testing.assert_array_equal(adaptive.q[row, :expected], fixed.q[row, :expected])
+            lengths.add(expected)
+    assert len(lengths) > 2
+
+
+def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
+    """A draft that always stops at once leaves the rest of the buffers as they were."""
+    drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))
+    _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
+    draft, _ = drafter.propose(target, state.drafter, newest(state), SAMPLING.rows(3), state.keys)
+    np.testing.assert_array_equal(draft.length, 1)
+    np.testing.assert_array_equal(draft.q[:, 1:], 0)
+    assert drafter.widths == (2, 4, 7)

@@ -1,0 +1,74 @@
+"""Published dense shapes by name, to reckon with a model without its files.
+
+The sizes are those of each base model's config.json on the Hugging Face hub. Token ids are no part of a shape and are left out.
+"""
+
+import math
+from functools import partial
+
+import jax
+
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig, Rope
+from specjax.models.params import declare
+
+
+def _shape(
+    family: partial[ModelConfig], hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> ModelConfig:
+    return family(
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+    )
+
+
+_llama3_rope = partial(Rope, theta=5e5, kind="llama3", original_max_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+_LLAMA_2 = partial(ModelConfig, vocab_size=32000, max_positions=4096)
+_LLAMA_2_32K = partial(_LLAMA_2, max_positions=32768, rope=Rope(kind="linear", factor=8.0, original_max_positions=32768))
+_LLAMA_3_1 = partial(ModelConfig, vocab_size=128256, max_positions=131072, rope=_llama3_rope(factor=8.0))
+_LLAMA_3_2 = partial(_LLAMA_3_1, rope=_llama3_rope(factor=32.0), tie_embeddings=True)
+_QWEN = partial(ModelConfig, norm_eps=1e-6, rope=Rope(theta=1e6))
+_QWEN_2_5 = partial(_QWEN, model_type="qwen2", qkv_bias=True, vocab_size=152064, max_positions=131072)
+_QWEN_2_5_SMALL = partial(_QWEN_2_5, vocab_size=151936, max_positions=32768, tie_embeddings=True)
+_QWEN_3 = partial(_QWEN, model_type="qwen3", qk_norm=True, vocab_size=151936, max_positions=40960)
+_QWEN_3_SMALL = partial(_QWEN_3, tie_embeddings=True)
+_MISTRAL = partial(ModelConfig, model_type="mistral", vocab_size=32768, max_positions=32768, rope=Rope(theta=1e6))
+
+# hidden size, intermediate size, layers, heads, key/value heads, head size
+PUBLISHED: dict[str, ModelConfig] = {
+    "llama-2-7b": _shape(_LLAMA_2, 4096, 11008, 32, 32, 32, 128),
+    "llama-2-7b-32k": _shape(_LLAMA_2_32K, 4096, 11008, 32, 32, 32, 128),
+    "llama-2-13b": _shape(_LLAMA_2, 5120, 13824, 40, 40, 40, 128),
+    "llama-2-70b": _shape(_LLAMA_2, 8192, 28672, 80, 64, 8, 128),
+    "llama-3.1-8b": _shape(_LLAMA_3_1, 4096, 14336, 32, 32, 8, 128),
+    "llama-3.1-70b": _shape(_LLAMA_3_1, 8192, 28672, 80, 64, 8, 128),
+    "llama-3.2-1b": _shape(_LLAMA_3_2, 2048, 8192, 16, 32, 8, 64),
+    "llama-3.2-3b": _shape(_LLAMA_3_2, 3072, 8192, 28, 24, 8, 128),
+    "mistral-7b-v0.3": _shape(_MISTRAL, 4096, 14336, 32, 32, 8, 128),
+    "qwen2.5-0.5b": _shape(_QWEN_2_5_SMALL, 896, 4864, 24, 14, 2, 64),
+    "qwen2.5-7b": _shape(_QWEN_2_5, 3584, 18944, 28, 28, 4, 128),
+    "qwen3-0.6b": _shape(_QWEN_3_SMALL, 1024, 3072, 28, 16, 8, 128),
+    "qwen3-1.7b": _shape(_QWEN_3_SMALL, 2048, 6144, 28, 16, 8, 128),
+    "qwen3-4b": _shape(_QWEN_3_SMALL, 2560, 9728, 36, 32, 8, 128),
+    "qwen3-8b": _shape(_QWEN_3, 4096, 12288, 36, 32, 8, 128),
+    "qwen3-14b": _shape(_QWEN_3, 5120, 17408, 40, 40, 8, 128),
+    "qwen3-32b": _shape(_QWEN_3, 5120, 25600, 64, 64, 8, 128),
+}
+"""The shapes by lower-case name."""
+
+
+def published(name: str) -> ModelConfig:
+    """The published shape of that name, in whatever case. Raises `InputError`, which lists the names, when there is none."""
+    try:
+        return PUBLISHED[name.lower()]
+    except KeyError:
+        raise InputError(f"{name!r} is not a published shape known here; known are {', '.join(PUBLISHED)}") from None
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of scalars in a model of that shape; an embedding that is also the head counts once."""
+    return sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)))

@@ -1,0 +1,140 @@
+"""What speculation should gain, in closed form.
+
+Symbols as in the papers: alpha the chance that a drafted token is accepted (taken as independent of the others), gamma the
+length of the drafted chain, c the time of one drafting step over the time of one target forward, c-hat the same ratio of
+arithmetic operations. Leviathan et al. 2023, arXiv 2211.17192, assume that a forward over gamma + 1 tokens takes as long as
+one over a single token; MagicDec, arXiv 2408.11049, asks for the three times instead, and so does `speedup`.
+
+Two formulas that circulate are wrong:
+
+- Speed-up = ``1 / (1/gamma + 1/alpha)``. That is below 1 for every alpha and gamma, so speculation would never pay.
+- "50% acceptance with 5 drafted tokens gives 3 tokens a step". It counts the tokens after a rejection, which are dropped;
+  with them gone it is ``(1 - 0.5**6) / (1 - 0.5) = 1.97``.
+"""
+
+import math
+from dataclasses import dataclass
+
+from specjax.errors import InputError
+
+LONGEST = 64
+"""The longest chain that `best_gamma` tries unless told otherwise, in tokens."""
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """Tokens emitted a target forward, the bonus token included: (1 - alpha^(gamma+1)) / (1 - alpha).
+
+    Leviathan et al. 2023, equation (1); MagicDec's Omega(gamma, alpha). Summed term by term, so that alpha = 1 is no special
+    case: the i-th drafted token is emitted when all i up to it were accepted.
+    """
+    _check_alpha(alpha)
+    _check_gamma(gamma)
+    return math.fsum(alpha**i for i in range(gamma + 1))
+
+
+def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
+    """Speed-up over plain decoding: expected tokens over (gamma c + 1), where ``cost`` is c.
+
+    Leviathan et al. 2023, Theorem 3.8.
+    """
+    _check_positive("cost", cost)
+    return expected_tokens(alpha, gamma) / (gamma * cost + 1)
+
+
+def operations_factor(alpha: float, gamma: int, operations: float) -> float:
+    """Arithmetic operations a token over those of plain decoding: (gamma c_hat + gamma + 1) over the expected tokens.
+
+    Leviathan et al. 2023, Theorem 3.11. ``operations`` is c_hat: the drafter's operations a token over the target's.
+    """
+    _check_positive("operations", operations)
+    return (gamma * operations + gamma + 1) / expected_tokens(alpha, gamma)
+
+
+def memory_factor(alpha: float, gamma: int) -> float:
+    """How many times fewer reads of the target's weights and cache a token takes: one read a forward, so the expected tokens.
+
+    Leviathan et al. 2023, section 3.4. The drafter's own reads are not counted.
+    """
+    return expected_tokens(alpha, gamma)
+
+
+def guaranteed_factor(alpha: float, cost: float) -> float:
+    """A speed-up that some gamma reaches: (1 + alpha) / (1 + c) where alpha > c, which gamma = 1 reaches; else 1, not drafting.
+
+    Leviathan et al. 2023, Corollary 3.9. Where alpha <= c no gamma is faster than plain decoding: the i-th drafted token adds
+    alpha^i <= c expected tokens and c to the time.
+    """
+    _check_alpha(alpha)
+    _check_positive("cost", cost)
+    return (1 + alpha) / (1 + cost) if alpha > cost else 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chain length and its speed-up over plain decoding. ``gamma = 0`` is plain decoding."""
+
+    gamma: int
+    factor: float
+
+
+def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
+    """The chain of at most ``longest`` tokens with the largest `walltime_factor`, the shortest among equals.
+
+    0 where speculation does not pay. With alpha = 1 and c < 1 a longer chain is always faster: the answer is ``longest``.
+    Leviathan et al. 2023, section 3.5.
+    """
+    _check_gamma(longest, "longest")
+    choices = (Choice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1))
+    return max(choices, key=lambda choice: choice.factor)  # of equals, max returns the first
+
+
+def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
+    """Seconds an emitted token takes: (gamma T_D + T_V(gamma)) / Omega.
+
+    MagicDec, section 3.1.
+
+    Args:
+        draft_time: T_D, seconds of one drafting step.
+        verify_time: T_V(gamma), seconds of one target forward over the chain and its root.
+        gamma: drafting steps before a verification.
+        tokens: Omega, the tokens emitted a verification: `expected_tokens`, or a measured acceptance length.
+    """
+    _check_gamma(gamma)
+    for name, value in (("draft_time", draft_time), ("verify_time", verify_time), ("tokens", tokens)):
+        _check_positive(name, value)
+    return (gamma * draft_time + verify_time) / tokens
+
+
+def speedup(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
+    """Speed-up over plain decoding from times, measured or modelled: T_T over `time_per_token`.
+
+    MagicDec, the inverse of equation (2). ``target_time`` is T_T, the seconds of one target forward over one token; the other
+    arguments are those of `time_per_token`.
+    """
+    _check_positive("target_time", target_time)
+    return target_time / time_per_token(draft_time, verify_time, gamma, tokens)
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 <= alpha <= 1:  # NaN compares false
+        raise InputError(f"alpha={alpha:g}: an acceptance rate lies between 0 and 1")
+
+
+def _check_gamma(gamma: int, name: str = "gamma") -> None:
+    if gamma < 0:
+        raise InputError(f"{name}={gamma}: a number of drafted tokens is at least 0")
+
+
+_POSITIVE = {
+    "cost": "the time of a drafting step over a target forward's; a drafter that costs next to nothing has 0.001",
+    "operations": "the drafter's operations a token over the target's; a drafter that takes next to none has 0.001",
+    "target_time": "seconds of one target forward",
+    "draft_time": "seconds of one drafting step",
+    "verify_time": "seconds of one verification",
+    "tokens": "tokens emitted a verification, the bonus token included",
+}
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise InputError(f"{name}={value:g}: must be above 0 and finite ({_POSITIVE[name]})")
