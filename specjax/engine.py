@@ -21,66 +21,8 @@ from specjax.errors import InputError
 from specjax.models.layers import Slots
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling, Sampling, split_keys
+from specjax.stats import Stats, StepInfo
 from specjax.verification import CHAIN_RULES, Rule, verify
-
-
-@struct.dataclass
-class Stats:
-    """What happened, row by row. Only emitted tokens count: what EOS or the limit cut off was never accepted.
-
-    Attributes:
-        steps: ``[B]`` target forwards after the prompt.
-        drafted: ``[B]`` drafted tokens.
-        accepted: ``[B]`` of those, emitted.
-        drafted_at: ``[B, D]`` steps in which a token was drafted at that depth.
-        accepted_at: ``[B, D]`` steps in which that token was emitted.
-        histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.
-    """
-
-    steps: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-    drafted_at: jax.Array
-    accepted_at: jax.Array
-    histogram: jax.Array
-
-    @classmethod
-    def zeros(cls, batch: int, depth: int) -> "Stats":
-        """Before the first step."""
-
-        def count(*shape: int) -> jax.Array:
-            return jnp.zeros((batch, *shape), jnp.int32)
-
-        return cls(count(), count(), count(), count(depth), count(depth), count(depth + 2))
-
-    def add(self, info: "StepInfo") -> "Stats":
-        """These statistics with one more step."""
-        depth = self.drafted_at.shape[1]
-        return Stats(
-            steps=self.steps + info.active,
-            drafted=self.drafted + jnp.sum(info.drafted, axis=1),
-            accepted=self.accepted + info.accepted,
-            drafted_at=self.drafted_at + info.drafted,
-            accepted_at=self.accepted_at + (jnp.arange(depth)[None] < info.accepted[:, None]),
-            histogram=self.histogram + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
-        )
-
-
-@struct.dataclass
-class StepInfo:
-    """What an observer may want to know of one step; nothing that the next step needs.
-
-    Attributes:
-        active: ``[B]`` bool, the row was still generating.
-        emitted: ``[B]`` tokens emitted.
-        accepted: ``[B]`` drafted tokens among them.
-        drafted: ``[B, D]`` bool, tokens drafted by depth.
-    """
-
-    active: jax.Array
-    emitted: jax.Array
-    accepted: jax.Array
-    drafted: jax.Array
 
 
 @struct.dataclass
@@ -186,7 +128,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
     if drafter.borrows_cache:
         cache, drafter_state = drafter_state.cache, replace(drafter_state, cache=None)
 
-    verdict, emitted, output, new = _score(target, drafter, draft, cache, state.done, state.sampling, verify_keys, rule)
+    verdict, emitted, output, new, nodes = _score(target, drafter, draft, cache, state.done, state.sampling, verify_keys, rule)
     accepted = verdict.count - 1
     verdict, done = _cut(verdict, emitted, state)
     cache = cache.write(new, after=output.hidden).keep(None if draft.is_chain else verdict.path, verdict.count)
@@ -195,6 +137,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "blo
         emitted=verdict.count,
         accepted=jnp.minimum(accepted, verdict.count),
         drafted=draft.drafted & ~state.done[:, None],
+        scored=jnp.where(state.done, 0, nodes),
     )
     return replace(
         state,
@@ -217,17 +160,18 @@ def _score(
     sampling: RowSampling,
     keys: jax.Array,
     rule: Rule,
-) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...]]:
+) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
     """One pass of the target over the draft, and the verdict.
 
     Drafts may be shorter than their shape has room for: the pass runs at the smallest compiled number of nodes that holds
     every row's. The cache is only read in here, because XLA copies what a branch of a conditional writes.
 
     Returns:
-        The verdict, the emitted tokens, the target's output without logits, and its new keys and values, all N wide.
+        The verdict, the emitted tokens, the target's output without logits, its new keys and values, all N wide; and how
+        many nodes the pass had.
     """
 
-    def at_width(nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...]]:
+    def at_width(nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
         output, new = target.score(shorter.tokens, cache, taps=drafter.taps)
         assert output.logits is not None
@@ -239,7 +183,7 @@ def _score(
 
         verdict, emitted = replace(verdict, path=widen(verdict.path)), widen(verdict.emitted(shorter))
         output = jax.tree.map(widen, replace(output, logits=None))
-        return verdict, emitted, output, jax.tree.map(partial(widen, axis=2), new)
+        return verdict, emitted, output, jax.tree.map(partial(widen, axis=2), new), jnp.asarray(nodes)
 
     if len(drafter.widths) == 1:
         return at_width(draft.tokens.shape[1])
@@ -312,7 +256,17 @@ def generate(
     Raises:
         InputError: an argument is out of its range; names it, its value and what it must be.
     """
-    drafter, state = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
+    drafter, state = start(
+        target,
+        drafter,
+        tokens,
+        lengths,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos_token_ids=eos_token_ids,
+        rule=rule,
+    )
     state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max, rule=rule)
     return Result(tokens=state.tokens, lengths=state.lengths, stats=state.stats)
 
@@ -336,7 +290,17 @@ def stream(
     """
     if steps < 1:
         raise InputError(f"steps={steps}: must be at least 1")
-    started = _start(target, drafter, tokens, lengths, max_new_tokens, sampling, key, eos_token_ids, rule)
+    started = start(
+        target,
+        drafter,
+        tokens,
+        lengths,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos_token_ids=eos_token_ids,
+        rule=rule,
+    )
 
     def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
         while True:
@@ -349,18 +313,19 @@ def stream(
     return results(*started)
 
 
-def _start(
+def start(
     target: Target,
     drafter: Drafter | None,
     tokens: Any,
-    lengths: Any,
-    max_new_tokens: Any,
-    sampling: Sampling,
-    key: jax.Array | None,
-    eos_token_ids: Sequence[int],
-    rule: Rule,
+    lengths: Any = None,
+    *,
+    max_new_tokens: Any = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
 ) -> tuple[Drafter, DecodeState]:
-    """Check every argument on the host, then prefill."""
+    """Check every argument of `generate` on the host, then read the prompts: the drafter and the state to `decode` on."""
     config = target.config
     tokens, lengths = _check_prompts(tokens, lengths, config.vocab_size)
     batch = tokens.shape[0]

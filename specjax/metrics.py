@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from specjax.engine import Stats
+from specjax.stats import Stats
 from specjax.typed import typed
 
 
@@ -39,13 +39,14 @@ def kl(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array,
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What `engine.Stats` says, as numbers for people. Only emitted tokens count.
+    """What `Stats` says, as numbers for people. Only emitted tokens count.
 
     Attributes:
         steps: target forwards after the prompt.
         emitted: tokens.
         drafted: tokens.
         accepted: drafted tokens that were emitted.
+        scored: nodes that the target's passes were wide.
         acceptance_length: emitted tokens a target forward, the bonus included (tau in the papers).
         acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
         by_position: for each depth, the share of the tokens drafted there that was emitted.
@@ -56,6 +57,7 @@ class Acceptance:
     emitted: int
     drafted: int
     accepted: int
+    scored: int
     acceptance_length: float
     acceptance_rate: float | None
     by_position: tuple[float | None, ...]
@@ -76,6 +78,7 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
         emitted=emitted,
         drafted=int(total["drafted"]),
         accepted=int(total["accepted"]),
+        scored=int(total["scored"]),
         acceptance_length=emitted / max(int(total["steps"]), 1),
         acceptance_rate=ratio(int(total["accepted"]), int(total["drafted"])),
         by_position=tuple(map(ratio, total["accepted_at"].tolist(), total["drafted_at"].tolist())),

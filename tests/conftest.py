@@ -7,6 +7,7 @@ scaled so that a wrong slot, mask or position is off by order 1.
 import os
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # before jax is: tests count compilations
 
 import ast
 import json

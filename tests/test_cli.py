@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,32 @@ def test_generate_streams_the_text_that_json_reports(capsys) -> None:
     assert len(record["token_ids"]) == record["statistics"]["emitted"] <= 24
     assert record["statistics"]["acceptance_length"] > 1
     assert record["prompt"] == PROMPT
+
+
+def test_the_off_switch_says_what_it_measured(capsys) -> None:
+    arguments = (
+        "generate",
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        "8",
+        "--drafter",
+        "early-exit:11",
+        "--only-if-faster",
+        "--json",
+    )
+    code, out, err = run(capsys, *arguments)
+    assert code == 0
+    assert "x with the drafter; decoding plainly" in err
+    assert json.loads(out)["statistics"]["drafted"] == 0
+
+
+def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> None:
+    script = "from specjax.cli import main; import jax; main(['plan', '--cost', '0.1']); jax.jit(lambda x: x * 2)(1.0)"
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "HOME": str(tmp_path)}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True)
+    assert list((tmp_path / ".cache" / "specjax" / "compiled").iterdir())
 
 
 @pytest.mark.parametrize("drafter", ["prompt-lookup", "early-exit:4", "embedded:draft"])

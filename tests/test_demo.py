@@ -11,7 +11,7 @@ def test_the_demo_shows_every_method(capsys) -> None:
     out = capsys.readouterr().out
     rows = {
         name: re.search(rf"{name}\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)\W+([\d.]+|-)", out)
-        for name in ("plain", "draft model", "prompt lookup", "early exit")
+        for name in ("plain", "draft model", "draft model, adaptive", "prompt lookup", "early exit")
     }
     assert all(rows.values()), out
     assert rows["plain"].group(2, 3, 4) == ("1.00", "1.00", "-")

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from specjax import metrics
-from specjax.engine import Stats, StepInfo
+from specjax.stats import Stats, StepInfo
 
 P = jnp.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
 Q = jnp.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])
@@ -33,6 +33,7 @@ def test_summary_by_hand() -> None:
             emitted=jnp.array([3, 2]),
             accepted=jnp.array([2, 1]),
             drafted=jnp.array([[True, True], [True, False]]),
+            scored=jnp.array([3, 3]),
         )
     )
     stats = stats.add(
@@ -41,10 +42,11 @@ def test_summary_by_hand() -> None:
             emitted=jnp.array([1, 0]),
             accepted=jnp.array([0, 0]),
             drafted=jnp.array([[True, True], [False, False]]),
+            scored=jnp.array([3, 0]),
         )
     )
     first, second, both = metrics.summarise(stats, 0), metrics.summarise(stats, 1), metrics.summarise(stats)
-    assert (first.steps, first.emitted, first.drafted, first.accepted) == (2, 4, 4, 2)
+    assert (first.steps, first.emitted, first.drafted, first.accepted, first.scored) == (2, 4, 4, 2, 6)
     assert (first.acceptance_length, first.acceptance_rate) == (2.0, 0.5)
     assert (first.by_position, first.histogram) == ((0.5, 0.5), (0, 1, 0, 1))
     assert (second.by_position, second.histogram) == ((1.0, None), (0, 0, 1, 0))

@@ -41,7 +41,7 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     """Through accepted, partly accepted and fully accepted drafts."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
-    _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
     propose = jax.jit(drafter.propose)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     counts = set()
@@ -60,7 +60,7 @@ def newest(state) -> jax.Array:
 
 def test_early_exit_drafts_with_the_first_layers(target) -> None:
     drafter = EarlyExit(layers=2, draft=Chain(3))
-    _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
     propose = jax.jit(drafter.propose)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     for _ in range(6):
@@ -94,7 +94,9 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
         for stop_below in (0.0, threshold):
             drafter = DraftModel(model=model, draft=Chain(6, stop_below=stop_below))
             keys = jax.random.split(jax.random.key(seed), 3)
-            _, state = engine._start(target, drafter, (PROMPTS + seed) % 11, LENGTHS, 40, sampling, keys, (), "block")
+            _, state = engine.start(
+                target, drafter, (PROMPTS + seed) % 11, LENGTHS, max_new_tokens=40, sampling=sampling, key=keys
+            )
             drafts[stop_below], _ = jax.jit(drafter.propose)(target, state.drafter, newest(state), sampling.rows(3), keys)
         fixed, adaptive = drafts[0.0], drafts[threshold]
         for row in range(3):
@@ -115,7 +117,7 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
 def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
     """A draft that always stops at once leaves the rest of the buffers as they were."""
     drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))
-    _, state = engine._start(target, drafter, PROMPTS, LENGTHS, 40, SAMPLING, None, (), "block")
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
     draft, _ = drafter.propose(target, state.drafter, newest(state), SAMPLING.rows(3), state.keys)
     np.testing.assert_array_equal(draft.length, 1)
     np.testing.assert_array_equal(draft.q[:, 1:], 0)

@@ -50,7 +50,7 @@ def test_the_state_follows_the_text(target) -> None:
     """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
     drafter = PromptLookup(draft=Chain(3))
     prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
-    _, state = engine._start(target, drafter, prompts, np.array([6, 2]), 30, GREEDY, None, (), "block")
+    _, state = engine.start(target, drafter, prompts, np.array([6, 2]), max_new_tokens=30, sampling=GREEDY)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     accepted = 0
     for _ in range(15):

@@ -1,0 +1,1 @@
+"""Measurements, run as scripts; see README.md beside this file."""

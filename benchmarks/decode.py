@@ -1,0 +1,330 @@
+"""How fast decoding is: ours plain, ours with each drafter, and `transformers` on the same weights, prompts and threads.
+
+    python benchmarks/decode.py                                      # the embedded pair, its target grown to about 90M
+    python benchmarks/decode.py --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
+    python benchmarks/decode.py --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
+
+All runs of one case are interleaved, and every figure is a median with its spread.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from benchmarks import peers, synthetic
+from specjax import engine, measure, metrics, text
+from specjax.cli import locate
+from specjax.drafters import Drafter, DraftModel, check_vocabulary
+from specjax.errors import InputError
+from specjax.models import huggingface, params
+from specjax.models.growth import grow
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig:
+    """Measure decoding.
+
+    Attributes:
+        target: directory or hub id of the target; "embedded" is the small one that comes along.
+        draft: directory or hub id of the draft model.
+        grow: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
+        prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
+        batch: rows, one case each.
+        context: prompt tokens, one case each.
+        prompts_per_case: at least so many different prompts, in batches one after another.
+        new_tokens: to generate in every row.
+        temperature: 0 is greedy. Above it the peers are left out.
+        repeats: of every method.
+        exit_layers: layers that draft in early exit.
+        compare: run `transformers` too.
+        synthetic_acceptance: instead of real models, random weights of `shape` that accept a drafted token with this chance.
+        shape: published shape of a synthetic target.
+        draft_shape: published shape of its draft model.
+        dtype: of synthetic weights.
+        output: where to write the results as JSON.
+    """
+
+    target: str = "embedded"
+    draft: str = "embedded:draft"
+    grow: tuple[int, int, int] = (768, 2304, 13)
+    prompts: str = ""
+    batch: tuple[int, ...] = (1, 4, 16)
+    context: tuple[int, ...] = (64, 512)
+    prompts_per_case: int = 2
+    new_tokens: int = 128
+    temperature: float = 0.0
+    repeats: int = 5
+    exit_layers: int = 2
+    compare: bool = True
+    synthetic_acceptance: float | None = None
+    shape: str = "llama-3.2-1b"
+    draft_shape: str = ""
+    dtype: str = "float32"
+    output: str = ""
+
+
+Method = Callable[[np.ndarray], dict[str, Any]]
+"""Generates from prompts ``[B, P]``: ``seconds`` of the whole call, ``tokens [B, P + new]``, and what else it knows."""
+
+
+def run(config: BenchmarkConfig) -> dict[str, Any]:
+    """Every case of ``config``: the results as they are written to JSON."""
+    if config.repeats < 1:
+        raise InputError(f"repeats={config.repeats}: must be at least 1")
+    if config.synthetic_acceptance is not None:
+        target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
+        texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
+        others: dict[str, Method] = {}
+    else:
+        target, drafters, texts, others = load(config)
+    results = {
+        "machine": machine(),
+        "settings": asdict(config),
+        "note": "synthetic: random weights, acceptance is forced" if config.synthetic_acceptance is not None else "real models",
+        "parameters": {"target": params.count(target.params)},
+        "cases": [],
+    }
+    for context in config.context:
+        for batch in config.batch:
+            groups = -(-config.prompts_per_case // batch)
+            prompts = np.split(prompts_of(texts, batch * groups, context), groups)
+            case = measure_case(config, target, drafters, others, prompts, results["note"])
+            results["cases"].append(case)
+            if config.output:
+                write(results, Path(config.output))
+    return results
+
+
+def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Method]]:
+    """The grown target, our methods, the texts as token ids, and the peers' methods on the same weights."""
+    directory = locate(config.target, weights=False)
+    check_vocabulary(huggingface.read_config(locate(config.draft, weights=False)), huggingface.read_config(directory))
+    target = Target.from_pretrained(locate(config.target), np.float32)
+    draft = Target.from_pretrained(locate(config.draft), np.float32)
+    if any(config.grow):
+        hidden_size, intermediate_size, num_layers = config.grow
+        target = grow(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
+    others: dict[str, Method] = {}
+    if config.compare and not config.temperature:
+        with tempfile.TemporaryDirectory() as scratch:
+            target.save_pretrained(Path(scratch) / "target")
+            draft.save_pretrained(Path(scratch) / "draft")
+            others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens)
+    tokenizer = text.load_tokenizer(directory)
+    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
+    return target, drafters_of(draft, config.exit_layers), texts, others
+
+
+def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
+    """Our methods by name."""
+    return {
+        "plain": None,
+        "draft model, chain 4": DraftModel(draft, draft=specjax.Chain(4)),
+        "draft model, chain 8": DraftModel(draft, draft=specjax.Chain(8)),
+        "draft model, adaptive 16": DraftModel(draft, draft=specjax.Chain(16, stop_below=0.4)),
+        "prompt lookup, 8": specjax.PromptLookup(draft=specjax.Chain(8)),
+        f"early exit after {exit_layers}, chain 2": specjax.EarlyExit(exit_layers, draft=specjax.Chain(2)),
+    }
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a JSON-lines file, or the source of standard modules."""
+    if not path:
+        names = ("argparse", "heapq", "textwrap", "queue", "csv", "fractions", "configparser", "shlex")
+        return [inspect.getsource(importlib.import_module(name)) for name in names]
+    try:
+        return [json.loads(line)["text"] for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f'prompts={path!r}: not a readable file of JSON lines with "text" ({error})') from None
+
+
+def prompts_of(texts: list[np.ndarray], count: int, context: int) -> np.ndarray:
+    """``[count, context]`` pieces, evenly spread over all texts joined; a piece may reach into the next text."""
+    joined = np.concatenate(texts)
+    if len(joined) < 2 * context:
+        raise InputError(f"context={context}: the prompts hold {len(joined)} tokens in all; give longer ones")
+    starts = np.linspace(0, len(joined) - context, count + 2)[1:-1].astype(int)
+    return np.stack([joined[start : start + context] for start in starts])
+
+
+def measure_case(
+    config: BenchmarkConfig,
+    target: Target,
+    drafters: dict[str, Drafter | None],
+    others: dict[str, Method],
+    prompts: list[np.ndarray],
+    note: str,
+) -> dict[str, Any]:
+    """One batch size and context: every method ``repeats`` times, interleaved, then the costs of its parts."""
+    batch, context = prompts[0].shape
+    sampling = Sampling(temperature=config.temperature)
+    methods = {name: ours(target, drafter, sampling, config.new_tokens) for name, drafter in drafters.items()}
+    methods |= {name: method for name, method in others.items() if batch == 1 or name not in peers.ONE_ROW}
+    for method in methods.values():
+        method(prompts[0])  # compiles
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for _ in range(config.repeats):
+        for name, method in methods.items():
+            runs[name].append(_joined([method(group) for group in prompts]))
+    emitted = len(prompts) * batch * config.new_tokens
+    reference = runs["plain"][0]["tokens"]
+    case: dict[str, Any] = {"batch": batch, "context": context, "prompts": len(prompts) * batch, "methods": {}}
+    for name, results in runs.items():
+        rates = [emitted / result["seconds"] for result in results]
+        row = {"tokens_per_second": median(rates), "spread": [min(rates), max(rates)]}
+        row["same_tokens"] = float(np.mean(np.all(results[0]["tokens"] == reference, axis=1)))
+        if name in drafters:
+            row |= _realised(config, target, drafters[name], sampling, (batch, context), results, runs["plain"])
+        case["methods"][name] = row
+    Console(width=140).print(table(case, config, note))
+    return case
+
+
+def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The runs of one method over all batches of a case as one: seconds added up, the rest side by side."""
+    seconds = {name: sum(group[name] for group in groups) for name in groups[0] if name.endswith("seconds")}
+    tokens = np.concatenate([group["tokens"][:, : group["width"]] for group in groups])
+    return seconds | {"tokens": tokens, "stats": [group.get("stats") for group in groups]}
+
+
+def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int) -> Method:
+    """A method of this library."""
+
+    def generate(prompts: np.ndarray) -> dict[str, Any]:
+        started = time.perf_counter()
+        used, state = engine.start(target, drafter, prompts, max_new_tokens=new_tokens, sampling=sampling)
+        jax.block_until_ready(state)
+        read = time.perf_counter()
+        state = jax.block_until_ready(engine.decode(target, used, state, 2**31 - 1))
+        ended = time.perf_counter()
+        return {
+            "seconds": ended - started,
+            "decode_seconds": ended - read,
+            "tokens": np.asarray(state.tokens),
+            "width": prompts.shape[1] + new_tokens,
+            "stats": jax.device_get(state.stats),
+        }
+
+    return generate
+
+
+def _realised(
+    config: BenchmarkConfig,
+    target: Target,
+    drafter: Drafter | None,
+    sampling: Sampling,
+    shape: tuple[int, int],
+    results: list[dict[str, Any]],
+    plain: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """Speed-up of decoding (without the prompt) over plain, and what the measured costs and acceptance predict for it."""
+    batch, context = shape
+    stats = results[0]["stats"]
+    total = metrics.summarise(jax.tree.map(lambda *groups: np.concatenate(groups), *stats))
+    speedups = [b["decode_seconds"] / a["decode_seconds"] for a, b in zip(results, plain, strict=True)]
+    costs = measure.measure_costs(
+        target,
+        drafter,
+        batch=batch,
+        context=min(context + config.new_tokens // 2, target.config.max_positions // 2),
+        sampling=sampling,
+        repeats=config.repeats,
+    )
+    predicted = measure.predicted_speedup(costs, *stats)
+    return {
+        "acceptance_length": total.acceptance_length,
+        "acceptance_rate": total.acceptance_rate,
+        "speedup": median(speedups),
+        "speedup_spread": [min(speedups), max(speedups)],
+        "predicted": predicted,
+        "realised_share": median(speedups) / predicted,
+        "verify_ms": {nodes: seconds * 1e3 for nodes, seconds in costs.verify.items()},
+        "draft_ms": costs.draft * 1e3,
+    }
+
+
+def table(case: dict[str, Any], config: BenchmarkConfig, note: str) -> Table:
+    """One case for people."""
+    title = (
+        f"batch {case['batch']}, context {case['context']}, {config.new_tokens} new tokens, "
+        f"temperature {config.temperature:g}; {note}"
+    )
+    result = Table(title=title)
+    columns = ("method", "tokens/s", "spread", "speed-up", "predicted", "realised", "length", "rate", "T_D ms", "T_V(n) ms")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="right" if index else "left")
+
+    def show(row: dict[str, Any], name: str, form: str) -> str:
+        return format(row[name], form) if row.get(name) is not None else "-"
+
+    for name, row in case["methods"].items():
+        verify = " ".join(f"{nodes}:{ms:.1f}" for nodes, ms in row.get("verify_ms", {}).items())
+        low, high = row["spread"]
+        result.add_row(
+            name,
+            f"{row['tokens_per_second']:.1f}",
+            f"{low:.0f}-{high:.0f}",
+            show(row, "speedup", ".2f"),
+            show(row, "predicted", ".2f"),
+            show(row, "realised_share", ".2f"),
+            show(row, "acceptance_length", ".2f"),
+            show(row, "acceptance_rate", ".2f"),
+            show(row, "draft_ms", ".2f"),
+            verify or "-",
+        )
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return {
+        "processor": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "device": jax.devices()[0].device_kind,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("jax", "torch", "transformers")},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except ImportError:
+        return None
+
+
+def write(results: dict[str, Any], path: Path) -> None:
+    """All of the JSON file, or nothing."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(json.dumps(results, indent=1) + "\n")
+    scratch.replace(path)
+
+
+if __name__ == "__main__":
+    try:
+        run(tyro.cli(BenchmarkConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")

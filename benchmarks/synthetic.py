@@ -1,0 +1,63 @@
+"""Random weights of a published shape with a forced acceptance rate: what steps cost where no weights are at hand.
+
+Everything runs as it would with real weights - drafting, scoring, verification, caches - except that the target's logits are
+raised, after they were computed, at the token that the coin says is to be accepted.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+import specjax
+from specjax.drafters import Drafter, DraftModel
+from specjax.errors import InputError
+from specjax.models.shapes import published
+from specjax.models.transformer import Output, Target
+
+
+@struct.dataclass
+class ForcedTarget(Target):
+    """A target that agrees with each token it is shown with chance ``acceptance``.
+
+    Attributes:
+        acceptance: the chance. The coin depends on the position and the token.
+    """
+
+    acceptance: float = struct.field(pytree_node=False, default=1.0)
+
+    def score(self, tokens: jax.Array, cache: Any = None, **options: Any) -> tuple[Output, Any]:
+        """As `Target.score`, with the logits raised."""
+        output, new = super().score(tokens, cache, **options)
+        if output.logits is None or tokens.shape[1] == 1:
+            return output, new
+        start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.length
+        position = start[:, None] + jnp.arange(tokens.shape[1] - 1)[None]
+        seed = jax.random.key(0)
+
+        def coin(position: jax.Array, token: jax.Array) -> jax.Array:
+            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(seed, position), token))
+
+        agrees = jax.vmap(jax.vmap(coin))(position, tokens[:, 1:]) < self.acceptance
+        wanted = jnp.where(agrees, tokens[:, 1:], (tokens[:, 1:] + 1) % self.config.vocab_size)
+        rows, nodes = jnp.arange(tokens.shape[0])[:, None], jnp.arange(tokens.shape[1] - 1)[None]
+        return output.replace(logits=output.logits.at[rows, nodes, wanted].set(1e4)), new
+
+
+def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple[Target, dict[str, Drafter | None]]:
+    """A forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``, by default a tenth of its layers."""
+    if not 0 <= acceptance <= 1:
+        raise InputError(f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1")
+    kind = jnp.dtype(dtype)
+    config = published(shape)
+    plain = Target.init(config, jax.random.key(0), kind)
+    target = ForcedTarget(plain.params, config, acceptance=acceptance)
+    if draft_shape:
+        draft = Target.init(published(draft_shape), jax.random.key(1), kind)
+    else:
+        draft = DraftModel.init(plain, jax.random.key(1), num_layers=max(1, config.num_layers // 10)).model
+    chains = {f"draft model, chain {n}": DraftModel(draft, draft=specjax.Chain(n)) for n in (2, 4, 8)}
+    for drafter in chains.values():
+        drafter.check(target)
+    return target, {"plain": None, **chains}

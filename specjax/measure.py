@@ -1,0 +1,204 @@
+"""What a step costs on this machine, what it should therefore gain, and whether to speculate at all.
+
+The clock runs around compiled loops of many passes, so that the figures hold nothing but the passes themselves: what a step of
+the engine takes beyond them (verification, bookkeeping) shows up as the share of the prediction that is not realised.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import engine
+from specjax.cache import KVCache
+from specjax.drafters.base import Drafter, NoDraft
+from specjax.errors import InputError
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling, Sampling, argmax
+from specjax.stats import Stats
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, for one batch size and context.
+
+    Attributes:
+        verify: T_V(n), a pass of the target over n nodes a row, by n. ``verify[1]`` is T_T, a step of plain decoding.
+        draft: T_D, drafting one token a row.
+    """
+
+    verify: dict[int, float]
+    draft: float
+
+    @property
+    def target(self) -> float:
+        """T_T, a pass of the target over one token a row."""
+        return self.verify[1]
+
+    def verification(self, nodes: float) -> float:
+        """T_V of a mean number of ``nodes``, on the line through the nearest measured ones."""
+        measured = sorted(self.verify)
+        return float(np.interp(nodes, measured, [self.verify[n] for n in measured]))
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    batch: int = 1,
+    context: int = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    repeats: int = 5,
+) -> Costs:
+    """Time T_T, T_V(n) for every width that ``drafter`` is compiled for, and T_D.
+
+    Args:
+        target: the target model.
+        drafter: None measures T_T alone. A chain that may stop early is drafted to its end.
+        batch: B, rows.
+        context: tokens in each row's cache.
+        sampling: the settings that the drafter draws with.
+        repeats: of each compiled loop, interleaved; the median counts.
+
+    Raises:
+        InputError: the target has too few positions for ``context``.
+    """
+    drafter = NoDraft() if drafter is None else drafter
+    widths = sorted({1, *drafter.widths})
+    drafter = _without_stop(drafter)
+    room = _room(drafter, _PASSES, repeats)
+    if context + room > target.config.max_positions:
+        raise InputError(
+            f"context={context}: with the {room} tokens that measuring takes, too long for the target's "
+            f"{target.config.max_positions} positions"
+        )
+    # Any text serves: a pass takes as long whatever the tokens are.
+    drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), max_new_tokens=room, sampling=sampling)
+    cache, length = jax.tree.map(jnp.copy, (state.cache, state.cache.length))
+    lent = replace(state.drafter, cache=state.cache) if drafter.borrows_cache else state.drafter
+    root, keys = jnp.ones(batch, jnp.int32), state.keys
+    seconds: dict[int | str, list[float]] = {name: [] for name in [*widths, "draft"]}
+    for repeat in range(-1, repeats):
+        for nodes in widths:
+            took, cache = _timed(_score, target, cache, nodes, _PASSES)
+            cache = replace(cache, length=jnp.copy(length))
+            seconds[nodes].append(took)
+        took, lent = _timed(_propose, target, drafter, lent, root, state.sampling, keys, _PASSES)
+        seconds["draft"].append(took)
+        if repeat < 0:  # that one compiled
+            seconds = {name: [] for name in seconds}
+    each = {name: median(values) / _PASSES for name, values in seconds.items()}
+    return Costs(
+        verify={nodes: each[nodes] for nodes in widths},
+        draft=each["draft"] / drafter.draft.depth if drafter.draft.depth else 0.0,
+    )
+
+
+_PASSES = 8  # of one kind in a compiled loop
+_TRIAL_REPEATS = 3
+
+
+def _room(drafter: Drafter, passes: int, repeats: int) -> int:
+    """Tokens beyond the context: those of one loop over the widest draft, and a root for every drafting pass."""
+    return passes * max(*drafter.widths, repeats + 1)
+
+
+def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = jax.block_until_ready(run(*arguments))
+    return time.perf_counter() - started, result
+
+
+@partial(jax.jit, static_argnames=("nodes", "passes"), donate_argnames="cache")
+def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
+    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest."""
+
+    def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+        tokens, cache = carry
+        output, cache = target.forward(tokens, cache)
+        assert output.logits is not None and cache is not None
+        return argmax(output.logits), cache.keep(None, jnp.full_like(cache.length, nodes))
+
+    tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
+    return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
+
+
+@partial(jax.jit, static_argnames="passes", donate_argnames="state")
+def _propose(
+    target: Target, drafter: Drafter, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array, passes: int
+) -> Any:
+    """Draft ``passes`` times, each time below the last token of the draft before."""
+
+    def body(_: int, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        root, state = carry
+        draft, state = drafter.propose(target, state, root, sampling, keys)
+        return draft.tokens[:, -1], state
+
+    return jax.lax.fori_loop(0, passes, body, (root, state))[1]
+
+
+def _without_stop(drafter: Drafter) -> Drafter:
+    """The drafter with chains that never stop early."""
+    if not getattr(drafter.draft, "stop_below", 0.0):
+        return drafter
+    return replace(drafter, draft=replace(drafter.draft, stop_below=0.0))
+
+
+def predicted_speedup(costs: Costs, *batches: Stats) -> float:
+    """Speed-up over plain decoding from measured costs and what was accepted: MagicDec's quotient (`theory.speedup`).
+
+    A batch goes on until its last row is done, so the row with the most steps counts, and for plain decoding the longest row.
+
+    Args:
+        costs: of one step of each kind.
+        batches: statistics of one or more batches decoded one after another.
+    """
+    plain = speculative = 0.0
+    for stats in batches:
+        steps, drafted, scored = (np.asarray(field) for field in (stats.steps, stats.drafted, stats.scored))
+        emitted = np.asarray(stats.histogram) @ np.arange(stats.histogram.shape[1])
+        last = int(np.argmax(steps))
+        plain += emitted.max() * costs.target
+        speculative += drafted[last] * costs.draft + steps[last] * costs.verification(scored[last] / steps[last])
+    return float(plain / speculative)
+
+
+def trial_speedup(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    sampling: Sampling = Sampling(temperature=0.0),
+    trial_tokens: int = 48,
+) -> float:
+    """The speed-up to expect of ``drafter`` for these prompts, from its costs here and its acceptance in a short trial.
+
+    At 1 or below, decode plainly.
+
+    Args:
+        target: the target model.
+        drafter: the one in question.
+        tokens: ``[B, P]`` prompts, as for `engine.generate`.
+        lengths: ``[B]``.
+        sampling: as for `engine.generate`.
+        trial_tokens: most tokens to generate for the acceptance.
+
+    Raises:
+        InputError: as `engine.generate`.
+    """
+    tokens = np.asarray(tokens)
+    batch, width = tokens.shape
+    room = target.config.max_positions - width
+    trial = engine.generate(target, drafter, tokens, lengths, max_new_tokens=max(1, min(trial_tokens, room)), sampling=sampling)
+    longest = target.config.max_positions - _room(drafter, _PASSES, _TRIAL_REPEATS)
+    costs = measure_costs(
+        target, drafter, batch=batch, context=max(1, min(width, longest)), sampling=sampling, repeats=_TRIAL_REPEATS
+    )
+    return predicted_speedup(costs, trial.stats)

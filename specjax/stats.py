@@ -1,0 +1,69 @@
+"""What happened while decoding, counted on the device."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Stats:
+    """What happened, row by row. Only emitted tokens count: what EOS or the limit cut off was never accepted.
+
+    Attributes:
+        steps: ``[B]`` target forwards after the prompt.
+        drafted: ``[B]`` drafted tokens.
+        accepted: ``[B]`` of those, emitted.
+        scored: ``[B]`` nodes that the target's passes were wide, filler included.
+        drafted_at: ``[B, D]`` steps in which a token was drafted at that depth.
+        accepted_at: ``[B, D]`` steps in which that token was emitted.
+        histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.
+    """
+
+    steps: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    scored: jax.Array
+    drafted_at: jax.Array
+    accepted_at: jax.Array
+    histogram: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, depth: int) -> "Stats":
+        """Before the first step."""
+
+        def count(*shape: int) -> jax.Array:
+            return jnp.zeros((batch, *shape), jnp.int32)
+
+        return cls(count(), count(), count(), count(), count(depth), count(depth), count(depth + 2))
+
+    def add(self, info: "StepInfo") -> "Stats":
+        """These statistics with one more step."""
+        depth = self.drafted_at.shape[1]
+        return Stats(
+            steps=self.steps + info.active,
+            drafted=self.drafted + jnp.sum(info.drafted, axis=1),
+            accepted=self.accepted + info.accepted,
+            scored=self.scored + info.scored,
+            drafted_at=self.drafted_at + info.drafted,
+            accepted_at=self.accepted_at + (jnp.arange(depth)[None] < info.accepted[:, None]),
+            histogram=self.histogram + info.active[:, None] * (jnp.arange(depth + 2)[None] == info.emitted[:, None]),
+        )
+
+
+@struct.dataclass
+class StepInfo:
+    """What an observer may want to know of one step; nothing that the next step needs.
+
+    Attributes:
+        active: ``[B]`` bool, the row was still generating.
+        emitted: ``[B]`` tokens emitted.
+        accepted: ``[B]`` drafted tokens among them.
+        drafted: ``[B, D]`` bool, tokens drafted by depth.
+        scored: ``[B]`` nodes that the target's pass was wide.
+    """
+
+    active: jax.Array
+    emitted: jax.Array
+    accepted: jax.Array
+    drafted: jax.Array
+    scored: jax.Array
