@@ -1,8 +1,8 @@
 """How fast decoding is: ours plain, ours with each drafter, and `transformers` on the same weights, prompts and threads.
 
-    python benchmarks/decode.py                                      # the embedded pair, its target grown to about 90M
-    python benchmarks/decode.py --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
-    python benchmarks/decode.py --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
+    python -m benchmarks.decode                                      # the embedded pair, its target grown to about 90M
+    python -m benchmarks.decode --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
+    python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
 
 All runs of one case are interleaved, and every figure is a median with its spread.
 """
@@ -12,6 +12,8 @@ import inspect
 import json
 import os
 import platform
+import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -89,8 +91,12 @@ Method = Callable[[np.ndarray], dict[str, Any]]
 
 def run(config: BenchmarkConfig) -> dict[str, Any]:
     """Every case of ``config``: the results as they are written to JSON."""
-    if config.repeats < 1:
-        raise InputError(f"repeats={config.repeats}: must be at least 1")
+    for name in ("repeats", "prompts_per_case", "new_tokens"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+    for name in ("batch", "context"):
+        if min(getattr(config, name), default=0) < 1:
+            raise InputError(f"{name}={getattr(config, name)}: each must be at least 1")
     if config.synthetic_acceptance is not None:
         target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
         texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
@@ -183,8 +189,10 @@ def measure_case(
     for method in methods.values():
         method(prompts[0])  # compiles
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
-    for _ in range(config.repeats):
-        for name, method in methods.items():
+    order = list(methods.items())
+    for repeat in range(config.repeats):
+        random.Random(repeat).shuffle(order)  # nobody always runs after the same neighbour
+        for name, method in order:
             runs[name].append(_joined([method(group) for group in prompts]))
     emitted = len(prompts) * batch * config.new_tokens
     reference = runs["plain"][0]["tokens"]
@@ -246,7 +254,8 @@ def _realised(
         target,
         drafter,
         batch=batch,
-        context=min(context + config.new_tokens // 2, target.config.max_positions // 2),
+        context=context + config.new_tokens // 2,
+        new_tokens=config.new_tokens // 2,
         sampling=sampling,
         repeats=config.repeats,
     )
@@ -305,8 +314,18 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "device": jax.devices()[0].device_kind,
         "python": platform.python_version(),
+        "commit": _commit(),
         "versions": {name: _version(name) for name in ("jax", "torch", "transformers")},
     }
+
+
+def _commit() -> str | None:
+    """The commit of this code, with a mark where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def _version(name: str) -> str | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import specjax
-from specjax.drafters import Drafter, DraftModel
+from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.errors import InputError
 from specjax.models.shapes import published
 from specjax.models.transformer import Output, Target
@@ -49,8 +49,12 @@ def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple
     """A forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``, by default a tenth of its layers."""
     if not 0 <= acceptance <= 1:
         raise InputError(f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1")
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"dtype={dtype!r}: must be float32 or bfloat16")
     kind = jnp.dtype(dtype)
     config = published(shape)
+    if draft_shape:
+        check_vocabulary(published(draft_shape), config)  # before gigabytes are made
     plain = Target.init(config, jax.random.key(0), kind)
     target = ForcedTarget(plain.params, config, acceptance=acceptance)
     if draft_shape:
@@ -58,6 +62,4 @@ def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple
     else:
         draft = DraftModel.init(plain, jax.random.key(1), num_layers=max(1, config.num_layers // 10)).model
     chains = {f"draft model, chain {n}": DraftModel(draft, draft=specjax.Chain(n)) for n in (2, 4, 8)}
-    for drafter in chains.values():
-        drafter.check(target)
     return target, {"plain": None, **chains}

@@ -63,6 +63,12 @@ class KVCache:
         """``[B, S]`` bool, the slots that may be read."""
         return jnp.arange(self.capacity)[None] < self.length[:, None]
 
+    def first(self, slots: int) -> "KVCache":
+        """The first ``slots`` slots of every row, to read from."""
+        if slots == self.capacity:
+            return self
+        return replace(self, layers=tuple((keys[:, :, :slots], values[:, :, :slots]) for keys, values in self.layers))
+
     def write(self, new: Sequence[tuple[jax.Array, jax.Array]], after: jax.Array) -> "KVCache":
         """Put each layer's ``new`` keys and values ``[B, kv_heads, T, head_dim]`` at slots ``length … length+T`` of each row.
 
@@ -71,10 +77,11 @@ class KVCache:
 
         Args:
             new: by layer.
-            after: any array whose values depend on everything that was read from this cache. XLA updates a buffer in place
-                only where the write depends on every read of it, and copies it otherwise.
+            after: ``[B, …]`` any array that depends, row by row, on everything that was read from this cache. XLA updates a
+                buffer in place only where the write depends on every read of it, and copies it otherwise.
         """
-        nothing = jnp.isnan(after.ravel()[0]).astype(jnp.int32)  # 0, which the compiler cannot know
+        first = after.reshape(after.shape[0], -1)[:, :1]
+        nothing = (jnp.abs(jnp.sign(first)) > 1).astype(jnp.int32)  # 0 for every float, which the compiler does not know
         slots = self.length[:, None] + nothing + jnp.arange(new[0][0].shape[2])[None]
         written = tuple(
             (_set_slots(keys, slots, k), _set_slots(values, slots, v))

@@ -81,6 +81,8 @@ def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
     dtype = _dtype(config.dtype)
     draft = Chain(config.draft_length, stop_below=config.stop_below)
+    if config.drafter == "none" and (config.stop_below or config.only_if_faster):
+        raise InputError("drafter='none': stop_below and only_if_faster need a drafter; name one or leave them out")
     directory = locate(config.target, weights=False)
     model_config = huggingface.read_config(directory)
     kind, _, layers = config.drafter.partition(":")
@@ -152,7 +154,7 @@ def run_generate(config: GenerateConfig) -> None:
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
     if config.only_if_faster and drafter is not None:
         speedup = measure.trial_speedup(target, drafter, tokens, lengths, sampling=sampling)
-        print(f"measured: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
+        print(f"expected: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
         drafter = drafter if speedup > 1 else None
     results = engine.stream(
         target,

@@ -69,6 +69,10 @@ class Result:
     stats: Stats
 
 
+LARGE_CACHE = 2048
+"""Slots of a row from which on attention over a short context does not read all of them."""
+
+
 # --- the device side -------------------------------------------------------------------------------------------------
 
 
@@ -163,17 +167,18 @@ def _score(
 ) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
     """One pass of the target over the draft, and the verdict.
 
-    Drafts may be shorter than their shape has room for: the pass runs at the smallest compiled number of nodes that holds
-    every row's. The cache is only read in here, because XLA copies what a branch of a conditional writes.
+    Drafts may be shorter than their shape has room for, and rows than the cache: the pass runs at the smallest compiled number
+    of nodes that holds every row's draft, and reads the smallest compiled part of the cache that holds every row. The cache is
+    only read in here, because XLA copies what a branch of a conditional writes.
 
     Returns:
         The verdict, the emitted tokens, the target's output without logits, its new keys and values, all N wide; and how
         many nodes the pass had.
     """
 
-    def at_width(nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
+    def branch(slots: int, nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
-        output, new = target.score(shorter.tokens, cache, taps=drafter.taps)
+        output, new = target.score(shorter.tokens, cache.first(slots), taps=drafter.taps)
         assert output.logits is not None
         verdict = verify(shorter, output.logits, sampling, keys, rule)
 
@@ -185,11 +190,18 @@ def _score(
         output = jax.tree.map(widen, replace(output, logits=None))
         return verdict, emitted, output, jax.tree.map(partial(widen, axis=2), new), jnp.asarray(nodes)
 
-    if len(drafter.widths) == 1:
-        return at_width(draft.tokens.shape[1])
-    needed = 1 + jnp.max(jnp.where(done, 0, draft.length))
-    smallest = jnp.sum(jnp.asarray(drafter.widths) < needed)
-    return jax.lax.switch(smallest, [partial(at_width, nodes) for nodes in drafter.widths])
+    parts, widths = cache_parts(cache.capacity), drafter.widths
+    if len(parts) * len(widths) == 1:
+        return branch(*parts, *widths)
+    part = jnp.sum(jnp.asarray(parts) < jnp.max(cache.length))
+    width = jnp.sum(jnp.asarray(widths) < 1 + jnp.max(jnp.where(done, 0, draft.length)))
+    branches = [partial(branch, slots, nodes) for slots in parts for nodes in widths]
+    return jax.lax.switch(part * len(widths) + width, branches)
+
+
+def cache_parts(capacity: int) -> tuple[int, ...]:
+    """Numbers of slots, ascending, that attention is compiled for. A small cache is always read whole: it costs little."""
+    return (capacity // 8, capacity) if capacity >= LARGE_CACHE else (capacity,)
 
 
 def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:

@@ -1,7 +1,7 @@
 """What a step costs on this machine, what it should therefore gain, and whether to speculate at all.
 
-The clock runs around compiled loops of many passes, so that the figures hold nothing but the passes themselves: what a step of
-the engine takes beyond them (verification, bookkeeping) shows up as the share of the prediction that is not realised.
+The clock runs around compiled loops of many passes, so that the figures hold nothing but the passes themselves. What a step of
+the engine takes beyond them (verification, bookkeeping) is missing from a prediction.
 """
 
 import time
@@ -53,6 +53,7 @@ def measure_costs(
     *,
     batch: int = 1,
     context: int = 64,
+    new_tokens: int = 64,
     sampling: Sampling = Sampling(temperature=0.0),
     repeats: int = 5,
 ) -> Costs:
@@ -63,6 +64,7 @@ def measure_costs(
         drafter: None measures T_T alone. A chain that may stop early is drafted to its end.
         batch: B, rows.
         context: tokens in each row's cache.
+        new_tokens: room beyond them, which makes the capacity of the caches; measuring may take more.
         sampling: the settings that the drafter draws with.
         repeats: of each compiled loop, interleaved; the median counts.
 
@@ -72,22 +74,24 @@ def measure_costs(
     drafter = NoDraft() if drafter is None else drafter
     widths = sorted({1, *drafter.widths})
     drafter = _without_stop(drafter)
-    room = _room(drafter, _PASSES, repeats)
+    room = max(new_tokens, _room(repeats))
+    if repeats < 1:
+        raise InputError(f"repeats={repeats}: must be at least 1")
     if context + room > target.config.max_positions:
         raise InputError(
-            f"context={context}: with the {room} tokens that measuring takes, too long for the target's "
+            f"context={context}: with the {room} tokens to measure with, too long for the target's "
             f"{target.config.max_positions} positions"
         )
     # Any text serves: a pass takes as long whatever the tokens are.
     drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), max_new_tokens=room, sampling=sampling)
-    cache, length = jax.tree.map(jnp.copy, (state.cache, state.cache.length))
+    cache = jax.tree.map(jnp.copy, state.cache)
     lent = replace(state.drafter, cache=state.cache) if drafter.borrows_cache else state.drafter
     root, keys = jnp.ones(batch, jnp.int32), state.keys
+    slots = next(part for part in engine.cache_parts(cache.capacity) if part >= context)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*widths, "draft"]}
     for repeat in range(-1, repeats):
         for nodes in widths:
-            took, cache = _timed(_score, target, cache, nodes, _PASSES)
-            cache = replace(cache, length=jnp.copy(length))
+            took, cache = _timed(_score, target, cache, nodes, slots, _PASSES)
             seconds[nodes].append(took)
         took, lent = _timed(_propose, target, drafter, lent, root, state.sampling, keys, _PASSES)
         seconds["draft"].append(took)
@@ -104,9 +108,9 @@ _PASSES = 8  # of one kind in a compiled loop
 _TRIAL_REPEATS = 3
 
 
-def _room(drafter: Drafter, passes: int, repeats: int) -> int:
-    """Tokens beyond the context: those of one loop over the widest draft, and a root for every drafting pass."""
-    return passes * max(*drafter.widths, repeats + 1)
+def _room(repeats: int) -> int:
+    """Tokens that the drafting passes commit: a root each."""
+    return _PASSES * (repeats + 1)
 
 
 def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
@@ -115,15 +119,15 @@ def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-@partial(jax.jit, static_argnames=("nodes", "passes"), donate_argnames="cache")
-def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
-    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest."""
+@partial(jax.jit, static_argnames=("nodes", "slots", "passes"), donate_argnames="cache")
+def _score(target: Target, cache: KVCache, nodes: int, slots: int, passes: int) -> KVCache:
+    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none."""
 
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
-        output, cache = target.forward(tokens, cache)
-        assert output.logits is not None and cache is not None
-        return argmax(output.logits), cache.keep(None, jnp.full_like(cache.length, nodes))
+        output, new = target.score(tokens, cache.first(slots))
+        assert output.logits is not None
+        return argmax(output.logits), cache.write(new, after=output.hidden)
 
     tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
@@ -197,8 +201,9 @@ def trial_speedup(
     batch, width = tokens.shape
     room = target.config.max_positions - width
     trial = engine.generate(target, drafter, tokens, lengths, max_new_tokens=max(1, min(trial_tokens, room)), sampling=sampling)
-    longest = target.config.max_positions - _room(drafter, _PASSES, _TRIAL_REPEATS)
+    room = _room(_TRIAL_REPEATS)
+    context = max(1, min(width, target.config.max_positions - room))
     costs = measure_costs(
-        target, drafter, batch=batch, context=max(1, min(width, longest)), sampling=sampling, repeats=_TRIAL_REPEATS
+        target, drafter, batch=batch, context=context, new_tokens=room, sampling=sampling, repeats=_TRIAL_REPEATS
     )
     return predicted_speedup(costs, trial.stats)

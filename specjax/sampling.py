@@ -96,7 +96,8 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
         return values.reshape(-1, *(1,) * (logits.ndim - 1))
 
     greedy = row(sampling.temperature) == 0
-    scaled = logits / jnp.where(greedy, 1.0, row(sampling.temperature))
+    # The largest is moved to 0, so that a small temperature cannot carry it to infinity.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, row(sampling.temperature))
     if sampling.truncated:
         scaled = jnp.where(scaled >= _threshold(scaled, sampling, row), scaled, -jnp.inf)
     return jnp.where(greedy, one_hot, jax.nn.softmax(scaled, axis=-1))
@@ -163,26 +164,24 @@ _BLOCK = 64
 def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     """One token a row from unnormalised probabilities; consumes the row keys ``[B]``. A token of probability 0 never comes.
 
-    Inversion of the distribution function, first over blocks of tokens and then inside one: one random number a row instead of
-    the one a token that the Gumbel trick takes.
+    Inversion of the distribution function, first over blocks of tokens and then inside one: two random numbers a row instead of
+    the one a token that the Gumbel trick takes. One number for both would resolve no probability below 2^-23.
     """
     blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % _BLOCK))).reshape(p.shape[0], -1, _BLOCK)
     masses = jnp.sum(blocks, axis=-1)
-    point = jax.vmap(jax.random.uniform)(keys) * jnp.sum(masses, axis=-1)
-    block, rest = _invert(masses, point)
-    token, _ = _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], rest)
-    return block * _BLOCK + token
+    u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    block = _invert(masses, u[:, 0])
+    return block * _BLOCK + _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1])
 
 
-def _invert(mass: jax.Array, point: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the running sum of ``mass [B, n]`` passes ``point [B]``, and how much of ``point`` is left there."""
+def _invert(mass: jax.Array, u: jax.Array) -> jax.Array:
+    """``[B]`` where the running sum of ``mass [B, n]`` passes the share ``u [B]`` of all of it."""
     index = jnp.arange(mass.shape[-1], dtype=jnp.int32)
     upto = jnp.cumsum(mass, axis=-1)
+    point = u * jnp.sum(mass, axis=-1)
     # Rounding may carry the point past the end, and leaves the running sum not quite monotone: insist on mass.
     last = jnp.max(jnp.where(mass > 0, index, 0), axis=-1, keepdims=True)
-    found = jnp.min(jnp.where((upto > point[:, None]) & (mass > 0), index, last), axis=-1)
-    before = jnp.sum(jnp.where(index < found[:, None], mass, 0.0), axis=-1)
-    return found, point - before
+    return jnp.min(jnp.where((upto > point[:, None]) & (mass > 0), index, last), axis=-1)
 
 
 def split_keys(keys: jax.Array, count: int) -> jax.Array:

@@ -13,7 +13,7 @@ class Stats:
         steps: ``[B]`` target forwards after the prompt.
         drafted: ``[B]`` drafted tokens.
         accepted: ``[B]`` of those, emitted.
-        scored: ``[B]`` nodes that the target's passes were wide, filler included.
+        scored: ``[B]`` nodes that the target's passes were wide, filler included: the batch's widest draft decides.
         drafted_at: ``[B, D]`` steps in which a token was drafted at that depth.
         accepted_at: ``[B, D]`` steps in which that token was emitted.
         histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.

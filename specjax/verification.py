@@ -34,7 +34,7 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     """
     if not draft.is_chain:
         raise NotImplementedError("only chains can be verified")
-    x, drafted = draft.tokens[:, 1:], draft.drafted
+    x, drafted = draft.tokens[:, 1:], jnp.cumprod(draft.drafted, axis=1).astype(bool)
     if sampling.greedy:
         accepted, token = _greedy(argmax(logits), x, drafted)
     else:

@@ -65,6 +65,17 @@ def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
         assert outputs(result)[row] == greedy_oracle(target, PROMPTS[row, :length].tolist(), 40)
 
 
+@pytest.mark.parametrize("name", [None, "adaptive draft model"])
+def test_a_large_cache_is_read_as_far_as_it_is_filled(target, name, monkeypatch) -> None:
+    """Rows of different lengths, across the boundary between its two compiled parts."""
+    monkeypatch.setattr(engine, "LARGE_CACHE", 40)
+    drafter = drafters(target)[name] if name else None
+    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=43)
+    assert engine.cache_parts(PROMPTS.shape[1] + 43 + 4) == (6, 53)
+    for row, length in enumerate(LENGTHS):
+        assert outputs(result)[row] == greedy_oracle(target, PROMPTS[row, :length].tolist(), 43)
+
+
 def exact_joint(target, prompt: list[int], horizon: int, sampling: Sampling) -> np.ndarray:
     """The target's distribution of the next ``horizon`` tokens, by running it on every continuation."""
     vocab = target.config.vocab_size
@@ -144,7 +155,9 @@ def test_a_row_is_the_same_alone_and_in_any_batch(target, name) -> None:
         own = {setting: float(values[row]) for setting, values in mixed.items()}
         alone = run(PROMPTS[row : row + 1], LENGTHS[row : row + 1], sampling=Sampling(**own), key=keys[row : row + 1])
         assert outputs(alone)[0] == outputs(together)[row]
-        assert metrics.summarise(alone.stats) == metrics.summarise(together.stats, row)
+        # How wide a pass was is the batch's affair.
+        mine, among_others = metrics.summarise(alone.stats), metrics.summarise(together.stats, row)
+        assert replace(mine, scored=0) == replace(among_others, scored=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,8 +29,7 @@ class EarlyExitState:
 class EarlyExit(Drafter):
     """Drafts with the target's first ``layers`` layers, then its own final norm and head. Needs no weights of its own.
 
-    What it writes into the target's cache while drafting lies above ``length``, and verification writes the same keys and
-    values there again.
+    What it writes into the target's cache while drafting lies above ``length``, and verification overwrites what is accepted.
 
     Attributes:
         layers: at least 1 and fewer than the target has.

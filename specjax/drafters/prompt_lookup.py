@@ -46,6 +46,11 @@ class PromptLookup(Drafter):
     def check(self, target: Target) -> None:
         if self.max_ngram < 1:
             raise InputError(f"PromptLookup(max_ngram={self.max_ngram}): must be at least 1")
+        if self.draft.stop_below:
+            raise InputError(
+                f"PromptLookup(draft=Chain(stop_below={self.draft.stop_below:g})): copied tokens have no probability; "
+                "leave it out"
+            )
 
     def prefill(
         self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache

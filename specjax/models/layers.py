@@ -51,11 +51,14 @@ def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Arra
     scores = [score(keys, visible) for (keys, _), visible in parts]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
-    attended = sum(
-        jnp.einsum("bktgs,bksd->bktgd", weight.astype(values.dtype), values)
-        for weight, ((_, values), _) in zip(jnp.split(weights, sizes, axis=-1), parts, strict=True)
-    )
-    return attended.transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
+
+    def gather(weights: jax.Array, values: jax.Array) -> jax.Array:
+        weights = weights.astype(values.dtype)
+        return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
+
+    pieces = zip(jnp.split(weights, sizes, axis=-1), parts, strict=True)
+    attended = sum(gather(weight, values) for weight, ((_, values), _) in pieces)
+    return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
 
 
 def attention(

@@ -1,0 +1,76 @@
+"""The decoding benchmark, small: what it reports adds up, and what it refuses."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from benchmarks import decode, peers, synthetic
+from specjax.errors import InputError
+from specjax.metrics import summarise
+from specjax.models import shapes
+from tests.conftest import tiny_config, tiny_target
+
+SMALL = {"grow": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
+
+
+def test_a_run_reports_every_method_and_their_parts(tmp_path, monkeypatch, capsys) -> None:
+    def two(draft, exit_layers):
+        return {"plain": None, "draft model": specjax.DraftModel(draft, draft=specjax.Chain(3, stop_below=0.4))}
+
+    monkeypatch.setattr(decode, "drafters_of", two)
+    output = tmp_path / "results.json"
+    decode.run(decode.BenchmarkConfig(**SMALL, batch=(1, 2), output=str(output)))
+    results = json.loads(output.read_text())
+    alone, together = results["cases"]
+    assert set(alone["methods"]) == {"plain", "draft model", "transformers, greedy", *peers.ONE_ROW}
+    assert set(together["methods"]) == {"plain", "draft model", "transformers, greedy"}
+    for method in (alone["methods"] | together["methods"]).values():
+        assert method["same_tokens"] == 1.0
+        assert method["spread"][0] <= method["tokens_per_second"] <= method["spread"][1]
+    drafted = alone["methods"]["draft model"]
+    assert set(drafted["verify_ms"]) == {"1", "2", "4"}
+    assert drafted["realised_share"] == pytest.approx(drafted["speedup"] / drafted["predicted"])
+    assert alone["methods"]["plain"]["predicted"] == pytest.approx(1.0)
+    assert results["machine"]["cores"] >= 1
+    assert "realised" in capsys.readouterr().out
+
+
+def test_models_whose_vocabularies_differ_are_refused_by_name(tmp_path, monkeypatch) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="drafter has a vocabulary of 11 tokens and target one of 3072"):
+        decode.run(decode.BenchmarkConfig(**SMALL, draft=str(tmp_path)))
+    with pytest.raises(InputError, match="vocabulary of 32000 tokens and target one of 128256"):
+        synthetic.models("llama-3.1-8b", "llama-2-7b", 0.8, "float32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"repeats": 0}, "repeats=0"),
+        ({"batch": (1, 0)}, "batch=.* at least 1"),
+        ({"context": (9_000_000,), "compare": False}, "context=9000000: the prompts hold"),
+        ({"synthetic_acceptance": 1.5}, "synthetic_acceptance=1.5"),
+        ({"synthetic_acceptance": 0.5, "dtype": "int3"}, "dtype='int3'"),
+        ({"synthetic_acceptance": 0.5, "shape": "llama-9"}, "llama-3.1-8b"),
+        ({"prompts": "nowhere.jsonl"}, "prompts='nowhere.jsonl'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(changes, words) -> None:
+    with pytest.raises(InputError, match=words):
+        decode.run(decode.BenchmarkConfig(**(SMALL | {"compare": False} | changes)))
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> None:
+    monkeypatch.setitem(shapes.PUBLISHED, "tiny", tiny_config(vocab_size=500))
+    target, drafters = synthetic.models("tiny", "", acceptance, "float32")
+    prompts = np.random.default_rng(0).integers(0, 500, (8, 6))
+    result = specjax.generate(target, drafters["draft model, chain 4"], prompts, max_new_tokens=200)
+    by_position = summarise(result.stats).by_position
+    steps = float(np.asarray(result.stats.steps).sum())
+    deviation = 5 * np.sqrt(acceptance * (1 - acceptance) / steps) + 4 / steps  # and what the limit cut off
+    assert abs(by_position[0] - acceptance) < deviation
+    jax.clear_caches()
