@@ -115,6 +115,9 @@ class KVCache:
 
 def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """``buffer [B, kv_heads, S, head_dim]`` with ``values [B, kv_heads, n, head_dim]`` at each row's ``slots [B, n]``."""
-    rows = jnp.arange(buffer.shape[0])[:, None, None]
-    heads = jnp.arange(buffer.shape[1])[None, :, None]
-    return buffer.at[rows, heads, slots[:, None]].set(values.astype(buffer.dtype), mode="drop")
+
+    def one(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+        return buffer.at[slots].set(values.astype(buffer.dtype), mode="drop")
+
+    # Mapped over rows and heads, so that a mesh which splits them needs no exchange.
+    return jax.vmap(jax.vmap(one, in_axes=(0, None, 0)))(buffer, slots, values)

@@ -147,7 +147,7 @@ def _propose(
     return jax.lax.fori_loop(0, passes, body, (root, state))[1]
 
 
-def _without_stop(drafter: Drafter) -> Drafter:
+def _without_stop(drafter: Any) -> Drafter:
     """The drafter with chains that never stop early."""
     if not getattr(drafter.draft, "stop_below", 0.0):
         return drafter

@@ -253,11 +253,11 @@ def test_the_state_is_donated(target) -> None:
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
-    one layer's keys, and nothing is sent to the host.
+    one layer's keys, and nothing is sent to the host. One row: with more of them XLA finds the fast products by itself.
     """
-    target = tiny_target(num_kv_heads=4, head_dim=32)
+    target = tiny_target(num_heads=8, num_kv_heads=4, head_dim=32)
     drafter, state = engine.start(
-        target, drafters(target)[name] if name else None, PROMPTS, LENGTHS, max_new_tokens=450, sampling=Sampling()
+        target, drafters(target)[name] if name else None, PROMPTS[:1], max_new_tokens=450, sampling=Sampling()
     )
     compiled = engine.decode.lower(target, drafter, state, 5).compile()
     keys = state.cache.layers[0][0]

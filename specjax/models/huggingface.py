@@ -257,7 +257,7 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
             return jax.tree.map(lambda param: jax.numpy.asarray(read(param, (slice(None),) * len(param.shape))), declared)
 
         def load(param: Param, sharding: jax.sharding.Sharding) -> jax.Array:
-            return jax.make_array_from_callback(param.shape, sharding, lambda part: read(param, part))
+            return jax.make_array_from_callback(param.shape, sharding, lambda part: read(param, part or ()))
 
         return jax.tree.map(load, declared, declarations.shardings(config, mesh))
 

@@ -1,5 +1,6 @@
 """The blocks of a dense decoder, as functions of their parameters."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -45,7 +46,8 @@ def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Arra
     q = q.reshape(batch, count, kv_heads, heads // kv_heads, d).transpose(0, 2, 1, 3, 4) * d**-0.5
 
     def score(keys: jax.Array, visible: jax.Array) -> jax.Array:
-        scores = jnp.einsum("bktgd,bksd->bktgs", q, keys, preferred_element_type=jnp.float32)
+        # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
+        scores = jnp.einsum("bksd,bktgd->bkstg", keys, q, preferred_element_type=jnp.float32).transpose(0, 1, 3, 4, 2)
         return jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
 
     scores = [score(keys, visible) for (keys, _), visible in parts]
@@ -57,7 +59,7 @@ def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Arra
         return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
 
     pieces = zip(jnp.split(weights, sizes, axis=-1), parts, strict=True)
-    attended = sum(gather(weight, values) for weight, ((_, values), _) in pieces)
+    attended = functools.reduce(jnp.add, [gather(weight, values) for weight, ((_, values), _) in pieces])
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
 
 

@@ -67,7 +67,7 @@ def declare(config: ModelConfig) -> Params:
 
 def _matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | None], stddev: float = 0.02) -> Param:
     """The weight ``(in, out)`` of a linear layer, from the size and the logical axis of either side."""
-    shape, axes = zip(inputs, outputs, strict=True)
+    shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
     return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True)
 
 
