@@ -260,7 +260,7 @@ def _keep_compilations() -> None:
     JAX's own variables win: ``JAX_COMPILATION_CACHE_DIR`` names another directory, ``JAX_ENABLE_COMPILATION_CACHE=0``
     keeps none.
     """
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its type stub does not list it
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "specjax" / "compiled"))
 
 

@@ -132,6 +132,7 @@ def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list
             speeds[name].append(summaries[name].emitted / seconds)
 
     table = Table("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate")
+    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     plain = float(np.median(speeds["plain"]))
