@@ -16,8 +16,9 @@ from rich.table import Table
 
 import specjax
 from benchmarks.decode import prompts_of, read_texts
-from specjax import metrics, text
+from specjax import text
 from specjax.errors import InputError
+from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, Shape, StaticTree
 

@@ -32,12 +32,15 @@ from rich.table import Table
 
 import specjax
 from benchmarks import peers, synthetic
-from specjax import engine, measure, metrics, text
+from specjax import text
+from specjax.decoding import engine
 from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.errors import InputError
+from specjax.evaluation import metrics
 from specjax.models import huggingface, params
 from specjax.models.growth import grow
 from specjax.models.transformer import Target
+from specjax.planning.costs import measure_costs, predicted_speedup
 from specjax.sampling import Sampling
 
 
@@ -257,7 +260,7 @@ def _realised(
     stats = results[0]["stats"]
     total = metrics.summarise(jax.tree.map(lambda *groups: np.concatenate(groups), *stats))
     speedups = [b["decode_seconds"] / a["decode_seconds"] for a, b in zip(results, plain, strict=True)]
-    costs = measure.measure_costs(
+    costs = measure_costs(
         target,
         drafter,
         batch=batch,
@@ -266,7 +269,7 @@ def _realised(
         sampling=sampling,
         repeats=config.repeats,
     )
-    predicted = measure.predicted_speedup(costs, *stats)
+    predicted = predicted_speedup(costs, *stats)
     return {
         "acceptance_length": total.acceptance_length,
         "acceptance_rate": total.acceptance_rate,

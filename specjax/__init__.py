@@ -4,8 +4,9 @@ Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a
 D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
+from specjax.decoding.engine import Result, generate, stream
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
-from specjax.engine import Result, generate, stream
+from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
@@ -26,6 +27,7 @@ __all__ = [
     "StaticTree",
     "Target",
     "complete_tree",
+    "conformance",
     "generate",
     "make_mesh",
     "stream",

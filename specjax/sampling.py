@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
-from specjax.typed import typed
+from specjax.shape_checks import shape_checked
 
 
 @struct.dataclass
@@ -81,7 +81,7 @@ class Sampling:
         return value
 
 
-@typed
+@shape_checked
 def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> Float[Array, "B *nodes V"]:
     """The distribution that each row's tokens are drawn from, float32.
 
@@ -160,7 +160,7 @@ def _to_float(ordinal: jax.Array) -> jax.Array:
 _BLOCK = 64
 
 
-@typed
+@shape_checked
 def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     """One token a row from unnormalised probabilities; consumes the row keys ``[B]``. A token of probability 0 never comes.
 

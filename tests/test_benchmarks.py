@@ -9,7 +9,7 @@ import pytest
 import specjax
 from benchmarks import acceptance, decode, peers, synthetic
 from specjax.errors import InputError
-from specjax.metrics import summarise
+from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
 from tests.conftest import tiny_config, tiny_target
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import metrics
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.evaluation import metrics
 from specjax.sampling import Sampling
 from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree
 from tests.conftest import REAL_PAIRS, RealPair

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.conformance import monte_carlo_bound, total_variation
+from specjax.evaluation.conformance import monte_carlo_bound, total_variation
 from specjax.sampling import Sampling, draw, probabilities, split_keys
 
 

@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import specjax
-from specjax import engine, sharding
+from specjax import sharding
+from specjax.decoding import engine
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.models import params

@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 
 from specjax import tree
-from specjax.cache import KVCache
+from specjax.models.cache import KVCache
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
 

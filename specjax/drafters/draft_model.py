@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.cache import KVCache
 from specjax.drafters.base import Draft, Drafter, Verdict
 from specjax.drafters.expansion import expand, read_cached
 from specjax.errors import InputError
+from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax.cache import KVCache
 from specjax.drafters.base import Draft
+from specjax.models.cache import KVCache
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
 from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
 from specjax.models.rope import rotate
-from specjax.typed import typed
+from specjax.shape_checks import shape_checked
 
 
-@typed
+@shape_checked
 def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
     """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, returned in ``x``'s dtype."""
     y = x.astype(jnp.float32)

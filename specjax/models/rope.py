@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.models.config import Rope
-from specjax.typed import typed
+from specjax.shape_checks import shape_checked
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -66,7 +66,7 @@ def _yarn_attention_factor(rope: Rope) -> float:
     return mscale(1.0)
 
 
-@typed
+@shape_checked
 def rotations(
     rope: Rope, head_dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
@@ -76,7 +76,7 @@ def rotations(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-@typed
+@shape_checked
 def rotate(
     x: Float[Array, "B T heads d"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
 ) -> Float[Array, "B T heads d"]:

@@ -12,9 +12,9 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.cache import KVCache
 from specjax.models import huggingface
 from specjax.models import params as declarations
+from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.layers import Slots, decoder_layer, rms_norm
 from specjax.models.params import Params

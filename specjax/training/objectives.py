@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from specjax.metrics import overlap
+from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
 

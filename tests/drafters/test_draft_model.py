@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import engine, tree
+from specjax import tree
+from specjax.decoding import engine
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.sampling import Sampling, probabilities

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from specjax import tree
-from specjax.conformance import monte_carlo_bound, total_variation
 from specjax.drafters.expansion import expand
+from specjax.evaluation.conformance import monte_carlo_bound, total_variation
 from specjax.sampling import Sampling, probabilities
 from specjax.tree import EAGLE_TREE, MEDUSA_TREE, DynamicTree, SampledTree, StaticTree
 

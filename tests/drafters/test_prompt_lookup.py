@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import engine
+from specjax.decoding import engine
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import PromptLookupState
 from specjax.sampling import Sampling

@@ -1,0 +1,146 @@
+"""The demo: real text from the embedded pair, with every accepted draft token in colour, and what it bought."""
+
+import time
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specjax import text
+from specjax.assets import embedded
+from specjax.decoding import engine
+from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.models.growth import grow
+from specjax.models.params import count
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.tree import Chain, SampledTree
+
+PROMPTS = (
+    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
+    "    def push(self, item):",
+    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n    with',
+    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n    try",
+    'def walk(self, node):\n    """Visit every child of the node."""\n    for',
+)
+"""Pieces of Python files. They end inside a line, where the tokenizer would not have joined what follows."""
+
+GROWN = {"hidden_size": 640, "intermediate_size": 1920, "num_layers": 12}
+"""The target's size in the demo: at its own size a step would be mostly overhead."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Show the embedded pair at work, the target grown to a realistic cost.
+
+    Attributes:
+        max_new_tokens: for each prompt.
+        temperature: 0 is greedy.
+        seed: of the random draws.
+        repeats: timed runs of each method; the median is shown.
+    """
+
+    max_new_tokens: int = 96
+    temperature: float = 0.7
+    seed: int = 0
+    repeats: int = 3
+
+
+def methods() -> dict[str, Drafter | None]:
+    """The methods of the table, by name."""
+    draft = Target.from_pretrained(embedded("draft"))
+    return {
+        "plain": None,
+        "draft model": DraftModel(draft, draft=Chain(4)),
+        "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
+        "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
+        "prompt lookup": PromptLookup(draft=Chain(6)),
+        "early exit": EarlyExit(layers=4, draft=Chain(2)),
+    }
+
+
+def run_demo(config: DemoConfig) -> None:
+    """``specjax demo``."""
+    if config.repeats < 1:
+        raise InputError(f"repeats={config.repeats}: must be at least 1")
+    console = Console(highlight=False)
+    directory = embedded("target")
+    small = Target.from_pretrained(directory)
+    target = grow(small, **GROWN)
+    tokenizer = text.load_tokenizer(directory)
+    drafters = methods()
+    options = {
+        "max_new_tokens": config.max_new_tokens,
+        "sampling": Sampling(temperature=config.temperature),
+        "key": jax.random.key(config.seed),
+        "eos_token_ids": target.config.eos_token_ids,
+    }
+    ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
+
+    console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")
+    for prompt in ids[:2]:
+        console.print(_coloured(tokenizer, target, drafters["draft model"], prompt, options))
+        console.print()
+    console.rule("what it bought")
+    console.print(_measure(target, drafters, ids, options, config.repeats))
+    console.print(
+        f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most, "
+        f"temperature {config.temperature:g}; median of {config.repeats} interleaved runs on "
+        f"{jax.devices()[0].device_kind}. Acceptance length counts emitted tokens a target forward. "
+        f"The target of {count(small.params) / 1e6:.1f}M parameters is padded with zeros to {count(target.params) / 1e6:.0f}M, "
+        "the cost of a real one: the text and every acceptance rate stay the same."
+    )
+
+
+def _coloured(tokenizer, target: Target, drafter: Drafter | None, prompt: list[int], options: dict) -> Text:
+    """The prompt dim, then the output with its accepted draft tokens in green."""
+    shown, accepted = len(prompt), 0
+    stream = text.TextStream(tokenizer, prompt)
+    line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
+    for result in engine.stream(target, drafter, *text.pad([prompt]), **options, steps=1):
+        tokens, length = result.tokens[0], int(result.lengths[0])
+        drafts = int(result.stats.accepted[0]) - accepted
+        accepted += drafts
+        for index in range(shown, length):
+            style = "bold green" if index < shown + drafts else "white"
+            line.append(stream.push(tokens[index : index + 1]), style=style)
+        shown = length
+    line.append(stream.push([], last=True))
+    return line
+
+
+def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: dict, repeats: int) -> Table:
+    """Tokens a second of each method, their runs interleaved, with speed-up over plain decoding and acceptance."""
+    tokens, lengths = text.pad(ids)
+
+    def run(drafter: Drafter | None, row: int) -> engine.Result:  # one width for all prompts: one compilation
+        return engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **options)
+
+    for drafter in drafters.values():
+        jax.block_until_ready(run(drafter, 0))  # compiles
+    speeds: dict[str, list[float]] = {name: [] for name in drafters}
+    summaries = {}
+    for _ in range(repeats):
+        for name, drafter in drafters.items():
+            started = time.perf_counter()
+            results = jax.block_until_ready([run(drafter, row) for row in range(len(ids))])
+            seconds = time.perf_counter() - started
+            stats = jax.tree.map(lambda *rows: np.concatenate(rows), *(result.stats for result in results))
+            summaries[name] = metrics.summarise(stats)
+            speeds[name].append(summaries[name].emitted / seconds)
+
+    table = Table("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate")
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    plain = float(np.median(speeds["plain"]))
+    for name, summary in summaries.items():
+        speed = float(np.median(speeds[name]))
+        rate = "-" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.2f}"
+        table.add_row(name, f"{speed:,.0f}", f"{speed / plain:.2f}x", f"{summary.acceptance_length:.2f}", rate)
+    return table

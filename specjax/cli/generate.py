@@ -1,0 +1,208 @@
+"""``specjax generate``: text from a target, drafted by what the command line names."""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from specjax import text
+from specjax.decoding import engine
+from specjax.decoding.stats import Stats
+from specjax.decoding.verification import Rule
+from specjax.drafters import Drafter
+from specjax.drafters.registry import load_drafter, parse_shape
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.models import huggingface
+from specjax.models.transformer import Target
+from specjax.planning.choice import compare_drafts, with_draft
+from specjax.planning.costs import trial_speedup
+from specjax.reports import pictures
+from specjax.reports.snapshot import take_snapshot
+from specjax.sampling import Sampling
+from specjax.sharding import make_mesh
+from specjax.tree import Chain
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Generate text; it is printed as it is accepted.
+
+    Attributes:
+        target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
+        drafter: directory or hub id of a draft model, "prompt-lookup", "early-exit:LAYERS", or "none" for plain decoding.
+        prompt: the text to continue.
+        prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
+        chat: put the prompt into the model's chat template.
+        draft: shape of a draft: chain:LENGTH (chain:LENGTH,P ends it after its first token of a probability below P),
+            complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto, which measures and
+            takes the fastest.
+        show_tree: draw the draft of which most was accepted in the first steps (of the first prompt), into this .png, .pdf or
+            .svg.
+        only_if_faster: measure first, and decode plainly where the drafter would not make these prompts faster.
+        max_new_tokens: most tokens to emit for a prompt.
+        temperature: 0 is greedy.
+        top_k: 0 is no limit.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: of the random draws.
+        rule: how chains of drawn tokens are verified; both are exact.
+        ignore_eos: generate on after an end-of-sequence token.
+        json: print one JSON object with token ids, text and statistics instead of a stream.
+        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
+        mesh: devices by axis, data and model.
+    """
+
+    target: str = "embedded"
+    drafter: str = "none"
+    prompt: str = ""
+    prompts_file: str = ""
+    chat: bool = False
+    draft: str = "chain:4"
+    show_tree: str = ""
+    only_if_faster: bool = False
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    rule: Rule = "block"
+    ignore_eos: bool = False
+    json: bool = False
+    dtype: str = ""
+    precision: Literal["default", "highest"] = "default"
+    mesh: tuple[int, int] = field(default=(1, 1))
+
+
+def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
+    """The target's directory, the target and the drafter. Reads every config.json before any weight."""
+    mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
+    dtype = _dtype(config.dtype)
+    if config.drafter == "none":
+        for name in ("draft", "only_if_faster", "show_tree"):
+            if getattr(config, name) != getattr(GenerateConfig, name):
+                raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
+    shape = Chain(4) if config.draft == "auto" else parse_shape(config.draft)
+    directory = huggingface.locate(config.target, weights=False)
+    model_config = huggingface.read_config(directory)
+    drafter = None if config.drafter == "none" else load_drafter(config.drafter, shape, model_config, dtype, mesh)
+    return directory, Target.from_pretrained(config.target, dtype, mesh), drafter
+
+
+def _dtype(name: str) -> Any:
+    if name not in ("", "float32", "bfloat16", "float16"):
+        raise InputError(f"dtype={name!r}: must be float32, bfloat16 or float16")
+    return jax.numpy.dtype(name) if name else None
+
+
+def read_prompts(config: GenerateConfig) -> list[str]:
+    """The prompts asked for. Raises `InputError` when there are none, or one is given in two ways."""
+    if bool(config.prompt) == bool(config.prompts_file):
+        raise InputError("prompt: give either --prompt TEXT (not empty) or --prompts-file FILE")
+    return [config.prompt] if config.prompt else text.read_prompts("prompts_file", config.prompts_file)
+
+
+def run_generate(config: GenerateConfig) -> None:
+    """``specjax generate``."""
+    prompts = read_prompts(config)
+    if config.show_tree:
+        pictures.check_path("show_tree", config.show_tree)
+    if config.precision != "default":
+        jax.config.update("jax_default_matmul_precision", config.precision)
+    directory, target, drafter = load_pair(config)
+    tokenizer = text.load_tokenizer(directory)
+    ids = [text.encode(tokenizer, prompt, config.chat) for prompt in prompts]
+    tokens, lengths = text.pad(ids)
+    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
+    options: dict[str, Any] = {
+        "max_new_tokens": config.max_new_tokens,
+        "sampling": sampling,
+        "eos_token_ids": () if config.ignore_eos else target.config.eos_token_ids,
+        "rule": config.rule,
+    }
+    drafter = _settle_drafter(config, target, drafter, tokenizer, ids, options)
+    results = engine.stream(
+        target,
+        drafter,
+        tokens,
+        lengths,
+        **options,
+        key=jax.random.key(config.seed),
+    )
+    started = time.perf_counter()
+    if config.json or len(prompts) > 1:
+        *_, result = results
+    else:
+        result = _print_stream(results, text.TextStream(tokenizer, ids[0]), int(lengths[0]))
+    seconds = time.perf_counter() - started
+
+    outputs = []
+    for row, prompt in enumerate(prompts):
+        new = result.tokens[row, lengths[row] : result.lengths[row]]
+        stream = text.TextStream(tokenizer, ids[row])
+        outputs.append(
+            {
+                "prompt": prompt,
+                "prompt_token_ids": ids[row],
+                "token_ids": new.tolist(),
+                "text": stream.push(new, last=True),
+                "statistics": _statistics(result.stats, row),
+            }
+        )
+    if config.json:
+        whole = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": _statistics(result.stats)}
+        print(json.dumps(whole | {"seconds": round(seconds, 4)}))
+        return
+    if len(prompts) > 1:
+        for output in outputs:
+            print(f"--- {output['prompt']}\n{output['text']}")
+    total = metrics.summarise(result.stats)
+    print(
+        f"{total.emitted} tokens in {seconds:.1f} s (compilation included); acceptance length "
+        f"{total.acceptance_length:.2f}" + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
+        file=sys.stderr,
+    )
+
+
+def _settle_drafter(
+    config: GenerateConfig,
+    target: Target,
+    drafter: Drafter | None,
+    tokenizer: Any,
+    ids: list[list[int]],
+    options: dict[str, Any],
+) -> Drafter | None:
+    """The drafter to generate with, after what was asked to be measured and drawn first; None is plain decoding."""
+    tokens, lengths = text.pad(ids)
+    if config.draft == "auto" and drafter is not None:
+        best = compare_drafts(target, drafter, tokens, lengths, **options).best
+        print(f"draft: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x", file=sys.stderr)
+        drafter = None if best.draft is None else with_draft(drafter, best.draft)
+    if config.show_tree:
+        if drafter is not None:
+            snapshot = take_snapshot(target, drafter, ids[0], **options, key=jax.random.key(config.seed))
+            pictures.save(snapshot.draw(tokenizer), "show_tree", Path(config.show_tree))
+        print(f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly", file=sys.stderr)
+    if config.only_if_faster and drafter is not None:
+        speedup = trial_speedup(target, drafter, tokens, lengths, sampling=options["sampling"])
+        print(f"expected: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
+        drafter = drafter if speedup > 1 else None
+    return drafter
+
+
+def _print_stream(results: Any, stream: text.TextStream, shown: int) -> engine.Result:
+    for result in results:
+        print(stream.push(result.tokens[0, shown : result.lengths[0]]), end="", flush=True)
+        shown = int(result.lengths[0])
+    print(stream.push([], last=True))
+    return result
+
+
+def _statistics(stats: Stats, row: int | None = None) -> dict[str, Any]:
+    return asdict(metrics.summarise(stats, row))

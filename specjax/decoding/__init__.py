@@ -1,0 +1,1 @@
+"""The decoding loop: engine, verification, and what it counts."""

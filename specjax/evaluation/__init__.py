@@ -1,0 +1,1 @@
+"""How good a drafter is, and whether it keeps its contract."""

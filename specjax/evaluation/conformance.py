@@ -1,0 +1,252 @@
+"""What every drafter must keep, as checks that run on any: yours, before you trust it.
+
+    from specjax.evaluation import conformance
+    conformance.check(target, MyDrafter())
+
+Each check raises an AssertionError that says what is wrong. All but `check_distribution` take any target, in float32 (in lower
+precision near-ties may fall either way); that one enumerates the target's exact distribution and needs a tiny vocabulary.
+`tests/test_conformance.py` runs them over every drafter of the library with every shape of draft.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import tree
+from specjax.decoding import engine
+from specjax.decoding.verification import Rule
+from specjax.drafters.base import Draft, Drafter
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling, Sampling, probabilities
+
+_LENGTHS = np.array([6, 1, 3])
+_MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.0, 0.8]), top_k=np.array([0, 5, 0]))
+_AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([1.0, 0.8, 0.6]), top_k=np.array([5, 0, 2]))
+
+
+def check(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+    """All checks that any target allows: `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`."""
+    check_contract(target, drafter)
+    check_one_trace(target, drafter)
+    check_greedy(target, drafter, new_tokens=new_tokens)
+    check_rows(target, drafter, new_tokens=new_tokens)
+
+
+def check_contract(target: Target, drafter: Drafter) -> None:
+    """Drafts are what `Draft` says, of the drafter's shape, and a step leaves the shapes of the state as they were."""
+    _check_step(target, drafter, Sampling(temperature=0.0))
+    _check_step(target, drafter, Sampling())
+
+
+def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
+    drafter, state = _start(target, drafter, sampling)
+    lent = engine.lend(drafter, state)
+    traced: list[Draft] = []
+
+    def propose(lent: Any, root: jax.Array, rows: RowSampling, keys: jax.Array) -> Draft:
+        draft, _ = drafter.propose(target, lent, root, rows, keys)
+        traced.append(draft)
+        return draft
+
+    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+    draft = jax.jit(propose)(lent, root, state.sampling, state.keys)
+    _check_draft(draft, traced[0], drafter, target.config.vocab_size, np.asarray(root))
+    after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
+    chex.assert_trees_all_equal_structs(state, after)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+
+
+def _check_draft(draft: Draft, traced: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -> None:
+    """``draft`` holds values; ``traced`` still knows what was static."""
+    shape, batch = drafter.draft, len(root)
+    chex.assert_shape(draft.tokens, (batch, shape.nodes), custom_message="tokens [B, N]")
+    tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
+    np.testing.assert_array_equal(tokens[:, 0], root, "node 0 must be the root")
+    valid = np.ones(tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
+    assert valid.shape == tokens.shape and valid[:, 0].all(), "valid [B, N], the root among them"
+    assert np.all((tokens >= 0) & (tokens < vocab)), "token ids outside the vocabulary"
+    assert parents.shape in ((shape.nodes,), tokens.shape), "parents [N] or [B, N]"
+    assert parents.ndim == 2 or isinstance(traced.parents, np.ndarray), (
+        "parents [N] must be a numpy array, known before tracing"
+    )
+    assert np.all(parents[..., 0] == -1), "the root's parent must be -1"
+    below = parents[..., 1:]
+    assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), "parents must come before their children"
+    assert traced.depth == shape.depth, f"the draft says depth {traced.depth}, its shape {shape.depth}"
+    for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
+        assert tree.depths(np.array(of_row))[valid[row]].max() <= shape.depth, f"row {row}: a node deeper than {shape.depth}"
+        assert valid[row, of_row[1:][valid[row, 1:]]].all(), f"row {row}: a valid node below one that is not"
+    assert shape.nodes in drafter.node_counts, "no compiled number of nodes holds a full draft"
+    for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
+        siblings = list(zip(of_row[valid[row]].tolist(), tokens[row, valid[row]].tolist(), strict=True))
+        assert len(set(siblings)) == len(siblings), f"row {row}: two siblings have the same token"
+    if draft.q is not None:
+        chex.assert_shape(draft.q, (batch, shape.nodes, vocab), custom_message="q [B, N, V]")
+        chex.assert_type(draft.q, jnp.float32)
+        for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
+            inner = np.unique(of_row[1:][valid[row, 1:]])
+            np.testing.assert_allclose(np.asarray(draft.q)[row, inner].sum(-1), 1, atol=1e-5, err_msg="q must sum to 1")
+
+
+def check_one_trace(target: Target, drafter: Drafter) -> None:
+    """A step is traced once: neither another prompt nor what a step makes of its state causes a second compilation."""
+    traces: list[None] = []
+
+    @jax.jit
+    def step(state: engine.DecodeState) -> engine.DecodeState:
+        traces.append(None)
+        return engine.step(target, drafter, state)[0]
+
+    for seed, temperature in enumerate((0.5, 2.0)):
+        _, state = _start(target, drafter, Sampling(temperature=temperature, top_p=0.9), seed)
+        for _ in range(2):
+            state = step.eval_shape(state)  # traces, and compiles nothing
+    assert len(traces) == 1, f"a step was traced {len(traces)} times: its state changes shape or type"
+
+
+def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+    """At temperature 0 the tokens are those of plain decoding."""
+    prompts = _prompts(target)
+    plain, drafted = (
+        engine.generate(target, with_drafter, prompts, _LENGTHS, max_new_tokens=new_tokens) for with_drafter in (None, drafter)
+    )
+    for row, (expected, got) in enumerate(zip(_outputs(plain), _outputs(drafted), strict=True)):
+        assert got == expected, f"row {row}: greedy tokens {got} are not plain decoding's {expected}"
+
+
+def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+    """A row's tokens and statistics are the same at another place of a batch, among rows of other prompts and settings.
+
+    A greedy row is compared with itself among other greedy rows.
+    """
+    prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), 4)
+    run = partial(engine.generate, target, drafter, max_new_tokens=new_tokens)
+    together = run(prompts, _LENGTHS, sampling=_MIXED, key=keys[:3])
+    _check_same(together, 0, run(prompts, _LENGTHS), 0)
+    moved = np.array([1, 2, 0])
+    others = run(prompts[moved], np.append(_LENGTHS[[1, 2]], 2), sampling=_AMONG_OTHERS, key=keys[np.array([1, 2, 3])])
+    _check_same(together, 1, others, 0)
+    _check_same(together, 2, others, 1)
+
+
+def _check_same(result: engine.Result, row: int, elsewhere: engine.Result, there: int) -> None:
+    assert _outputs(result)[row] == _outputs(elsewhere)[there], f"row {row}: other tokens among other rows"
+    # How wide a pass was is the batch's affair.
+    here, moved = metrics.summarise(result.stats, row), metrics.summarise(elsewhere.stats, there)
+    assert replace(here, scored=0) == replace(moved, scored=0), f"row {row}: other statistics among other rows"
+
+
+SETTINGS = (Sampling(), Sampling(temperature=1.4, top_p=0.9))
+"""What `check_distribution` samples with unless told otherwise."""
+
+
+def check_distribution(
+    target: Target,
+    drafter: Drafter,
+    settings: Sequence[Sampling] = SETTINGS,
+    *,
+    rule: Rule = "block",
+    draws: int = 200_000,
+) -> None:
+    """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell."""
+    for sampling, (found, bound) in zip(settings, distances(target, drafter, settings, rule=rule, draws=draws), strict=True):
+        assert found < bound, (
+            f"{sampling}: total variation {found:.4f} from the target's distribution, where chance stays below {bound:.4f}"
+        )
+
+
+def distances(
+    target: Target,
+    drafter: Drafter,
+    settings: Sequence[Sampling] = SETTINGS,
+    *,
+    rule: Rule = "block",
+    draws: int = 200_000,
+    horizon: int = 3,
+) -> list[tuple[float, float]]:
+    """For each setting, total variation of the next tokens, ``horizon`` of them, from exact, and what chance stays below.
+
+    The settings are drawn with side by side, in the rows of the same batches.
+
+    Raises:
+        InputError: the target's vocabulary is too large to enumerate.
+    """
+    vocab, rows = target.config.vocab_size, 50_000 // len(settings) * len(settings)
+    if vocab**horizon > 10_000:
+        raise InputError(
+            f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate; take a tiny one"
+        )
+    prompt = np.array([1, 3, 0, 1]) % vocab
+    names = Sampling.__dataclass_fields__
+    mixed = Sampling(**{name: np.resize([getattr(setting, name) for setting in settings], rows) for name in names})
+    counts = np.zeros((len(settings), vocab**horizon))
+    for i in range(-(-draws * len(settings) // rows)):
+        result = engine.generate(
+            target,
+            drafter,
+            np.tile(prompt, (rows, 1)),
+            max_new_tokens=horizon,
+            sampling=mixed,
+            key=jax.random.split(jax.random.key(i), rows),
+            rule=rule,
+        )
+        joint = np.asarray(result.tokens)[:, len(prompt) :] @ (vocab ** np.arange(horizon)[::-1])
+        for number in range(len(settings)):
+            counts[number] += np.bincount(joint[number :: len(settings)], minlength=vocab**horizon)
+    exact = [exact_joint(target, prompt, horizon, setting) for setting in settings]
+    return [
+        (total_variation(*pair), monte_carlo_bound(pair[1], int(pair[0].sum()))) for pair in zip(counts, exact, strict=True)
+    ]
+
+
+def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Sampling) -> np.ndarray:
+    """``[V ** horizon]`` the target's distribution of the tokens after ``prompt``, by running it on every continuation."""
+    vocab = target.config.vocab_size
+    tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
+    tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+    output, _ = jax.jit(Target.forward)(target, tokens)
+    p = np.asarray(probabilities(output.logits, sampling.rows(len(tails))), np.float64)
+    joint = np.ones(len(tails))
+    for i in range(horizon):
+        joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]
+    return joint / joint.sum()
+
+
+def total_variation(counts: np.ndarray, exact: np.ndarray) -> float:
+    """Total variation distance of the empirical distribution ``counts / sum`` from ``exact``."""
+    return 0.5 * float(np.abs(counts / counts.sum() - exact).sum())
+
+
+def monte_carlo_bound(exact: np.ndarray, draws: int, failure: float = 1e-9) -> float:
+    """What `total_variation` of ``draws`` exact draws stays below, but for a chance of ``failure``.
+
+    Its mean is at most ``1/2 sum_i sqrt(p_i (1 - p_i) / n)`` (Jensen, cell by cell). One draw moves it by at most 1/n, so by
+    McDiarmid's inequality it exceeds its mean by more than e with probability at most ``exp(-2 n e^2)``.
+    """
+    mean = 0.5 * np.sqrt(exact * (1 - exact) / draws).sum()
+    return float(mean + math.sqrt(-math.log(failure) / (2 * draws)))
+
+
+def _prompts(target: Target, seed: int = 0) -> np.ndarray:
+    """``[3, 6]`` prompts, of which `_LENGTHS` count, with the repetitions that a drafter may look for."""
+    prompts = np.random.default_rng(seed).integers(0, target.config.vocab_size, (len(_LENGTHS), _LENGTHS.max()))
+    prompts[:, 3:] = prompts[:, :3]
+    return prompts
+
+
+def _start(target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0) -> tuple[Drafter, engine.DecodeState]:
+    return engine.start(target, drafter, _prompts(target, seed), _LENGTHS, max_new_tokens=32, sampling=sampling)
+
+
+def _outputs(result: engine.Result) -> list[list[int]]:
+    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), np.asarray(result.lengths), strict=True)]

@@ -1,0 +1,86 @@
+"""How good a draft is: divergences between distributions, and statistics of accepted tokens."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specjax.decoding.stats import Stats
+from specjax.shape_checks import shape_checked
+
+
+@shape_checked
+def overlap(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+    """beta = sum_x min(p(x), q(x)): the chance that rejection sampling accepts a token drawn from q.
+
+    Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.5.
+    """
+    return jnp.sum(jnp.minimum(p, q), axis=-1)
+
+
+@shape_checked
+def d_lk(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+    """D_LK(p, q) = sum_x |p(x) - (p(x) + q(x)) / 2| = 1 - beta (Leviathan et al. 2023, Definition 3.2, Lemma 3.3)."""
+    return 1.0 - overlap(p, q)
+
+
+@shape_checked
+def total_variation(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+    """Half the sum of absolute differences. Of two distributions this equals `d_lk`; computed by its own definition."""
+    return 0.5 * jnp.sum(jnp.abs(p - q), axis=-1)
+
+
+@shape_checked
+def kl(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
+    """KL(p || q) in nats; infinite where q is 0 and p is not."""
+    return jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - jnp.log(q)), 0.0), axis=-1)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What `Stats` says, as numbers for people. Only emitted tokens count.
+
+    Attributes:
+        steps: target forwards after the prompt.
+        emitted: tokens.
+        drafted: tokens.
+        accepted: drafted tokens that were emitted.
+        scored: nodes that the target's passes were wide.
+        acceptance_length: emitted tokens a target forward, the bonus included (tau in the papers).
+        acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
+        by_position: for each depth, the share of the steps that drafted there in which a token of it was emitted.
+        histogram: number of steps by emitted tokens, from 0 to D + 1.
+    """
+
+    steps: int
+    emitted: int
+    drafted: int
+    accepted: int
+    scored: int
+    acceptance_length: float
+    acceptance_rate: float | None
+    by_position: tuple[float | None, ...]
+    histogram: tuple[int, ...]
+
+
+def summarise(stats: Stats, row: int | None = None) -> Acceptance:
+    """The statistics of one row, or of all rows together: totals first, then ratios of totals."""
+    chosen = slice(None) if row is None else slice(row, row + 1)
+    total = {field: np.asarray(getattr(stats, field))[chosen].sum(axis=0) for field in stats.__dataclass_fields__}
+    emitted = int(total["histogram"] @ np.arange(len(total["histogram"])))
+
+    def ratio(part: int, whole: int) -> float | None:
+        return part / whole if whole else None
+
+    return Acceptance(
+        steps=int(total["steps"]),
+        emitted=emitted,
+        drafted=int(total["drafted"]),
+        accepted=int(total["accepted"]),
+        scored=int(total["scored"]),
+        acceptance_length=emitted / max(int(total["steps"]), 1),
+        acceptance_rate=ratio(int(total["accepted"]), int(total["drafted"])),
+        by_position=tuple(map(ratio, total["accepted_at"].tolist(), total["drafted_at"].tolist())),
+        histogram=tuple(total["histogram"].tolist()),
+    )

@@ -1,0 +1,1 @@
+"""What speculation should gain, reckoned or measured, and which draft to take."""

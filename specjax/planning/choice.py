@@ -1,0 +1,254 @@
+"""Which draft is fastest here: a chain, a tree, or none at all.
+
+Every candidate is reckoned from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and how often the
+child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic programming; where
+tokens are drawn, a few sampled trees are tried as well.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding import engine
+from specjax.decoding.verification import Rule
+from specjax.drafters.base import Drafter
+from specjax.models.transformer import Target
+from specjax.planning import theory
+from specjax.planning.costs import Costs, measure_costs, room
+from specjax.sampling import Sampling
+from specjax.tree import Chain, SampledTree, Shape, StaticTree, complete_tree
+
+_TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of all rows together, and of a row
+_RANKS = 8
+_REPEATS = 3
+_COUNTS = (2, 3, 5, 9, 17, 33, 65)
+_SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was accepted in short trials.
+
+    Attributes:
+        survival: chance that a chain's token at each depth is accepted, those before it included.
+        by_rank: chance that the child of each rank is the target's token; empty for drafters of chains alone.
+        sampled: tokens a target forward with each of a few sampled trees; empty when all rows are greedy.
+    """
+
+    survival: tuple[float, ...]
+    by_rank: tuple[float, ...]
+    sampled: dict[SampledTree, float]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One answer.
+
+    Attributes:
+        draft: the shape; None is plain decoding.
+        tokens: expected a target forward.
+        seconds: of a step: drafting and verification.
+        speedup: over plain decoding.
+    """
+
+    draft: Shape | None
+    tokens: float
+    seconds: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every candidate, the fastest first, and what the reckoning was made from.
+
+    Attributes:
+        acceptance: in trials.
+        verify: T_V(n) by n, seconds.
+        draft: T_D of a level by how many nodes are read together, seconds.
+        candidates: fastest first; plain decoding is among them.
+    """
+
+    acceptance: Acceptance
+    verify: dict[int, float]
+    draft: dict[int, float]
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest."""
+        return self.candidates[0]
+
+
+def with_draft(drafter: Any, draft: Shape) -> Drafter:
+    """The same drafter with another shape of draft."""
+    return replace(drafter, draft=draft)
+
+
+def compare_drafts(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    batch: int | None = None,
+    max_new_tokens: int | None = None,
+    sampling: Sampling = Sampling(temperature=0.0),
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
+    longest: int = 8,
+    nodes: int = 33,
+    acceptance: Acceptance | None = None,
+) -> Comparison:
+    """Measure, and reckon every chain of up to ``longest`` tokens and the best static trees of up to ``nodes`` nodes.
+
+    Args:
+        target: the target model.
+        drafter: its ``draft`` does not matter.
+        tokens: ``[R, P]`` prompts, as for `engine.generate`, on which acceptance is measured.
+        lengths: ``[R]``.
+        batch: B, rows decoded together, for which times are measured; by default R.
+        max_new_tokens: no trial generates more for a row.
+        sampling: as for `engine.generate`.
+        eos_token_ids: as for `engine.generate`.
+        rule: as for `engine.generate`.
+        longest: longest chain, and deepest tree.
+        nodes: most nodes of a tree, the root included.
+        acceptance: as `measure_acceptance` gave it, so that several ``batch`` sizes share it.
+
+    Raises:
+        InputError: as `engine.generate`.
+    """
+    if acceptance is None:
+        acceptance = measure_acceptance(
+            target,
+            drafter,
+            tokens,
+            lengths,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            rule=rule,
+            longest=longest,
+        )
+    rows, width = np.asarray(tokens).shape
+    depth = len(acceptance.survival)
+    plain = Candidate(None, 1.0, 0.0, 1.0)
+    if depth == 0:  # below these prompts the target has no position left for a draft
+        return Comparison(acceptance, {}, {}, (plain,))
+    ranks = len(acceptance.by_rank)
+    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), sampling)
+
+    def reckon(shape: Shape, emitted: float) -> Candidate:
+        level = float(np.interp(shape.width, sorted(draft), [draft[width] for width in sorted(draft)]))
+        seconds = shape.depth * level + costs.verification(shape.nodes)
+        return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
+
+    candidates = [replace(plain, seconds=costs.target)]
+    candidates += [reckon(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
+    candidates += [reckon(shape, emitted) for shape, emitted in acceptance.sampled.items()]
+    if ranks and nodes > 1:
+        trees = theory.best_trees(acceptance.by_rank, nodes, depth)
+        branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
+        candidates += [reckon(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
+    ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
+    return Comparison(acceptance, costs.verify, draft, tuple(ordered))
+
+
+def measure_acceptance(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: int | None = None,
+    sampling: Sampling = Sampling(temperature=0.0),
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
+    longest: int = 8,
+) -> Acceptance:
+    """Short generations with a long chain, with one level of many children, and with sampled trees. Arguments as above.
+
+    What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
+    chain's tokens are worth is measured depth by depth.
+    """
+    vocab, positions = target.config.vocab_size, target.config.max_positions
+    _, checked = engine.check_prompts(tokens, lengths, vocab)
+    depth = min(longest, positions - int(checked.max()) - 1)
+    if depth < 1:
+        return Acceptance((), (), {})
+
+    def trial(shape: Shape) -> tuple[np.ndarray, np.ndarray, float]:
+        count = max(_LEAST_STEPS, _TRIAL_STEPS // len(checked))
+        room = min(count * (1 + shape.depth), positions - int(checked.max()), max_new_tokens or positions)
+        shaped, state = engine.start(
+            target,
+            with_draft(drafter, shape),
+            tokens,
+            lengths,
+            max_new_tokens=room,
+            sampling=sampling,
+            eos_token_ids=eos_token_ids,
+            rule=rule,
+        )
+        first, stats = _watch(target, shaped, state, count, rule)
+        steps = max(int(np.sum(stats.steps)), 1)
+        ranks = np.bincount(np.asarray(first).ravel(), minlength=shape.branching + 1)[1:]
+        emitted = float(np.sum(stats.accepted)) / steps + 1
+        return np.asarray(stats.accepted_at).sum(axis=0) / steps, ranks / steps, emitted
+
+    survival, _, _ = trial(Chain(depth))
+    by_rank: tuple[float, ...] = ()
+    sampled: dict[SampledTree, float] = {}
+    if drafter.grows_trees:
+        by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
+        if not np.all(np.asarray(sampling.temperature) == 0):
+            shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
+            sampled = {shape: trial(shape)[2] for shape in shapes}
+    return Acceptance(tuple(survival.tolist()), by_rank, sampled)
+
+
+@partial(jax.jit, static_argnames=("steps", "rule"))
+def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int, rule: Rule) -> tuple[jax.Array, Any]:
+    """``[steps, B]`` the first accepted node of each step, 0 where there was none; and the statistics."""
+
+    def body(state: engine.DecodeState, _: None) -> tuple[engine.DecodeState, jax.Array]:
+        state, info = engine.step(target, drafter, state, rule)
+        return state, jnp.where(info.accepted > 0, info.path[:, 1], 0)
+
+    state, first = jax.lax.scan(body, state, length=steps)
+    return first, state.stats
+
+
+def _times(
+    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], sampling: Sampling
+) -> tuple[Costs, dict[int, float]]:
+    """T_V(n) up to the largest candidate, and T_D of a level by nodes read together, for prompts of ``size`` (B, P)."""
+    batch, width = size
+    spines = [(count, *(1,) * (min(depth, 4) - 1)) for count in (ranks // 2, ranks) if count]
+    wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
+    largest = max(depth + 1, nodes if ranks else 0)
+    counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
+    needed = room(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
+    options: dict[str, Any] = {
+        "batch": batch,
+        "context": max(1, min(width, target.config.max_positions - needed)),
+        "new_tokens": needed,
+        "sampling": _spread(sampling, batch),
+        "repeats": _REPEATS,
+    }
+    costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **options)
+    draft = {1: costs.draft}
+    for each in wide:
+        draft[each.draft.width] = measure_costs(target, each, verify=False, **options).draft
+    return costs, draft
+
+
+def _spread(sampling: Sampling, batch: int) -> Sampling:
+    """Settings for ``batch`` rows, repeated or cut where they are given row by row."""
+    values = {name: getattr(sampling, name) for name in sampling.__dataclass_fields__}
+    return Sampling(**{name: np.resize(value, batch) if np.ndim(value) else value for name, value in values.items()})

@@ -1,0 +1,221 @@
+"""What a step costs on this machine, what it should therefore gain, and whether to speculate at all.
+
+The clock runs around compiled loops of many passes, so that the figures hold nothing but the passes themselves. What a step of
+the engine takes beyond them (verification, bookkeeping) is missing from a prediction.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding import engine
+from specjax.decoding.stats import Stats
+from specjax.drafters.base import Drafter, NoDraft
+from specjax.errors import InputError
+from specjax.models.cache import KVCache
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling, Sampling, argmax
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, for one batch size and context.
+
+    Attributes:
+        verify: T_V(n), a pass of the target over n nodes a row, by n. ``verify[1]`` is T_T, a step of plain decoding.
+        draft: T_D, drafting one level of a tree: of a chain, one token a row.
+        levels: levels that every draft takes; None where drafts may end early.
+    """
+
+    verify: dict[int, float]
+    draft: float
+    levels: int | None = None
+
+    @property
+    def target(self) -> float:
+        """T_T, a pass of the target over one token a row."""
+        return self.verify[1]
+
+    def verification(self, nodes: float) -> float:
+        """T_V of a mean number of ``nodes``, on the line through the nearest measured ones."""
+        measured = sorted(self.verify)
+        return float(np.interp(nodes, measured, [self.verify[n] for n in measured]))
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    batch: int = 1,
+    context: int = 64,
+    new_tokens: int = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    repeats: int = 5,
+    nodes: Sequence[int] = (),
+    verify: bool = True,
+) -> Costs:
+    """Time T_T, T_V(n) for every number of nodes that ``drafter`` is compiled for, and T_D.
+
+    Args:
+        target: the target model.
+        drafter: None measures T_T alone. A chain that may stop early is drafted to its end.
+        batch: B, rows.
+        context: tokens in each row's cache.
+        new_tokens: room beyond them, which makes the capacity of the caches; measuring may take more.
+        sampling: the settings that the drafter draws with.
+        repeats: of each compiled loop, interleaved; the median counts.
+        nodes: further numbers of nodes to time T_V at.
+        verify: False times T_D alone.
+
+    Raises:
+        InputError: the target has too few positions for ``context``.
+    """
+    drafter = NoDraft() if drafter is None else drafter
+    counts = sorted({1, *drafter.node_counts, *nodes}) if verify else []
+    ends_early = len(drafter.node_counts) > 1
+    drafter = _without_stop(drafter)
+    needed = max(new_tokens, room(repeats, max(counts, default=1)))
+    if repeats < 1:
+        raise InputError(f"repeats={repeats}: must be at least 1")
+    if context + needed > target.config.max_positions:
+        raise InputError(
+            f"context={context}: with the {needed} tokens to measure with, too long for the target's "
+            f"{target.config.max_positions} positions"
+        )
+    # Any text serves: a pass takes as long whatever the tokens are.
+    drafter, state = engine.start(
+        target, drafter, np.ones((batch, context), np.int32), max_new_tokens=needed, sampling=sampling
+    )
+    cache = jax.tree.map(jnp.copy, state.cache)
+    lent = engine.lend(drafter, state)
+    root, keys = jnp.ones(batch, jnp.int32), state.keys
+    slots = next(part for part in engine.cache_parts(cache.capacity) if part >= context)
+    seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
+    for repeat in range(-1, repeats):
+        for count in counts:
+            took, cache = _timed(_score, target, cache, count, slots, _PASSES)
+            seconds[count].append(took)
+        took, lent = _timed(_propose, target, drafter, lent, root, state.sampling, keys, _PASSES)
+        seconds["draft"].append(took)
+        if repeat < 0:  # that one compiled
+            seconds = {name: [] for name in seconds}
+    each = {name: median(values) / _PASSES for name, values in seconds.items()}
+    return Costs(
+        verify={count: each[count] for count in counts},
+        draft=each["draft"] / drafter.draft.depth if drafter.draft.depth else 0.0,
+        levels=None if ends_early else drafter.draft.depth,
+    )
+
+
+_PASSES = 8  # of one kind in a compiled loop
+_TRIAL_REPEATS = 3
+
+
+def room(repeats: int, nodes: int = 1) -> int:
+    """Tokens that measuring takes: the drafting passes commit a root each, the widest scoring pass ``nodes``."""
+    return max(_PASSES * (repeats + 1), nodes)
+
+
+def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+    started = time.perf_counter()
+    result = jax.block_until_ready(run(*arguments))
+    return time.perf_counter() - started, result
+
+
+@partial(jax.jit, static_argnames=("nodes", "slots", "passes"), donate_argnames="cache")
+def _score(target: Target, cache: KVCache, nodes: int, slots: int, passes: int) -> KVCache:
+    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none."""
+
+    def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+        tokens, cache = carry
+        output, new = target.score(tokens, cache.first(slots))
+        assert output.logits is not None
+        return argmax(output.logits), cache.write(new, after=output.hidden)
+
+    tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
+    return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
+
+
+@partial(jax.jit, static_argnames="passes", donate_argnames="state")
+def _propose(
+    target: Target, drafter: Drafter, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array, passes: int
+) -> Any:
+    """Draft ``passes`` times, each time below the last token of the draft before."""
+
+    def body(_: int, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        root, state = carry
+        draft, state = drafter.propose(target, state, root, sampling, keys)
+        return draft.tokens[:, -1], state
+
+    return jax.lax.fori_loop(0, passes, body, (root, state))[1]
+
+
+def _without_stop(drafter: Any) -> Drafter:
+    """The drafter with chains that never stop early."""
+    if not getattr(drafter.draft, "stop_below", 0.0):
+        return drafter
+    return replace(drafter, draft=replace(drafter.draft, stop_below=0.0))
+
+
+def predicted_speedup(costs: Costs, *batches: Stats) -> float:
+    """Speed-up over plain decoding from measured costs and what was accepted: MagicDec's quotient (`theory.speedup`).
+
+    A batch goes on until its last row is done, so the row with the most steps counts, and for plain decoding the longest row.
+
+    Args:
+        costs: of one step of each kind.
+        batches: statistics of one or more batches decoded one after another.
+    """
+    plain = speculative = 0.0
+    for stats in batches:
+        steps, levels, scored = (np.asarray(field) for field in (stats.steps, stats.drafted_at.sum(axis=1), stats.scored))
+        emitted = np.asarray(stats.histogram) @ np.arange(stats.histogram.shape[1])
+        if costs.levels is not None:  # drafted to the end, also where the best nodes of a dynamic tree lie higher up
+            levels = steps * costs.levels
+        last = int(np.argmax(steps))
+        plain += emitted.max() * costs.target
+        speculative += levels[last] * costs.draft + steps[last] * costs.verification(scored[last] / steps[last])
+    return float(plain / speculative)
+
+
+def trial_speedup(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    sampling: Sampling = Sampling(temperature=0.0),
+    trial_tokens: int = 48,
+) -> float:
+    """The speed-up to expect of ``drafter`` for these prompts, from its costs here and its acceptance in a short trial.
+
+    At 1 or below, decode plainly.
+
+    Args:
+        target: the target model.
+        drafter: the one in question.
+        tokens: ``[B, P]`` prompts, as for `engine.generate`.
+        lengths: ``[B]``.
+        sampling: as for `engine.generate`.
+        trial_tokens: most tokens to generate for the acceptance.
+
+    Raises:
+        InputError: as `engine.generate`.
+    """
+    tokens = np.asarray(tokens)
+    batch, width = tokens.shape
+    left = target.config.max_positions - width
+    trial = engine.generate(target, drafter, tokens, lengths, max_new_tokens=max(1, min(trial_tokens, left)), sampling=sampling)
+    needed = room(_TRIAL_REPEATS, drafter.draft.nodes)
+    context = max(1, min(width, target.config.max_positions - needed))
+    costs = measure_costs(
+        target, drafter, batch=batch, context=context, new_tokens=needed, sampling=sampling, repeats=_TRIAL_REPEATS
+    )
+    return predicted_speedup(costs, trial.stats)

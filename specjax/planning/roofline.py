@@ -1,0 +1,300 @@
+"""What speculation should gain on a chip: a roofline of a dense decoder, and MagicDec's speed-up from it.
+
+A forward pass is two kinds of work, one after the other: products with the weights, and attention over the cache. Each takes
+as long as the slower of its arithmetic at the chip's peak and its memory traffic at full bandwidth; the pass takes the sum. A
+single maximum over both would hide the loading of the cache behind the arithmetic of the products, and these two are what
+holds up a large batch with a long context.
+
+Left out are activations, norms, sampling, kernel launches and communication, and no kernel reaches the peaks, least of all the
+small ones of a drafting step. So the trend can be trusted, and the size is an upper bound: where MagicDec measured 1.42 (table
+1: Llama-3.1-8B drafting for itself on 4 H100, 32 rows, 32,000 tokens, K = 512, 2.82 tokens a step), this says 2.10. n chips
+that share the work evenly divide every time by n and leave every speed-up as it is.
+
+Symbols as in MagicDec (Sadhukhan et al. 2024, arXiv 2408.11049, sections 3 and 4): B rows in the batch, S tokens in each row's
+cache, T tokens a row in the call, gamma the length of the drafted chain, alpha the acceptance rate, K entries in a compressed
+draft cache; T_T seconds of a decoding step, T_V(gamma) of a verification, T_D of a drafting step.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+import jax
+
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+from specjax.models.params import declare
+from specjax.models.shapes import parameter_count
+from specjax.planning import theory
+
+LONGEST = 16
+"""The longest chain that the searches try unless told otherwise, in tokens."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An accelerator at its vendor's figures.
+
+    Attributes:
+        name: as people say it.
+        flops: bfloat16 operations a second on dense matrices, without sparsity.
+        bandwidth: of its own memory, bytes a second.
+        memory: bytes.
+        source: the vendor's page that gives the figures.
+    """
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    source: str
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_GOOGLE = "https://cloud.google.com/tpu/docs/"
+CHIPS: dict[str, Chip] = {
+    "h100": Chip("H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/"),  # its page gives twice that, with sparsity
+    "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/"),
+    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4"),
+    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e"),
+    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p"),
+    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e"),
+}
+"""The chips by the name that `find_chip` takes."""
+
+
+def find_chip(name: str) -> Chip:
+    """The chip of that name, in whatever case. Raises `InputError`, which lists the names, when there is none."""
+    try:
+        return CHIPS[name.lower()]
+    except KeyError:
+        raise InputError(f"chip={name!r}: not a chip known here; known are {', '.join(CHIPS)}") from None
+
+
+# --- one forward pass ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """Arithmetic operations, and bytes read from the chip's memory."""
+
+    flops: float
+    bytes: float
+
+    def seconds(self, chip: Chip) -> float:
+        """The slower of arithmetic and memory traffic."""
+        return max(self.flops / chip.flops, self.bytes / chip.bandwidth)
+
+
+def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> Work:
+    """The layers' products and the head's for ``rows`` = B T tokens: 2 operations a weight and token, each weight read once."""
+    weights = _product_weights(config)
+    return Work(2.0 * weights * rows, weights * weight_bytes)
+
+
+def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
+    """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
+
+    The T tokens' own keys and values are left out: they are few beside S.
+    """
+    queries = batch * tokens * config.num_heads * config.head_dim * config.num_layers
+    return Work(4.0 * queries * context, batch * context * cache_bytes(config, kv_bytes))
+
+
+def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
+    """Bytes that one token takes in the cache: its key and its value in every layer."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bytes
+
+
+def forward_time(
+    config: ModelConfig,
+    chip: Chip,
+    batch: int,
+    tokens: int,
+    context: int,
+    weight_bytes: float = 2.0,
+    kv_bytes: float = 2.0,
+) -> float:
+    """Seconds of one forward pass over T ``tokens`` in each of B rows (``batch``) with S cached tokens (``context``).
+
+    ``weight_bytes`` and ``kv_bytes`` are the bytes of one weight and of one number in the cache.
+    """
+    for name, value in (("batch", batch), ("tokens", tokens), ("context", context)):
+        if value < 1:
+            raise InputError(f"{name}={value}: must be at least 1")
+    products = product_work(config, batch * tokens, weight_bytes)
+    attention = attention_work(config, batch, tokens, context, kv_bytes)
+    return products.seconds(chip) + attention.seconds(chip)
+
+
+@lru_cache
+def _product_weights(config: ModelConfig) -> int:
+    """Weights that tokens are multiplied with: all matrices, but for an embedding that is only looked up."""
+    matrices = sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if len(param.shape) == 2)
+    return matrices if config.tie_embeddings else matrices - config.vocab_size * config.hidden_size
+
+
+# --- a target and its drafter ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and what drafts for it, on one chip.
+
+    Attributes:
+        target: the model whose distribution is kept.
+        chip: the accelerator that both run on.
+        drafter: a draft model; None is the target itself (self-speculation), which is worth it only with a `draft_cache`.
+        draft_cache: K, entries that the drafter keeps of a row's cache (MagicDec: StreamingLLM, SnapKV); None is all of them.
+        selection: share of the drafter's whole cache that is read to choose the K entries anew at each drafting step. 0 where
+            they are chosen once; 0.5 where every key is scored, as in top-k attention.
+        weight_bytes: of one weight.
+        kv_bytes: of one number in a cache.
+    """
+
+    target: ModelConfig
+    chip: Chip
+    drafter: ModelConfig | None = None
+    draft_cache: int | None = None
+    selection: float = 0.0
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.draft_cache is not None and self.draft_cache < 1:
+            raise InputError(f"draft_cache={self.draft_cache}: a draft cache keeps at least 1 entry; leave it out to keep all")
+        if not 0 <= self.selection <= 1:
+            raise InputError(f"selection={self.selection:g}: a share of the cache lies between 0 and 1")
+
+    @property
+    def draft_config(self) -> ModelConfig:
+        """The shape that drafts."""
+        return self.drafter or self.target
+
+    @property
+    def longest_context(self) -> int:
+        """The largest S that the positions of both models allow, in tokens."""
+        return min(self.target.max_positions, self.draft_config.max_positions)
+
+    def target_time(self, batch: int, context: int) -> float:
+        """T_T(B, S): seconds of a decoding step."""
+        return self._forward(self.target, batch, 1, context)
+
+    def verify_time(self, batch: int, context: int, gamma: int) -> float:
+        """T_V(B, S, gamma): seconds of a forward over the chain and its root, gamma + 1 tokens a row."""
+        return self._forward(self.target, batch, gamma + 1, context)
+
+    def draft_time(self, batch: int, context: int) -> float:
+        """T_D(B, K) + T_select(B, S, K): seconds of a drafting step (equation 3; K = S where the cache is not compressed)."""
+        return self._forward(self.draft_config, batch, 1, self._kept(context)) + self._selection_time(batch, context)
+
+    def memory(self, batch: int, context: int) -> float:
+        """Bytes of the weights (a target that drafts for itself has one set) and of both caches."""
+        models = [self.target] if self.drafter is None else [self.target, self.drafter]
+        weights = sum(parameter_count(config) for config in models) * self.weight_bytes
+        caches = context * cache_bytes(self.target, self.kv_bytes)
+        if self.drafter is not None or self.draft_cache is not None:
+            caches += self._kept(context) * cache_bytes(self.draft_config, self.kv_bytes)
+        return weights + batch * caches
+
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether `memory` is no more than the chip has. Activations and the program itself need some beside it."""
+        return self.memory(batch, context) <= self.chip.memory
+
+    def _forward(self, config: ModelConfig, batch: int, tokens: int, context: int) -> float:
+        return forward_time(config, self.chip, batch, tokens, context, self.weight_bytes, self.kv_bytes)
+
+    def _kept(self, context: int) -> int:
+        return context if self.draft_cache is None else min(context, self.draft_cache)
+
+    def _selection_time(self, batch: int, context: int) -> float:
+        if self._kept(context) == context:
+            return 0.0
+        read = self.selection * batch * context * cache_bytes(self.draft_config, self.kv_bytes)
+        return read / self.chip.bandwidth
+
+
+def speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float) -> float:
+    """T_T over the time a token takes with chains of ``gamma`` at acceptance rate ``alpha`` (equation 2, inverted)."""
+    return theory.speedup(
+        target_time=pair.target_time(batch, context),
+        draft_time=pair.draft_time(batch, context),
+        verify_time=pair.verify_time(batch, context, gamma),
+        gamma=gamma,
+        tokens=theory.expected_tokens(alpha, gamma),
+    )
+
+
+# --- searches --------------------------------------------------------------------------------------------------------
+
+
+def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int = LONGEST, shortest: int = 0) -> theory.Choice:
+    """The chain of ``shortest`` to ``longest`` tokens with the largest `speedup`, the shortest among equals.
+
+    With the default ``shortest`` the answer is 0, plain decoding, where speculation does not pay.
+    """
+    if not 0 <= shortest <= longest:
+        raise InputError(f"shortest={shortest}, longest={longest}: chain lengths, 0 <= shortest <= longest")
+    choices = (theory.Choice(gamma, speedup(pair, batch, context, gamma, alpha)) for gamma in range(shortest, longest + 1))
+    return max(choices, key=lambda choice: choice.factor)  # of equals, max returns the first
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """Entries of the draft cache (K), chain length, and the speed-up of the two. ``gamma = 0`` is plain decoding."""
+
+    draft_cache: int
+    gamma: int
+    factor: float
+
+
+def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int, float], longest: int = LONGEST) -> CacheChoice:
+    """The K and gamma of the largest speed-up, where ``alphas`` gives the acceptance rate of each K (equation 4).
+
+    Among equals the first K in the order of ``alphas``. ``pair.draft_cache`` is not read.
+    """
+    if not alphas:
+        raise InputError("alphas={}: give the acceptance rate of at least one size of the draft cache")
+    choices = []
+    for entries, alpha in alphas.items():
+        choice = best_gamma(replace(pair, draft_cache=entries), batch, context, alpha, longest)
+        choices.append(CacheChoice(entries, choice.gamma, choice.factor))
+    return max(choices, key=lambda choice: choice.factor)
+
+
+def break_even_context(pair: Pair, batch: int, alpha: float, longest: int = LONGEST) -> int | None:
+    """The smallest S, in tokens, at which some chain of up to ``longest`` tokens is faster than plain decoding.
+
+    MagicDec's critical sequence length, where speculation pays from there on; with a drafter that keeps its whole cache, or
+    selects anew, it may stop paying at a longer context. None where no context up to `Pair.longest_context` pays.
+
+    For a fixed gamma all three times are linear in S up to K, and again beyond it: attention's arithmetic and traffic both
+    grow with S, so the slower of them stays the slower. A ratio of linear functions is monotonic, so there is at most one
+    crossing on either side of K, and the ends of each side tell whether there is one.
+    """
+    last = pair.longest_context
+    knee = min(pair.draft_cache or last, last)
+    found = [
+        context
+        for gamma in range(1, longest + 1)
+        for low, high in ((1, knee), (knee + 1, last))
+        if low <= high and (context := _first(partial(_pays, pair, batch, gamma, alpha), low, high))
+    ]
+    return min(found, default=None)
+
+
+def _pays(pair: Pair, batch: int, gamma: int, alpha: float, context: int) -> bool:
+    return speedup(pair, batch, context, gamma, alpha) > 1
+
+
+def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The smallest of ``low`` to ``high`` where ``holds``, which changes at most once in between; None where there is none."""
+    if holds(low):
+        return low
+    if not holds(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

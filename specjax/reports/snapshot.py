@@ -1,0 +1,108 @@
+"""One step of decoding to look at: what was drafted, and what the target accepted of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from specjax.decoding import engine
+from specjax.decoding.stats import StepInfo
+from specjax.decoding.verification import Rule
+from specjax.drafters.base import Drafter
+from specjax.models.transformer import Target
+from specjax.reports import pictures
+from specjax.sampling import Sampling
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One step of one row.
+
+    Attributes:
+        tokens: ``[N]`` the draft, its root first.
+        parents: ``[N]``.
+        valid: ``[N]`` bool, the nodes that were drafted.
+        path: accepted nodes, the root first.
+        bonus: the token that the target added after them.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    valid: np.ndarray
+    path: tuple[int, ...]
+    bonus: int
+
+    def draw(self, tokenizer: Any) -> "Figure":
+        """The tree with its tokens as text, the accepted path in green."""
+        labels = [_label(tokenizer, int(token)) for token in self.tokens]
+        return pictures.draw_draft(self.parents, self.path, labels, _label(tokenizer, self.bonus), self.valid)
+
+
+def take_snapshot(
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    *,
+    max_new_tokens: int | None = None,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[int] = (),
+    rule: Rule = "block",
+    steps: int = 16,
+) -> Snapshot:
+    """Of the first ``steps`` steps after ``prompt`` the one that accepted most, the earliest among equals.
+
+    Arguments are those of `engine.generate`; with the same ones it makes these steps too.
+
+    Raises:
+        InputError: as `engine.generate`.
+    """
+    if max_new_tokens is None:
+        max_new_tokens = max(1, min(steps * (drafter.draft.depth + 1), target.config.max_positions - len(prompt)))
+    drafter, state = engine.start(
+        target,
+        drafter,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        key=key,
+        eos_token_ids=eos_token_ids,
+        rule=rule,
+    )
+    best: Snapshot | None = None
+    for _ in range(steps):
+        if best is not None and bool(state.done.all()):
+            break
+        state, info = _step(target, drafter, state, rule)
+        count = int(info.emitted[0])
+        if best is None or count > len(best.path):
+            best = _of_row(info, count, int(state.tokens[0, state.lengths[0] - 1]))
+    assert best is not None
+    return best
+
+
+@partial(jax.jit, static_argnames="rule", donate_argnames="state")
+def _step(target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule) -> tuple[engine.DecodeState, StepInfo]:
+    return engine.step(target, drafter, state, rule)
+
+
+def _of_row(info: StepInfo, count: int, bonus: int) -> Snapshot:
+    tokens = np.asarray(info.draft.tokens[0])
+    return Snapshot(
+        tokens=tokens,
+        parents=np.broadcast_to(np.asarray(info.draft.parents), info.draft.tokens.shape)[0],
+        valid=np.ones(len(tokens), bool) if info.draft.valid is None else np.asarray(info.draft.valid[0]),
+        path=tuple(int(node) for node in info.path[0, :count]),
+        bonus=bonus,
+    )
+
+
+def _label(tokenizer: Any, token: int) -> str:
+    """A token as text that shows its spaces and line ends."""
+    return tokenizer.decode([token]).replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥") or f"<{token}>"

@@ -1,0 +1,204 @@
+"""The conformance suite over every drafter with every shape of draft, and drafters that must fail it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from specjax.drafters import Drafter, DraftModel, EarlyExit, NoDraft, PromptLookup
+from specjax.errors import InputError
+from specjax.evaluation import conformance
+from specjax.sampling import Sampling
+from specjax.tree import Chain, DynamicTree, SampledTree, Shape, StaticTree
+from tests.conftest import tiny_target
+
+SHAPES = {
+    "chain": Chain(3),
+    "adaptive": Chain(3, stop_below=0.3),
+    "static": StaticTree(((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0))),
+    "dynamic": DynamicTree(top_k=3, depth=3, nodes=9),
+    "sampled": SampledTree((2, 2, 1)),
+}
+METHODS = {
+    "plain": lambda shape: NoDraft(),
+    "draft model": lambda shape: DraftModel(tiny_target(seed=5, num_layers=1), draft=shape),
+    "early exit": lambda shape: EarlyExit(layers=1, draft=shape),
+    "prompt lookup": lambda shape: PromptLookup(draft=shape),
+}
+ONE_SHAPE = {"plain", "prompt lookup"}
+CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_every_drafter_with_every_shape(target, method, shape) -> None:
+    conformance.check(target, METHODS[method](SHAPES[shape]))
+
+
+SMALL = {  # two levels: with the bonus token, the three tokens that are compared
+    "chain": Chain(2),
+    "adaptive": Chain(2, stop_below=0.3),
+    "static": StaticTree(((0,), (0, 0), (1,), (1, 0), (2,))),
+    "dynamic": DynamicTree(top_k=3, depth=2, nodes=7),
+    "sampled": SampledTree((3, 2)),
+}
+DRAWN_CHAINS = ("chain", "adaptive")
+LOSSLESS = [
+    (method, shape, rule)
+    for method in ("draft model", "early exit", "prompt lookup")
+    for shape in SMALL
+    for rule in ("block", "rejection")
+    if (method not in ONE_SHAPE or shape == "chain")
+    and not (method == "early exit" and shape in ("adaptive", "static"))  # expanded and verified as the draft model's
+    and (rule == "block" or (shape in DRAWN_CHAINS and method == "draft model"))
+]
+
+
+def distribution_target():
+    """As small as can be: hundreds of thousands of rows are drawn from it."""
+    return tiny_target(seed=2, vocab_size=4, num_layers=2, **SIZES)
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+
+
+def small_drafter(method: str, shape: Shape) -> Drafter:
+    if method == "draft model":
+        return DraftModel(tiny_target(seed=5, num_layers=1, vocab_size=4, **SIZES), draft=shape)
+    return METHODS[method](shape)
+
+
+@pytest.mark.parametrize(("method", "shape", "rule"), LOSSLESS)
+def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule) -> None:
+    target = distribution_target()
+    conformance.check_distribution(target, small_drafter(method, SMALL[shape]), rule=rule, draws=100_000)
+
+
+def test_the_distributions_are_far_from_certain() -> None:
+    """The tests above would say little about a distribution that is nearly certain."""
+    for sampling in conformance.SETTINGS:
+        exact = conformance.exact_joint(distribution_target(), np.array([1, 3, 0, 1]), 3, sampling)
+        assert 0.05 < exact.max() < 0.9
+
+
+# --- drafters that break the contract --------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Altered(DraftModel):
+    """Changes what the draft model proposed."""
+
+    def propose(self, target, state, root, sampling, keys):
+        draft, state = super().propose(target, state, root, sampling, keys)
+        return self.alter(draft), state
+
+    def alter(self, draft):
+        raise NotImplementedError
+
+
+@struct.dataclass
+class ClaimsToHaveDrawn(Altered):
+    """The wrong pairing: children that were chosen, handed over with a q as if they had been drawn."""
+
+    def alter(self, draft):
+        q = jnp.broadcast_to(jnp.array([0.4, 0.3, 0.2, 0.1]), (*draft.tokens.shape, 4))
+        return draft.replace(q=q)
+
+
+@struct.dataclass
+class ForgetsTheRoot(Altered):
+    def alter(self, draft):
+        return draft.replace(tokens=draft.tokens.at[:, 0].set(0))
+
+
+@struct.dataclass
+class ChildrenFirst(Altered):
+    def alter(self, draft):
+        return draft.replace(parents=np.array([-1, 2, 0, 1, 3]))
+
+
+@struct.dataclass
+class RepeatsItself(Altered):
+    """Two siblings with the same token, of a tree in which nodes 1 and 2 are siblings."""
+
+    draft: StaticTree = struct.field(pytree_node=False, default=StaticTree(((0,), (1,), (0, 0))))
+
+    def alter(self, draft):
+        return draft.replace(tokens=draft.tokens.at[:, 2].set(draft.tokens[:, 1]))
+
+
+@struct.dataclass
+class DeeperThanItSays(Altered):
+    """Masks are made for the depth that a draft says it has."""
+
+    draft: DynamicTree = struct.field(pytree_node=False, default=DynamicTree(top_k=2, depth=2, nodes=4))
+
+    def alter(self, draft):
+        return draft.replace(parents=jnp.broadcast_to(jnp.arange(-1, 3), draft.tokens.shape))
+
+
+@struct.dataclass
+class HalfAq(Altered):
+    def alter(self, draft):
+        return draft if draft.q is None else draft.replace(q=draft.q / 2)
+
+
+@struct.dataclass
+class GrowingState(DraftModel):
+    def update(self, target, state, draft, verdict, output, cache):
+        state = super().update(target, state, draft, verdict, output, cache)
+        return replace(state, last=state.last.astype(jnp.float32))
+
+
+@struct.dataclass
+class ForgetsItsNeighbours(DraftModel):
+    """All rows draft with the first row's key."""
+
+    def propose(self, target, state, root, sampling, keys):
+        return super().propose(target, state, root, sampling, jnp.broadcast_to(keys[:1], keys.shape))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ForgetsTheRoot, "node 0 must be the root"),
+        (ChildrenFirst, "parents must come before"),
+        (RepeatsItself, "two siblings have the same token"),
+        (DeeperThanItSays, "a node deeper than 2"),
+        (HalfAq, "q must sum to 1"),
+        (GrowingState, "(?i)dtype"),
+    ],
+)
+def test_a_broken_contract_is_found(target, kind, message) -> None:
+    with pytest.raises(AssertionError, match=message):
+        conformance.check_contract(target, kind(tiny_target(seed=5, num_layers=1)))
+
+
+def test_rows_that_depend_on_each_other_are_found(target) -> None:
+    with pytest.raises(AssertionError, match="among other rows"):
+        conformance.check_rows(target, ForgetsItsNeighbours(tiny_target(seed=5, num_layers=1), draft=Chain(3)))
+
+
+def test_the_wrong_pairing_fails_the_distribution() -> None:
+    model = small_drafter("draft model", Chain(1)).model
+    drafter = ClaimsToHaveDrawn(model, draft=SMALL["dynamic"])
+    for found, bound in conformance.distances(distribution_target(), drafter, draws=50_000):
+        assert found > 3 * bound
+
+
+def test_a_vocabulary_too_large_to_enumerate_is_refused() -> None:
+    with pytest.raises(InputError, match="target has 30 tokens"):
+        conformance.check_distribution(tiny_target(vocab_size=30), NoDraft())
+
+
+def test_keys_matter(target) -> None:
+    """The row check would be empty if nothing were random."""
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1), draft=SHAPES["sampled"])
+    import specjax
+
+    def run(seed: int):
+        return specjax.generate(target, drafter, [[1, 2]], sampling=Sampling(temperature=1.5), key=jax.random.key(seed)).tokens
+
+    assert not np.array_equal(run(0), run(1))

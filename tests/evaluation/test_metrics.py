@@ -1,0 +1,59 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.decoding.stats import Stats, StepInfo
+from specjax.evaluation import metrics
+
+P = jnp.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
+Q = jnp.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])
+
+
+def test_divergences_by_hand() -> None:
+    np.testing.assert_allclose(metrics.overlap(P, Q), [0.5, 1.0], atol=1e-6)
+    np.testing.assert_allclose(metrics.d_lk(P, Q), [0.5, 0.0], atol=1e-6)
+    np.testing.assert_allclose(metrics.total_variation(P, Q), [0.5, 0.0], atol=1e-6)
+    np.testing.assert_allclose(metrics.kl(P, Q), [np.log(2), 0.0], atol=1e-6)
+    assert np.isinf(metrics.kl(Q, P)[0])
+
+
+def test_divergence_identities() -> None:
+    """D_LK = (1/2) sum |p - q|, and Pinsker: TV <= sqrt(KL / 2)."""
+    p, q = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(9), (2, 50)), jnp.float32)
+    np.testing.assert_allclose(metrics.d_lk(p, q), metrics.total_variation(p, q), atol=1e-6)
+    assert np.all(metrics.total_variation(p, q) <= np.sqrt(metrics.kl(p, q) / 2) + 1e-6)
+
+
+def test_summary_by_hand() -> None:
+    """Two rows, drafts of two: row 0 emits 3 then 1; row 1 drafts one token and emits 2, then is done."""
+    unobserved = {"draft": None, "path": None}  # statistics do not look at them
+    stats = Stats.zeros(2, 2)
+    stats = stats.add(
+        StepInfo(
+            active=jnp.array([True, True]),
+            emitted=jnp.array([3, 2]),
+            accepted=jnp.array([2, 1]),
+            drafted=jnp.array([2, 1]),
+            drafted_at=jnp.array([[True, True], [True, False]]),
+            scored=jnp.array([3, 3]),
+            **unobserved,
+        )
+    )
+    stats = stats.add(
+        StepInfo(
+            active=jnp.array([True, False]),
+            emitted=jnp.array([1, 0]),
+            accepted=jnp.array([0, 0]),
+            drafted=jnp.array([2, 0]),
+            drafted_at=jnp.array([[True, True], [False, False]]),
+            scored=jnp.array([3, 0]),
+            **unobserved,
+        )
+    )
+    first, second, both = metrics.summarise(stats, 0), metrics.summarise(stats, 1), metrics.summarise(stats)
+    assert (first.steps, first.emitted, first.drafted, first.accepted, first.scored) == (2, 4, 4, 2, 6)
+    assert (first.acceptance_length, first.acceptance_rate) == (2.0, 0.5)
+    assert (first.by_position, first.histogram) == ((0.5, 0.5), (0, 1, 0, 1))
+    assert (second.by_position, second.histogram) == ((1.0, None), (0, 0, 1, 0))
+    assert both.acceptance_length == pytest.approx(6 / 3)
+    assert both.acceptance_rate == pytest.approx(3 / 5)

@@ -1,0 +1,108 @@
+"""The choice of a draft, on pairs where the answer is known."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.decoding import engine
+from specjax.drafters import DraftModel, PromptLookup
+from specjax.planning import choice, theory
+from specjax.planning.choice import compare_drafts, measure_acceptance
+from specjax.planning.costs import Costs
+from specjax.sampling import Sampling, probabilities
+from specjax.tree import Chain, StaticTree
+from tests.conftest import tiny_target
+
+PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [5, 9, 10, 3, 1, 0]])
+
+
+def with_costs(monkeypatch, verify_time, draft_time) -> None:
+    """Instead of the clock: T_V as a function of nodes, T_D of the width read together; seconds."""
+
+    def measured(target, drafter, *, nodes=(), **_):
+        counts = sorted({1, *drafter.node_counts, *nodes})
+        return Costs(verify={count: verify_time(count) for count in counts}, draft=draft_time(drafter.draft.width))
+
+    monkeypatch.setattr(choice, "measure_costs", measured)
+
+
+def test_where_nothing_costs_more_than_a_node_the_answer_is_plain(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=float, draft_time=lambda width: 0.5)
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1))
+    found = compare_drafts(tiny_target(), drafter, PROMPTS, longest=3, nodes=9)
+    assert found.best.draft is None
+    assert found.best.speedup == 1.0
+
+
+def test_a_perfect_drafter_is_given_the_longest_chain(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
+    found = compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, longest=4, nodes=9)
+    # The limit cuts the last step of a trial short.
+    np.testing.assert_allclose(found.acceptance.survival, 1.0, atol=0.02)
+    assert found.acceptance.by_rank[0] == pytest.approx(1.0, abs=0.02)
+    assert found.best.draft == Chain(4)
+    assert found.best.speedup == pytest.approx(5 / 1.04, rel=0.02)
+
+
+def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1))
+    found = compare_drafts(tiny_target(), drafter, PROMPTS, longest=4, nodes=17)
+    assert isinstance(found.best.draft, StaticTree)
+    best = max(
+        theory.tree_tokens(found.acceptance.by_rank, tree)
+        for tree in theory.best_trees(found.acceptance.by_rank, 17, 4).values()
+    )
+    assert found.best.tokens == pytest.approx(best, rel=0.05)
+    # The reckoning against the engine itself, with the chosen tree.
+    result = engine.generate(tiny_target(), replace(drafter, draft=found.best.draft), PROMPTS, max_new_tokens=300)
+    emitted = float(np.asarray(result.lengths).sum() - PROMPTS.size) / float(np.asarray(result.stats.steps).sum())
+    assert emitted == pytest.approx(found.best.tokens, rel=0.35)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chances_by_rank_are_those_of_the_models(temperature) -> None:
+    """Against the two models' own distributions at the places where drafts began."""
+    target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
+    sampling = Sampling(temperature=temperature)
+    prompts = np.tile(PROMPTS, (100, 1))
+    found = measure_acceptance(target, drafter, prompts, sampling=sampling, longest=3)
+    by_rank = found.by_rank
+    assert bool(found.sampled) == (temperature > 0)
+    assert sum(by_rank) <= 1
+    result = engine.generate(
+        target, None, prompts, max_new_tokens=60, sampling=sampling, key=jax.random.split(jax.random.key(7), len(prompts))
+    )
+    forward = jax.jit(lambda model, tokens: model.forward(tokens)[0].logits)
+    p = np.asarray(probabilities(forward(target, result.tokens), sampling.rows(len(prompts))))
+    order = np.argsort(-np.asarray(forward(drafter.model, result.tokens)), axis=-1, kind="stable")[..., :8]
+    expected = np.take_along_axis(p, order, axis=-1)[:, PROMPTS.shape[1] - 1 : -1].mean(axis=(0, 1))
+    np.testing.assert_allclose(by_rank, expected, atol=0.08)
+
+
+def test_prompt_lookup_is_offered_chains_alone(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
+    found = compare_drafts(tiny_target(), PromptLookup(), PROMPTS, longest=3)
+    assert found.acceptance.by_rank == ()
+    assert {type(candidate.draft) for candidate in found.candidates} == {type(None), Chain}
+
+
+def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
+    target = tiny_target(max_positions=64)
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1))
+    for room, deepest in ((4, 3), (1, 0)):
+        prompts = np.tile(PROMPTS, (1, 11))[:, : 64 - room]
+        found = compare_drafts(target, drafter, prompts)
+        assert max((candidate.draft.depth for candidate in found.candidates if candidate.draft), default=0) == deepest
+
+
+def test_a_trial_generates_no_more_than_it_may(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
+    seen = []
+    start = engine.start
+    monkeypatch.setattr(engine, "start", lambda *a, **options: seen.append(options["max_new_tokens"]) or start(*a, **options))
+    compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, max_new_tokens=9, eos_token_ids=(3,), longest=2)
+    assert set(seen) == {9}

@@ -1,0 +1,79 @@
+"""Measured costs, what they predict, and the off switch."""
+
+import numpy as np
+import pytest
+
+from specjax.decoding import engine
+from specjax.decoding.stats import Stats
+from specjax.drafters import DraftModel, PromptLookup
+from specjax.errors import InputError
+from specjax.models.growth import grow
+from specjax.planning import theory
+from specjax.planning.costs import Costs, measure_costs, predicted_speedup, trial_speedup
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+
+PROMPT = np.array([[1, 4, 2, 4, 2, 7]])
+
+
+def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
+    """From ``(emitted in each step, drafted in all, nodes scored in all)`` of each row."""
+    histogram = np.array([np.bincount(emitted, minlength=6) for emitted, _, _ in rows])
+    zeros = np.zeros((len(rows), 4), int)
+    drafted_at = zeros + np.array([[row[1], 0, 0, 0] for row in rows])  # only their sum counts
+    steps = np.array([len(emitted) for emitted, _, _ in rows])
+    drafted, scored = np.array([row[1] for row in rows]), np.array([row[2] for row in rows])
+    return Stats(steps, drafted, histogram @ np.arange(6) - steps, scored, drafted_at, zeros, histogram)
+
+
+def test_the_prediction_is_magicdecs_quotient() -> None:
+    costs = Costs(verify={1: 0.010, 5: 0.014}, draft=0.001)
+    stats = stats_of(([5, 2, 1, 4], 16, 20))
+    expected = theory.speedup(0.010, 0.001, 0.014, gamma=4, tokens=3.0)
+    assert predicted_speedup(costs, stats) == pytest.approx(expected)
+    assert predicted_speedup(costs, stats, stats) == pytest.approx(expected)
+
+
+def test_the_slowest_row_of_a_batch_decides() -> None:
+    costs = Costs(verify={1: 1.0, 3: 2.0}, draft=0.5)
+    stats = stats_of(([3, 3], 4, 6), ([1, 1, 2, 2], 8, 12))
+    assert predicted_speedup(costs, stats) == pytest.approx(6 * 1.0 / (8 * 0.5 + 4 * 2.0))
+
+
+def test_a_dynamic_tree_is_charged_all_its_levels() -> None:
+    """Also where the nodes that were kept lie higher up."""
+    costs = Costs(verify={1: 1.0, 4: 2.0}, draft=0.5, levels=3)
+    stats = stats_of(([2, 2], 4, 8))
+    assert predicted_speedup(costs, stats) == pytest.approx(4 * 1.0 / (2 * 3 * 0.5 + 2 * 2.0))
+
+
+def test_between_measured_widths_lies_a_line() -> None:
+    assert Costs(verify={1: 1.0, 3: 2.0, 9: 5.0}, draft=0.0).verification(6) == pytest.approx(3.5)
+
+
+def test_costs_grow_with_the_model() -> None:
+    small = tiny_target()
+    large = grow(small, hidden_size=512, intermediate_size=2048, num_layers=6)
+    drafter = DraftModel(small, draft=Chain(6, stop_below=0.5))
+    costs = measure_costs(large, drafter, batch=2, context=8, repeats=3)
+    assert set(costs.verify) == {1, *drafter.node_counts}
+    assert costs.target == costs.verify[1]
+    assert costs.target > 3 * measure_costs(small, None, batch=2, context=8, repeats=3).target
+    assert 0 < costs.draft < costs.target / 3
+    assert measure_costs(large, PromptLookup(), context=8, repeats=1).draft < costs.target / 3
+
+
+def test_a_context_beyond_the_positions_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"context=2000: .* the target's"):
+        measure_costs(tiny_target(), None, context=2000)
+
+
+def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
+    """The same function at a hundredth of the cost; and another one of the target's own size, which is never right."""
+    small = tiny_target()
+    large = grow(small, hidden_size=512, intermediate_size=2048, num_layers=6)
+    good = DraftModel(small, draft=Chain(4))
+    bad = DraftModel(grow(tiny_target(seed=7), hidden_size=512, intermediate_size=2048, num_layers=6), draft=Chain(4))
+    assert engine.generate(large, good, PROMPT, max_new_tokens=20).stats.accepted[0] == 16
+    assert trial_speedup(large, good, PROMPT) > 1
+    assert trial_speedup(large, bad, PROMPT) < 1

@@ -1,0 +1,247 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from specjax.errors import InputError
+from specjax.models.shapes import PUBLISHED
+from specjax.planning import roofline, theory
+from specjax.planning.roofline import CHIPS, Chip, Pair
+from tests.conftest import tiny_config
+
+LLAMA = PUBLISHED["llama-3.1-8b"]
+SMALL = PUBLISHED["llama-3.2-1b"]
+SELF = Pair(LLAMA, CHIPS["a100"], draft_cache=512)
+"""MagicDec's own setting: Llama-3.1-8B drafts for itself with 512 entries of its cache."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+SHAPE = tiny_config(
+    vocab_size=1000, hidden_size=64, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16
+)
+TOY = Chip("toy", flops=1e9, bandwidth=1e8, memory=1e6, source="made up")
+
+
+# --- one forward pass, by hand ---------------------------------------------------------------------------------------
+
+LAYER = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 256
+WEIGHTS = 2 * LAYER + 64 * 1000  # the head; the embedding is looked up
+CACHE_BYTES = 2 * 2 * 2 * 16 * 2  # layers, key and value, heads, their size, bytes
+
+
+def test_work_by_hand() -> None:
+    assert WEIGHTS == 186_880
+    products = roofline.product_work(SHAPE, rows=12)
+    assert (products.flops, products.bytes) == (2 * WEIGHTS * 12, 2 * WEIGHTS)
+    attention = roofline.attention_work(SHAPE, batch=3, tokens=4, context=100)
+    assert (attention.flops, attention.bytes) == (4 * 3 * 4 * 100 * 4 * 16 * 2, 3 * 100 * CACHE_BYTES)
+    assert roofline.cache_bytes(SHAPE) == CACHE_BYTES
+
+
+def test_a_tied_head_is_multiplied_and_biases_and_norms_are_not() -> None:
+    other = replace(SHAPE, tie_embeddings=True, qkv_bias=True, qk_norm=True)
+    assert roofline.product_work(other, rows=12) == roofline.product_work(SHAPE, rows=12)
+
+
+def test_forward_time_by_hand() -> None:
+    """Four tokens: the products wait for arithmetic (4.49 ms), attention for memory (0.77 ms). One token: both for memory."""
+    assert roofline.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert roofline.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(5.25312e-3)
+    assert roofline.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(2 * WEIGHTS / 1e8 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert roofline.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(4.5056e-3)
+    eight_bits = roofline.forward_time(SHAPE, TOY, 3, 1, 100, weight_bytes=1, kv_bytes=1)
+    assert eight_bits == pytest.approx(4.5056e-3 / 2)
+    many = roofline.forward_time(SHAPE, TOY, 3, 40, 100)  # enough queries a key for arithmetic to hold attention up
+    assert many == pytest.approx((2 * WEIGHTS * 120 + 4 * 3 * 40 * 100 * 4 * 16 * 2) / 1e9)
+
+
+def test_a_known_model_on_a_known_chip() -> None:
+    """Llama-3.1-8B on an H100: 15.0 GB of weights and 0.13 GB of cache at 3.35 TB/s."""
+    assert roofline.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx((15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", CHIPS)
+def test_chips(name) -> None:
+    chip = roofline.find_chip(name.upper())
+    assert chip is CHIPS[name]
+    assert chip.source.startswith("https://")
+    assert 100 < chip.flops / chip.bandwidth < 600  # operations a byte; a wrong power of ten would show
+    assert 15e9 <= chip.memory <= 100e9
+
+
+# --- the three times -------------------------------------------------------------------------------------------------
+
+
+def test_the_three_times_by_hand() -> None:
+    weights, cache = 2 * WEIGHTS / 1e8, 3 * CACHE_BYTES / 1e8  # seconds of reading; the latter a token of context
+    pair = Pair(SHAPE, TOY, draft_cache=40, selection=0.5)
+    assert pair.target_time(3, 100) == pytest.approx(weights + 100 * cache)
+    assert pair.verify_time(3, 100, gamma=3) == pytest.approx(5.25312e-3)
+    assert pair.verify_time(3, 100, gamma=0) == pair.target_time(3, 100)
+    assert pair.draft_time(3, 100) == pytest.approx(weights + 40 * cache + 0.5 * 100 * cache)
+    assert pair.draft_time(3, 40) == pytest.approx(weights + 40 * cache)  # everything is kept: nothing to select
+    assert replace(pair, selection=0.0).draft_time(3, 100) == pytest.approx(weights + 40 * cache)
+    assert replace(pair, draft_cache=None).draft_time(3, 100) == pytest.approx(weights + 100 * cache)
+
+
+def test_speedup_is_magicdecs_equation_2() -> None:
+    pair, gamma, alpha = Pair(LLAMA, CHIPS["h100"], SMALL), 3, 0.7
+    target, draft = pair.target_time(8, 4000), pair.draft_time(8, 4000)
+    slowdown = (gamma * draft / target + pair.verify_time(8, 4000, gamma) / target) / (1 + 0.7 + 0.7**2 + 0.7**3)
+    assert roofline.speedup(pair, 8, 4000, gamma, alpha) == pytest.approx(1 / slowdown)
+    assert roofline.speedup(pair, 8, 4000, 0, alpha) == 1
+
+
+def test_memory_by_hand() -> None:
+    own = WEIGHTS + 64 * 1000 + 5 * 64  # the embedding and five norms take room as well
+    drafter = replace(SHAPE, num_layers=1)
+    draft = own - LAYER - 2 * 64
+    assert Pair(SHAPE, TOY).memory(3, 100) == 2 * own + 3 * 100 * CACHE_BYTES
+    assert Pair(SHAPE, TOY, draft_cache=40).memory(3, 100) == 2 * own + 3 * 140 * CACHE_BYTES
+    pair = Pair(SHAPE, TOY, drafter)
+    assert pair.memory(3, 100) == 2 * (own + draft) + 3 * 100 * (CACHE_BYTES + CACHE_BYTES / 2)
+    full = next(rows for rows in range(1, 1000) if not pair.fits(rows, 100))
+    assert pair.memory(full - 1, 100) <= TOY.memory < pair.memory(full, 100)
+
+
+# --- what the papers found -------------------------------------------------------------------------------------------
+
+
+def rising(values: list[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))
+
+
+def test_times_grow_with_context_and_with_batch() -> None:
+    for chip in CHIPS.values():
+        pair = Pair(LLAMA, chip, SMALL)
+        assert rising([pair.target_time(4, s) for s in (1, 100, 1000, 10_000, 100_000)])
+        assert rising([pair.target_time(b, 1000) for b in BATCHES])
+        assert rising([pair.draft_time(4, s) for s in (1, 100, 1000, 10_000, 100_000)])
+        assert rising([pair.verify_time(64, 1000, g) for g in (4, 8, 16)])
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100"])
+def test_with_a_short_context_a_larger_batch_gains_less(chip) -> None:
+    pair = Pair(LLAMA, CHIPS[chip], SMALL)
+    assert rising([-roofline.speedup(pair, rows, 256, 3, 0.8) for rows in BATCHES])
+    assert roofline.speedup(pair, 1, 256, 3, 0.8) > 1.9
+    assert roofline.speedup(pair, 256, 256, 3, 0.8) < 1
+
+
+@pytest.mark.parametrize("chip", ["a100", "h100"])
+@pytest.mark.parametrize("context", [8000, 32_000, 100_000])
+def test_with_a_long_context_and_a_compressed_draft_cache_a_larger_batch_gains_more(chip, context) -> None:
+    pair = replace(SELF, chip=CHIPS[chip])
+    assert rising([roofline.speedup(pair, rows, context, 3, 0.8) for rows in BATCHES])
+    assert roofline.speedup(pair, 1, context, 3, 0.8) < 1.2
+    assert roofline.speedup(pair, 256, context, 3, 0.8) > 1.7
+
+
+def test_magicdecs_critical_length_lies_where_the_paper_puts_it() -> None:
+    """Figure 2c, Llama-3.1-8B on A100, gamma = 3: a larger batch gains less below 4,000 tokens, and more above."""
+    large = (64, 128, 256)
+    assert rising([-roofline.speedup(SELF, rows, 2000, 3, 0.8) for rows in large])
+    assert rising([roofline.speedup(SELF, rows, 4500, 3, 0.8) for rows in large])
+
+
+def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with_a_part_of_it() -> None:
+    whole, part = Pair(LLAMA, CHIPS["h100"], SMALL), Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512)
+    assert roofline.speedup(whole, 64, 32_000, 3, 0.8) < roofline.speedup(whole, 64, 1000, 3, 0.8)
+    assert roofline.speedup(part, 64, 32_000, 3, 0.8) > roofline.speedup(part, 64, 1000, 3, 0.8)
+
+
+MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, tokens a step, speed-up measured on H100
+    ("llama-3.1-8b", 512, 32, 32_000, 3, 2.82, 1.42),
+    ("llama-2-7b-32k", 512, 32, 8000, 3, 2.98, 1.44),
+    ("llama-2-7b-32k", 512, 64, 8000, 4, 3.37, 1.68),
+    ("llama-3.1-8b", 2049, 41, 100_000, 7, 5.61, 2.29),
+    ("llama-3.1-8b", 2049, 64, 64_000, 6, 5.41, 2.21),
+]
+
+
+@pytest.mark.parametrize(("target", "entries", "rows", "context", "gamma", "tokens", "measured"), MEASURED)
+def test_measured_speedups_stay_below_the_roofline(target, entries, rows, context, gamma, tokens, measured) -> None:
+    pair = Pair(PUBLISHED[target], CHIPS["h100"], draft_cache=entries)
+    times = pair.target_time(rows, context), pair.draft_time(rows, context), pair.verify_time(rows, context, gamma)
+    assert measured < theory.speedup(*times, gamma, tokens) < 2 * measured
+
+
+# --- searches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+@pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0])
+def test_best_gamma_is_the_best_of_all(rows, alpha) -> None:
+    pair = Pair(LLAMA, CHIPS["h100"], SMALL)
+    factors = [roofline.speedup(pair, rows, 1000, gamma, alpha) for gamma in range(13)]
+    assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.Choice(factors.index(max(factors)), max(factors))
+    forced = roofline.best_gamma(pair, rows, 1000, alpha, 12, shortest=1)
+    assert forced == theory.Choice(factors.index(max(factors[1:])), max(factors[1:]))
+
+
+PAIRS = {
+    "self": SELF,
+    "self with selection": replace(SELF, selection=0.25),
+    "draft model": Pair(LLAMA, CHIPS["a100"], SMALL),
+    "draft model with selection": Pair(LLAMA, CHIPS["a100"], SMALL, draft_cache=4096, selection=1.0),  # pays twice at 128 rows
+    "draft model with a part of its cache": Pair(LLAMA, CHIPS["tpu-v5e"], SMALL, draft_cache=256),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("alpha", [0.4, 0.8])
+def test_break_even_is_the_crossing(pair, alpha) -> None:
+    crossings = 0
+    for rows in (1, 4, 16, 64, 128, 1024):
+        found = roofline.break_even_context(pair, rows, alpha, longest=6)
+
+        def gains(context: int, rows: int = rows) -> bool:
+            return roofline.best_gamma(pair, rows, context, alpha, longest=6, shortest=1).factor > 1
+
+        if found is None:
+            assert not any(gains(context) for context in range(1, pair.longest_context, 4999))
+        else:
+            assert gains(found)
+            assert not any(gains(context) for context in {*range(1, found, max(found // 20, 1)), found - 1} - {0})
+            crossings += found > 1
+    assert crossings >= 1
+
+
+def test_break_even_at_the_ends() -> None:
+    assert roofline.break_even_context(Pair(LLAMA, CHIPS["h100"], SMALL), 1, 0.8) == 1
+    assert roofline.break_even_context(SELF, 1, 0.1) is None
+    assert roofline.break_even_context(replace(SELF, draft_cache=None), 64, 0.99) is None
+    assert roofline.break_even_context(SELF, 64, 0.8, longest=1) == roofline.break_even_context(SELF, 64, 0.8)
+
+
+def test_best_cache_is_the_best_of_all() -> None:
+    """Acceptance rises with K, and so does the cost: the best K lies inside, and moves up with the context."""
+    alphas = {64: 0.55, 256: 0.75, 1024: 0.85, 4096: 0.9}
+    for rows, context in ((16, 8000), (64, 32_000), (256, 100_000)):
+        choice = roofline.best_cache(SELF, rows, context, alphas, longest=10)
+        grid = {
+            (entries, gamma): roofline.speedup(replace(SELF, draft_cache=entries), rows, context, gamma, alpha)
+            for entries, alpha in alphas.items()
+            for gamma in range(11)
+        }
+        assert grid[choice.draft_cache, choice.gamma] == choice.factor == max(grid.values())
+    assert roofline.best_cache(SELF, 64, 4000, alphas).draft_cache < roofline.best_cache(SELF, 64, 100_000, alphas).draft_cache
+
+
+FAULTS = [
+    (lambda: roofline.find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
+    (lambda: roofline.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
+    (lambda: roofline.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
+    (lambda: SELF.target_time(1, 0), "context=0"),
+    (lambda: Pair(LLAMA, TOY, draft_cache=0), "draft_cache=0"),
+    (lambda: Pair(LLAMA, TOY, selection=1.5), "selection=1.5"),
+    (lambda: roofline.speedup(SELF, 1, 1, 3, 1.5), "alpha=1.5"),
+    (lambda: roofline.best_gamma(SELF, 1, 1, 0.5, longest=-1), "shortest=0, longest=-1"),
+    (lambda: roofline.best_cache(SELF, 1, 1, {}), "alphas={}"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), FAULTS, ids=[message for _, message in FAULTS])
+def test_bad_input_is_named(call, message) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert str(caught.value).startswith(message)
