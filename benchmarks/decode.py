@@ -34,6 +34,7 @@ import specjax
 from benchmarks import peers, synthetic
 from specjax import text
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.errors import InputError
 from specjax.evaluation import metrics
@@ -228,9 +229,11 @@ def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
 def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int) -> Method:
     """A method of this library."""
 
+    options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=())
+
     def generate(prompts: np.ndarray) -> dict[str, Any]:
         started = time.perf_counter()
-        used, state = engine.start(target, drafter, prompts, max_new_tokens=new_tokens, sampling=sampling)
+        used, state = engine.start(target, drafter, prompts, options=options)
         jax.block_until_ready(state)
         read = time.perf_counter()
         state = jax.block_until_ready(engine.decode(target, used, state, 2**31 - 1))

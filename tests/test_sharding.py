@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 import specjax
 from specjax import sharding
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.models import params
@@ -73,7 +74,7 @@ def test_the_cache_is_sharded_and_streaming_compiles_once(checkpoint) -> None:
     mesh = sharding.make_mesh(2, 4)
     target = specjax.Target.from_pretrained(checkpoint, np.float32, mesh=mesh)
     prompts = np.arange(12).reshape(4, 3)
-    _, state = engine.start(target, None, prompts, max_new_tokens=20)
+    _, state = engine.start(target, None, prompts, options=GenerationOptions(max_new_tokens=20))
     keys = state.cache.layers[0][0]
     assert keys.sharding.shard_shape(keys.shape) == (2, 1, *keys.shape[2:])
     parts = specjax.stream(target, None, prompts, max_new_tokens=20, steps=3)

@@ -11,6 +11,7 @@ import jax
 
 from specjax import text
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.decoding.stats import Stats
 from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
@@ -120,21 +121,15 @@ def run_generate(config: GenerateConfig) -> None:
     ids = [text.encode(tokenizer, prompt, config.chat) for prompt in prompts]
     tokens, lengths = text.pad(ids)
     sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
-    options: dict[str, Any] = {
-        "max_new_tokens": config.max_new_tokens,
-        "sampling": sampling,
-        "eos_token_ids": () if config.ignore_eos else target.config.eos_token_ids,
-        "rule": config.rule,
-    }
-    drafter = _settle_drafter(config, target, drafter, tokenizer, ids, options)
-    results = engine.stream(
-        target,
-        drafter,
-        tokens,
-        lengths,
-        **options,
+    options = GenerationOptions(
+        max_new_tokens=config.max_new_tokens,
+        sampling=sampling,
         key=jax.random.key(config.seed),
+        eos_token_ids=() if config.ignore_eos else None,
+        rule=config.rule,
     )
+    drafter = _settle_drafter(config, target, drafter, tokenizer, ids, options)
+    results = engine.stream(target, drafter, tokens, lengths, **vars(options))
     started = time.perf_counter()
     if config.json or len(prompts) > 1:
         *_, result = results
@@ -176,21 +171,21 @@ def _settle_drafter(
     drafter: Drafter | None,
     tokenizer: Any,
     ids: list[list[int]],
-    options: dict[str, Any],
+    options: GenerationOptions,
 ) -> Drafter | None:
     """The drafter to generate with, after what was asked to be measured and drawn first; None is plain decoding."""
     tokens, lengths = text.pad(ids)
     if config.draft == "auto" and drafter is not None:
-        best = compare_drafts(target, drafter, tokens, lengths, **options).best
+        best = compare_drafts(target, drafter, tokens, lengths, options=options).best
         print(f"draft: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x", file=sys.stderr)
         drafter = None if best.draft is None else with_draft(drafter, best.draft)
     if config.show_tree:
         if drafter is not None:
-            snapshot = take_snapshot(target, drafter, ids[0], **options, key=jax.random.key(config.seed))
+            snapshot = take_snapshot(target, drafter, ids[0], options=options)
             pictures.save(snapshot.draw(tokenizer), "show_tree", Path(config.show_tree))
         print(f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly", file=sys.stderr)
     if config.only_if_faster and drafter is not None:
-        speedup = trial_speedup(target, drafter, tokens, lengths, sampling=options["sampling"])
+        speedup = trial_speedup(target, drafter, tokens, lengths, options=options)
         print(f"expected: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
         drafter = drafter if speedup > 1 else None
     return drafter

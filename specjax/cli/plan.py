@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import text
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import check_vocabulary
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
@@ -240,11 +241,12 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
     ids = [text.encode(tokenizer, prompt) for prompt in prompts]
     prompts_read = text.pad(ids[:_PROMPTS])
     sampling = Sampling(temperature=config.temperature)
+    options = GenerationOptions(max_new_tokens=target.config.max_positions, sampling=sampling)
     compared = {}
-    acceptance = measure_acceptance(target, drafter, *prompts_read, sampling=sampling, longest=longest)
+    acceptance = measure_acceptance(target, drafter, *prompts_read, options=options, longest=longest)
     for rows in config.batch:
         compared[rows] = compare_drafts(
-            target, drafter, *prompts_read, batch=rows, sampling=sampling, longest=longest, acceptance=acceptance
+            target, drafter, *prompts_read, batch=rows, options=options, longest=longest, acceptance=acceptance
         )
         console.print(_here_table(config, rows, compared[rows]))
         best = compared[rows].best

@@ -13,31 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
+from specjax.decoding.request import GenerationOptions, bucket, check_prompts
 from specjax.decoding.stats import Stats, StepInfo
-from specjax.decoding.verification import CHAIN_RULES, Rule, verify
-from specjax.drafters.base import Draft, Drafter, NoDraft, Verdict, append
+from specjax.decoding.verification import Rule, verify
+from specjax.drafters.base import Draft, Drafter, NoDraft, Seen, Verdict, append_tokens
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
-from specjax.models.layers import Slots
+from specjax.models.cache import Entry, KVCache, gather_entries
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling, Sampling, split_keys
 
 
 @struct.dataclass
 class DecodeState:
-    """Everything the next step needs. Rows are independent slots.
+    """Everything the next step needs. Rows are independent slots, and every array has the row axis first: see `insert`.
 
     Attributes:
-        tokens: ``[B, P + max_new_tokens]`` prompt and output.
+        tokens: ``[B, S]`` prompt and output; S is the capacity.
         lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
         limits: ``[B]`` where to stop.
         done: ``[B]`` bool.
         keys: ``[B]`` random keys, one a row.
-        eos: ``[E]`` ids that end a row.
+        eos: ``[B, E]`` ids that end each row; -1 is none.
         sampling: the rows' settings.
-        cache: the target's; ``lengths - 1`` slots of it are committed.
+        cache: the target's; it holds ``lengths - 1`` tokens, all but the root.
         drafter: the drafter's own state.
         stats: so far.
     """
@@ -53,10 +54,15 @@ class DecodeState:
     drafter: Any
     stats: Stats
 
+    @property
+    def roots(self) -> jax.Array:
+        """``[B]`` each row's newest committed token."""
+        return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
+
 
 @struct.dataclass
 class Result:
-    """What was generated.
+    """What was generated; numpy arrays.
 
     Attributes:
         tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output; what lies beyond ``lengths`` is filler.
@@ -64,10 +70,13 @@ class Result:
         stats: see `Stats`.
     """
 
-    tokens: jax.Array
-    lengths: jax.Array
+    tokens: np.ndarray
+    lengths: np.ndarray
     stats: Stats
 
+
+PREFILL_CHUNK = 512
+"""Prompt tokens read in one forward pass: attention scores take memory of this times the capacity, not its square."""
 
 LARGE_CACHE = 2048
 """Slots of a row from which on attention over a short context does not read all of them."""
@@ -76,7 +85,7 @@ LARGE_CACHE = 2048
 # --- the device side -------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames="max_new_tokens")
+@partial(jax.jit, static_argnames="capacity")
 def prefill(
     target: Target,
     drafter: Drafter,
@@ -87,15 +96,13 @@ def prefill(
     eos: jax.Array,
     sampling: RowSampling,
     *,
-    max_new_tokens: int,
+    capacity: int,
 ) -> DecodeState:
-    """Read the prompts and make the state that `decode` continues. See `DecodeState` for the shapes."""
-    batch, count = tokens.shape
-    # A draft hangs below the last committed token, the root, which is not in the cache yet.
-    capacity = count + max_new_tokens + drafter.draft.room
-    output, cache = target.prefill(tokens, lengths, capacity, drafter.taps)
+    """Read the prompts ``tokens [B, P]`` and make the state that `decode` continues. See `DecodeState` for the shapes."""
+    batch, width = tokens.shape
+    cache, drafter_state = read_prompts(target, drafter, tokens, lengths, capacity)
     state = DecodeState(
-        tokens=jnp.pad(tokens, ((0, 0), (0, max_new_tokens))),
+        tokens=jnp.pad(tokens, ((0, 0), (0, max(0, capacity - width))))[:, :capacity],
         lengths=lengths,
         limits=limits,
         done=lengths >= limits,
@@ -103,10 +110,47 @@ def prefill(
         eos=eos,
         sampling=sampling,
         cache=cache,
-        drafter=drafter.prefill(target, tokens, lengths, output, cache),
+        drafter=drafter_state,
         stats=Stats.zeros(batch, drafter.draft.depth),
     )
     return _place_rows(state, target)
+
+
+def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: jax.Array, capacity: int) -> tuple[KVCache, Any]:
+    """The target's cache and the drafter's state after the prompts, read `PREFILL_CHUNK` tokens at a time.
+
+    A prompt's last token is its first root: the first step reads it, and ``lengths - 1`` tokens are committed here.
+    """
+    batch, width = tokens.shape
+    committed, taps = lengths - 1, drafter.taps(target.config)
+    # The token after each. What comes after the last one lies beyond what is committed, and does not matter.
+    following = jnp.roll(tokens, -1, axis=1)
+    cache, state = target.new_cache(batch, capacity), drafter.start(target, batch, capacity)
+
+    def absorb(state: Any, tokens: jax.Array, following: jax.Array, output: Output, cache: KVCache, count: jax.Array) -> Any:
+        return drafter.absorb(target, state, Seen(tokens, following, output, count, cache))
+
+    if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
+        output, new = target.score(tokens, taps=taps, with_logits=False)
+        cache = cache.append(new, committed)
+        return cache, absorb(state, tokens, following, output, cache, committed)
+
+    chunks = -(-width // PREFILL_CHUNK)
+
+    def split(values: jax.Array) -> jax.Array:  # [B, P] -> [chunks, B, C]
+        padded = jnp.pad(values, ((0, 0), (0, chunks * PREFILL_CHUNK - width)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, PREFILL_CHUNK), 1, 0)
+
+    def read(carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]) -> tuple[tuple[KVCache, Any], None]:
+        cache, state = carry
+        tokens, following, number = part
+        count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
+        output, written = target.forward(tokens, cache, count, taps=taps, with_logits=False)
+        assert written is not None
+        return (written, absorb(state, tokens, following, output, written, count)), None
+
+    (cache, state), _ = jax.lax.scan(read, (cache, state), (split(tokens), split(following), jnp.arange(chunks)))
+    return cache, state
 
 
 def _place_rows(state: DecodeState, target: Target) -> DecodeState:
@@ -118,93 +162,122 @@ def _place_rows(state: DecodeState, target: Target) -> DecodeState:
             return leaf
         return sharding.constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)), {}, target.mesh)
 
-    return replace(jax.tree.map(place, state), eos=state.eos)
+    return jax.tree.map(place, state)
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "block") -> tuple[DecodeState, StepInfo]:
     """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done."""
-    keys, draft_keys, verify_keys = split_keys(state.keys, 3)
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
+    draft, state = propose_step(target, drafter, state)
+    return advance(target, drafter, state, draft, rule)
 
-    draft, drafter_state = drafter.propose(target, lend(drafter, state), root, state.sampling, draft_keys)
-    cache = state.cache
-    if drafter.borrows_cache:
-        cache, drafter_state = drafter_state.cache, replace(drafter_state, cache=None)
 
-    verdict, emitted, output, new, nodes = _score(target, drafter, draft, cache, state.done, state.sampling, verify_keys, rule)
-    accepted = verdict.count - 1
-    verdict, done = _cut(verdict, emitted, state)
-    cache = cache.write(new, after=output.hidden).keep(None if draft.is_chain else verdict.path, verdict.count)
+def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
+    """Draft below every row's root. The state is for `advance`, which ends the step."""
+    _, draft_keys, _ = split_keys(state.keys, 3)
+    given = {"cache": state.cache} if drafter.reads_cache else {}
+    draft, drafter_state = drafter.propose(target, state.drafter, state.roots, state.sampling, draft_keys, ~state.done, **given)
+    return draft, replace(state, drafter=drafter_state)
+
+
+def advance(
+    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, rule: Rule = "block"
+) -> tuple[DecodeState, StepInfo]:
+    """Score ``draft``, verify it and keep what was accepted.
+
+    The draft may come from `propose_step`, or from elsewhere (another process or machine) with ``drafter`` one that keeps
+    what it needs in ``absorb`` alone.
+    """
+    keys, _, verify_keys = split_keys(state.keys, 3)
+    scored = _score(target, drafter, draft, state, verify_keys, rule)
+    accepted = scored.verdict.count - 1
+    verdict, done = _cut(scored.verdict, scored.emitted, state)
+    cache = state.cache.append(scored.entries, verdict.count)
+    seen = Seen(
+        tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
+        following=scored.emitted,
+        output=scored.output,
+        count=verdict.count,
+        cache=cache,
+    )
     info = StepInfo(
         active=~state.done,
         emitted=verdict.count,
         accepted=jnp.minimum(accepted, verdict.count),
         drafted=jnp.where(state.done, 0, draft.length),
         drafted_at=draft.drafted_at & ~state.done[:, None],
-        scored=jnp.where(state.done, 0, nodes),
+        scored=jnp.where(state.done, 0, scored.nodes),
         draft=draft,
         path=verdict.path,
     )
     return replace(
         state,
-        tokens=append(state.tokens, state.lengths, emitted, verdict.count),
+        tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
         lengths=state.lengths + verdict.count,
         done=done,
         keys=keys,
         cache=cache,
-        drafter=drafter.update(target, drafter_state, draft, verdict, output, cache),
+        drafter=drafter.update(target, state.drafter, draft, verdict, seen),
         stats=state.stats.add(info),
     ), info
 
 
-def lend(drafter: Drafter, state: DecodeState) -> Any:
-    """The drafter's state as `Drafter.propose` is given it: with the target's cache, for a drafter that borrows it."""
-    return replace(state.drafter, cache=state.cache) if drafter.borrows_cache else state.drafter
+@struct.dataclass
+class _Scored:
+    """What one pass of the target over a draft gives.
+
+    Attributes:
+        verdict: what is accepted of it.
+        emitted: ``[B, D+1]`` the accepted tokens and the bonus, in order.
+        output: the target's along the accepted path, ``[B, D+1, …]``, without logits.
+        entries: each layer's, along the accepted path: ``[B, heads, D+1, dim]`` each part.
+        nodes: scalar, how many nodes the pass had.
+    """
+
+    verdict: Verdict
+    emitted: jax.Array
+    output: Output
+    entries: tuple[Entry, ...]
+    nodes: jax.Array
 
 
-def _score(
-    target: Target,
-    drafter: Drafter,
-    draft: Draft,
-    cache: KVCache,
-    done: jax.Array,
-    sampling: RowSampling,
-    keys: jax.Array,
-    rule: Rule,
-) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
+def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array, rule: Rule) -> _Scored:
     """One pass of the target over the draft, and the verdict.
 
     Drafts may be shorter than their shape has room for, and rows than the cache: the pass runs at the smallest compiled number
-    of nodes that holds every row's draft, and reads the smallest compiled part of the cache that holds every row. The cache is
-    only read in here, because XLA copies what a branch of a conditional writes.
-
-    Returns:
-        The verdict, the emitted tokens, the target's output without logits, its new keys and values, all N wide; and how
-        many nodes the pass had.
+    of nodes that holds every row's draft, and reads the smallest compiled part of the cache that holds every row. Rows that
+    are done do not count. The cache is only read in here, because XLA copies what a branch of a conditional writes.
     """
+    cache, taps = state.cache, drafter.taps(target.config)
 
-    def branch(slots: int, nodes: int) -> tuple[Verdict, jax.Array, Output, tuple[Slots, ...], jax.Array]:
+    def branch(slots: int, nodes: int) -> _Scored:
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
         positions = cache.length[:, None] + shorter.depths
-        output, new = target.score(
-            shorter.tokens, cache.first(slots), positions=positions, mask=shorter.mask, taps=drafter.taps
-        )
+        output, new = target.score(shorter.tokens, cache.first(slots), positions=positions, mask=shorter.mask, taps=taps)
         assert output.logits is not None
-        verdict = verify(shorter, output.logits, sampling, keys, rule)
+        verdict = verify(shorter, output.logits, state.sampling, keys, rule)
 
-        def widen(leaf: jax.Array, axis: int = 1) -> jax.Array:  # `nodes` long -> N long
-            padding = [(0, draft.tokens.shape[1] - nodes if i == axis else 0) for i in range(leaf.ndim)]
-            return jnp.pad(leaf, padding)
+        def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
+            if shorter.is_chain:
+                return widen(leaf)
+            return jnp.take_along_axis(leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1)
 
-        verdict, emitted = replace(verdict, path=widen(verdict.path)), widen(verdict.emitted(shorter))
-        output = jax.tree.map(widen, replace(output, logits=None))
-        return verdict, emitted, output, jax.tree.map(partial(widen, axis=2), new), jnp.asarray(nodes)
+        def widen(leaf: jax.Array, axis: int = 1) -> jax.Array:
+            missing = draft.depth + 1 - leaf.shape[axis]
+            return jnp.pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)]) if missing else leaf
+
+        return _Scored(
+            verdict=replace(verdict, path=widen(verdict.path)),
+            emitted=widen(verdict.emitted(shorter)),
+            output=jax.tree.map(along_path, replace(output, logits=None)),
+            entries=jax.tree.map(partial(widen, axis=2), new) if shorter.is_chain else gather_entries(new, verdict.path),
+            nodes=jnp.asarray(nodes),
+        )
 
     parts, counts = cache_parts(cache.capacity), drafter.node_counts
     if len(parts) * len(counts) == 1:
         return branch(*parts, *counts)
-    part = jnp.sum(jnp.asarray(parts) < jnp.max(cache.length))
-    count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(done, 0, draft.length)))
+    part = jnp.sum(jnp.asarray(parts) < jnp.max(jnp.where(state.done, 0, cache.length)))
+    count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(state.done, 0, draft.length)))
     branches = [partial(branch, slots, nodes) for slots in parts for nodes in counts]
     return jax.lax.switch(part * len(counts) + count, branches)
 
@@ -221,7 +294,7 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
         The shortened verdict (count 0 for rows that were done already), and ``done [B]``.
     """
     index = jnp.arange(emitted.shape[1])[None]
-    is_end = jnp.any(emitted[..., None] == state.eos, axis=-1) & (index < verdict.count[:, None])
+    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < verdict.count[:, None])
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
     count = jnp.minimum(verdict.count, jnp.minimum(until_end, state.limits - state.lengths))
     count = jnp.where(state.done, 0, count)
@@ -246,6 +319,15 @@ def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.
     return _place_rows(state, target)
 
 
+@partial(jax.jit, donate_argnames="state")
+def insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
+    """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
+
+    Both must come from `start` with the same ``capacity``, drafter and number of end tokens.
+    """
+    return jax.tree.map(lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, row, axis=0), state, request)
+
+
 # --- the edge --------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +340,7 @@ def generate(
     max_new_tokens: Any = 64,
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[Any] | None = None,
     rule: Rule = "block",
 ) -> Result:
     """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
@@ -272,25 +354,17 @@ def generate(
         sampling: how to draw; the default is greedy.
         key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
             key and prompt alone. None: ``jax.random.key(0)``.
-        eos_token_ids: ids that end a row. They are emitted.
+        eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
+            target's own (`ModelConfig.eos_token_ids`); ``()``: none.
         rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
 
     Raises:
         InputError: an argument is out of its range; names it, its value and what it must be.
     """
-    drafter, state = start(
-        target,
-        drafter,
-        tokens,
-        lengths,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        eos_token_ids=eos_token_ids,
-        rule=rule,
-    )
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    drafter, state = start(target, drafter, tokens, lengths, options)
     state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max, rule=rule)
-    return Result(tokens=state.tokens, lengths=state.lengths, stats=state.stats)
+    return _result(target, state, _width(tokens, max_new_tokens))
 
 
 def stream(
@@ -302,34 +376,26 @@ def stream(
     max_new_tokens: Any = 64,
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
-    eos_token_ids: Sequence[int] = (),
+    eos_token_ids: Sequence[Any] | None = None,
     rule: Rule = "block",
     steps: int = 4,
 ) -> Iterator[Result]:
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
 
-    Its arrays are on the host. Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
+    Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
     """
     if steps < 1:
         raise InputError(f"steps={steps}: must be at least 1")
-    started = start(
-        target,
-        drafter,
-        tokens,
-        lengths,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        eos_token_ids=eos_token_ids,
-        rule=rule,
-    )
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    started = start(target, drafter, tokens, lengths, options)
+    width = _width(tokens, max_new_tokens)
 
     def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
         while True:
             state = decode(target, drafter, state, steps, rule=rule)
-            seen = jax.device_get((state.tokens, state.lengths, state.stats, state.done))
-            yield Result(*seen[:3])
-            if seen[3].all():
+            done = to_host(state.done, target.mesh).all()
+            yield _result(target, state, width)
+            if done:
                 return
 
     return results(*started)
@@ -340,93 +406,81 @@ def start(
     drafter: Drafter | None,
     tokens: Any,
     lengths: Any = None,
+    options: GenerationOptions = GenerationOptions(),
     *,
-    max_new_tokens: Any = 64,
-    sampling: Sampling = Sampling(temperature=0.0),
-    key: jax.Array | None = None,
-    eos_token_ids: Sequence[int] = (),
-    rule: Rule = "block",
+    capacity: int | None = None,
 ) -> tuple[Drafter, DecodeState]:
-    """Check every argument of `generate` on the host, then read the prompts: the drafter and the state to `decode` on."""
+    """Check everything on the host, then read the prompts: the drafter and the state to `decode` on.
+
+    Args:
+        target: as for `generate`.
+        drafter: as for `generate`.
+        tokens: as for `generate`.
+        lengths: as for `generate`.
+        options: as for `generate`.
+        capacity: most tokens that a row may come to hold, prompt and output; by default as many as these prompts need,
+            rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many lengths.
+
+    Raises:
+        InputError: as `generate`.
+    """
     config = target.config
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
-    batch = tokens.shape[0]
-    limits = _check_limits(max_new_tokens, batch)
-    if (longest := int((lengths.astype(np.int64) + limits).max())) > config.max_positions:
-        raise InputError(
-            f"prompt ({int(lengths[np.argmax(lengths + limits)])} tokens) plus max_new_tokens make {longest} tokens, but the "
-            f"target has {config.max_positions} positions: shorten the prompt or lower max_new_tokens"
-        )
-    if isinstance(eos_token_ids, int):
-        raise InputError(f"eos_token_ids={eos_token_ids}: give a sequence of ids, such as ({eos_token_ids},)")
-    if bad := [i for i in eos_token_ids if not 0 <= i < config.vocab_size]:
-        raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
-    if rule not in CHAIN_RULES:
-        raise InputError(f"rule={rule!r}: must be one of {', '.join(CHAIN_RULES)}")
+    batch, width = len(tokens), int(lengths.max())
+    checked = options.check(config, batch)
     drafter = NoDraft() if drafter is None else drafter
     drafter.draft.check(config.vocab_size)
     drafter.check(target)
-    if int(lengths.max()) + drafter.draft.depth > config.max_positions:
-        raise InputError(
-            f"draft={drafter.draft}: {drafter.draft.depth} deep, but below a prompt of {int(lengths.max())} tokens there is no "
-            f"room for it in the target's {config.max_positions} positions; give a shallower one"
-        )
+    wanted = lengths + checked.limits
+    _check_positions(lengths, wanted, config.max_positions, "the target")
+    if drafter.max_positions is not None:
+        _check_positions(lengths, wanted, drafter.max_positions, "the drafter")
+    if capacity is None:
+        capacity = bucket(int(wanted.max()))
+    elif capacity < wanted.max():
+        raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
+    padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     state = prefill(
         target,
         drafter,
-        jnp.asarray(tokens),
+        jnp.asarray(padded),
         jnp.asarray(lengths),
-        jnp.asarray((lengths + limits).astype(np.int32)),
-        _row_keys(key, batch),
-        jnp.asarray(np.asarray(eos_token_ids, np.int32)),
-        sampling.rows(batch),
-        max_new_tokens=int(limits.max()),
+        jnp.asarray(wanted.astype(np.int32)),
+        checked.keys,
+        jnp.asarray(checked.eos),
+        options.sampling.rows(batch),
+        capacity=capacity,
     )
     return drafter, state
 
 
-def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The prompts ``[B, P]`` and their lengths ``[B]``. Raises InputError, which names what is wrong with them."""
-    try:
-        tokens = np.asarray(tokens)
-    except ValueError:
+def _check_positions(lengths: np.ndarray, wanted: np.ndarray, positions: int, whose: str) -> None:
+    longest = int(np.argmax(wanted))
+    if wanted[longest] > positions:
         raise InputError(
-            "tokens: rows of different lengths; right-pad them (specjax.text.pad gives tokens and lengths)"
-        ) from None
-    if tokens.size == 0:
-        raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
-    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
-        raise InputError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
-    batch, width = tokens.shape
-    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
-    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
-        raise InputError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
-    if lengths.min() < 1:
-        raise InputError(f"lengths={lengths.min()}: empty prompt; every row needs at least 1 token")
-    if lengths.max() > width:
-        raise InputError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
-    inside = np.arange(width)[None] < lengths[:, None]
-    bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
-    if bad.size:
-        raise InputError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
-    return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
+            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {wanted[longest]} tokens, but {whose} has "
+            f"{positions} positions: shorten the prompt or lower max_new_tokens"
+        )
 
 
-def _check_limits(max_new_tokens: Any, batch: int) -> np.ndarray:
-    limits = np.asarray(max_new_tokens)
-    if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
-        raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows")
-    return np.broadcast_to(limits, (batch,)).astype(np.int64)
+def _width(tokens: Any, max_new_tokens: Any) -> int:
+    return np.asarray(tokens).shape[1] + int(np.max(max_new_tokens))
 
 
-def _row_keys(key: Any, batch: int) -> jax.Array:
-    key = jax.random.key(0) if key is None else key
-    if not isinstance(key, jax.Array) or (key.ndim == 0 and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
-        key = jax.random.wrap_key_data(key)
-    if key.ndim == 0:
-        return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
-    if key.shape != (batch,):
-        raise InputError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
-    return key
+def _result(target: Target, state: DecodeState, width: int) -> Result:
+    """The result so far; its tokens are ``width`` wide, whatever the capacity is."""
+    tokens, lengths, stats = to_host((state.tokens, state.lengths, state.stats), target.mesh)
+    missing = max(0, width - tokens.shape[1])
+    return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)
+
+
+def to_host(arrays: Any, mesh: Mesh | None) -> Any:
+    """``arrays`` as numpy arrays, in every process that takes part, wherever their rows lie."""
+    if mesh is not None and jax.process_count() > 1:
+        arrays = _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
+    return jax.device_get(arrays)
+
+
+@partial(jax.jit, static_argnames="everywhere")
+def _replicated(arrays: Any, everywhere: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(arrays, everywhere)

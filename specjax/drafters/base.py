@@ -1,4 +1,4 @@
-"""What a drafter is, and the two messages between drafting and verification."""
+"""What a drafter is, and the messages between drafting, verification and the engine."""
 
 from typing import Any, ClassVar
 
@@ -9,6 +9,7 @@ from flax import struct
 
 from specjax import tree
 from specjax.models.cache import KVCache
+from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
 
@@ -17,24 +18,43 @@ from specjax.sampling import RowSampling
 class Draft:
     """A proposed tree of tokens. Node 0 is the root: the newest committed token.
 
+    Which node hangs below which is said by ``parents``: of each node the number of its parent, parents before children, -1 for
+    the root. `Draft.of_tree` and `Draft.chain` make one.
+
     Attributes:
         tokens: ``[B, N]`` token ids, the root's first.
-        parents: parents before children, ``parents[…, 0] = -1``. ``[N]``, a numpy array known before tracing, where the shape
-            of the tree is fixed: masks then fold into constants. ``[B, N]`` where it is found while drafting.
+        topology: static, the ``[N]`` parents as a tuple, where the shape of the tree is known before tracing: masks then fold
+            into constants.
+        grown: ``[B, N]`` the parents, where each row finds its own while drafting. One of the two is None.
         q: ``[B, N, V]`` float32, for each node the distribution that its children were drawn from: exactly that one, in the
             same dtype and with the same warping; siblings without replacement, in the order of their numbers. Ignored at nodes
             without a child. None where tokens were chosen, not drawn.
         valid: ``[B, N]`` bool, the nodes that this row really drafted; a row may draft fewer than the shape has room for.
             None is all. A node that is not valid is never accepted, nor is anything below it, nor, where tokens were drawn,
             a later sibling.
-        levels: static, the depth of the deepest node, where ``parents`` are not known before tracing.
+        levels: static, the depth of the deepest node of a ``grown`` tree.
     """
 
     tokens: jax.Array
-    parents: np.ndarray | jax.Array
+    topology: tuple[int, ...] | None = struct.field(pytree_node=False, default=None)
+    grown: jax.Array | None = None
     q: jax.Array | None = None
     valid: jax.Array | None = None
     levels: int | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def of_tree(
+        cls,
+        tokens: jax.Array,
+        parents: np.ndarray | jax.Array,
+        q: jax.Array | None = None,
+        valid: jax.Array | None = None,
+        levels: int | None = None,
+    ) -> "Draft":
+        """A tree of ``tokens [B, N]``: ``parents`` is a numpy array ``[N]``, known before tracing, or a JAX array ``[B, N]``."""
+        if isinstance(parents, np.ndarray):
+            return cls(tokens=tokens, topology=tuple(parents.tolist()), q=q, valid=valid)
+        return cls(tokens=tokens, grown=parents, q=q, valid=valid, levels=levels)
 
     @classmethod
     def chain(cls, root: jax.Array, drafted: jax.Array, q: jax.Array | None = None, valid: jax.Array | None = None) -> "Draft":
@@ -44,19 +64,27 @@ class Draft:
             q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))  # the last node has no child
         if valid is not None:
             valid = jnp.pad(valid, ((0, 0), (1, 0)), constant_values=True)
-        return cls(tokens=tokens, parents=tree.chain_parents(tokens.shape[1]), q=q, valid=valid)
+        return cls.of_tree(tokens, tree.chain_parents(tokens.shape[1]), q, valid)
+
+    @property
+    def parents(self) -> np.ndarray | jax.Array:
+        """``[N]``, a numpy array known before tracing, or ``[B, N]``: see `topology` and `grown`."""
+        if self.topology is not None:
+            return np.array(self.topology)
+        assert self.grown is not None
+        return self.grown
 
     @property
     def is_chain(self) -> bool:
         """Whether it is known before tracing that the tree has one branch."""
-        return isinstance(self.parents, np.ndarray) and np.array_equal(self.parents, tree.chain_parents(len(self.parents)))
+        return self.topology == tuple(range(-1, self.tokens.shape[1] - 1))
 
     @property
     def depth(self) -> int:
         """Most drafted tokens on one path, D. Static."""
-        if isinstance(self.parents, np.ndarray):
-            return int(tree.depths(self.parents).max())
-        return self.parents.shape[1] - 1 if self.levels is None else self.levels
+        if self.topology is not None:
+            return int(tree.depths(np.array(self.topology)).max())
+        return self.tokens.shape[1] - 1 if self.levels is None else self.levels
 
     @property
     def depths(self) -> np.ndarray | jax.Array:
@@ -71,9 +99,9 @@ class Draft:
 
     def first(self, nodes: int) -> "Draft":
         """The first ``nodes`` nodes of a chain."""
-        return Draft(
-            tokens=self.tokens[:, :nodes],
-            parents=self.parents[:nodes],
+        return Draft.of_tree(
+            self.tokens[:, :nodes],
+            tree.chain_parents(nodes),
             q=None if self.q is None else self.q[:, :nodes],
             valid=None if self.valid is None else self.valid[:, :nodes],
         )
@@ -120,65 +148,110 @@ class Verdict:
         return jnp.where(last, self.token[:, None], drafted)
 
 
+@struct.dataclass
+class Seen:
+    """Tokens that have just been committed, T a row, as a drafter is told of them. What lies beyond ``count`` is filler.
+
+    Attributes:
+        tokens: ``[B, T]``.
+        following: ``[B, T]`` the token after each: the next of ``tokens``, and after the last the row's new root.
+        output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``, no logits.
+        count: ``[B]`` how many of them count.
+        cache: the target's, in which they are the newest ``count`` entries. To be read, not kept.
+    """
+
+    tokens: jax.Array
+    following: jax.Array
+    output: Output
+    count: jax.Array
+    cache: KVCache
+
+
 class Drafter:
     """Proposes tokens for the target to check. Subclass it as a ``flax.struct.dataclass``; every method is pure.
 
+    A state's leaves all have the row axis first: ``[B, …]``. So a row can be replaced by another request at any time.
+
     Attributes:
         draft: the shape of its drafts, see `specjax.tree`.
-        taps: layers of the target whose input `Output.taps` is to hold in `prefill` and `update`.
         grows_trees: whether it drafts any shape of `specjax.tree`, and not chains alone.
-        borrows_cache: the state has a field ``cache``, None except while `propose` runs: there it holds the target's cache,
-            to be read anywhere below ``length`` and written anywhere else, and returned in the new state.
+        reads_cache: whether `propose` is given the target's cache, as the keyword ``cache``, to read from.
     """
 
     draft: tree.Shape
-    taps: tuple[int, ...] = ()
     grows_trees: ClassVar[bool] = False
-    borrows_cache: ClassVar[bool] = False
+    reads_cache: ClassVar[bool] = False
 
     def check(self, target: Target) -> None:
         """Refuse, with an InputError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        """The layers of a target so configured whose input `Output.taps` is to hold, ascending."""
+        return ()
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest text, in tokens, that it can draft for; None where there is no limit beyond the target's."""
+        return None
 
     @property
     def node_counts(self) -> tuple[int, ...]:
         """Numbers of nodes, ascending, that a step is compiled for; it takes the smallest that holds every row's draft."""
         return self.draft.node_counts
 
-    def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> Any:
-        """The state after the prompts.
+    def start(self, target: Target, batch: int, capacity: int) -> Any:
+        """The state of ``batch`` rows of which nothing has been seen yet.
 
         Args:
             target: the target model.
-            tokens: ``[B, P]`` prompts, right-padded.
-            lengths: ``[B]``, at least 1. The last token of a prompt is the first root.
-            output: the target's over the prompts; without logits.
-            cache: the target's, with ``lengths - 1`` committed slots.
+            batch: B.
+            capacity: most tokens that a row may come to hold, its root included.
         """
-        raise NotImplementedError
+        return ()
 
-    def propose(self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array) -> tuple[Draft, Any]:
+    def absorb(self, target: Target, state: Any, seen: Seen) -> Any:
+        """The state after ``seen``: called for every chunk of the prompts, and from `update` after every verdict.
+
+        A prompt's last token is its first root, so a prompt of n tokens has n - 1 to be absorbed.
+        """
+        return state
+
+    def propose(
+        self,
+        target: Target,
+        state: Any,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+    ) -> tuple[Draft, Any]:
         """Draft below ``root [B]``; consumes the row keys ``[B]``.
 
+        Rows that are not ``active [B]`` have finished: what they draft does not matter, and nothing may wait for them.
         Tokens that are drawn are drawn from exactly the ``q`` handed over. An autoregressive drafter leaves that, and the
         shape of the tree, to `specjax.drafters.expansion.expand`.
+
+        Returns:
+            The draft, and the state for `update`, which may hold what drafting has worked out.
         """
         raise NotImplementedError
 
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache) -> Any:
-        """The state after ``verdict``.
+    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, seen: Seen) -> Any:
+        """The state after ``verdict``, of the same structure as `start` made.
+
+        Override it in a drafter that knows more than ``seen`` says: of the accepted path it has entries of its own, say.
 
         Args:
             target: the target model.
             state: as `propose` returned it.
             draft: what was proposed.
-            verdict: what was accepted of it.
-            output: the target's over the draft's nodes, without logits; nodes that no row drafted may hold zeros.
-            cache: the target's, the accepted path already committed.
+            verdict: what was accepted of it; ``count`` is 0 in rows that have finished.
+            seen: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
         """
-        raise NotImplementedError
+        return self.absorb(target, state, seen)
 
 
-def append(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
+def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
     """``tokens [B, S]`` with the first ``count [B]`` of ``new [B, n]`` written at ``lengths [B]``; the rest is dropped."""
     step = jnp.arange(new.shape[1])[None]
     slots = jnp.where(step < count[:, None], lengths[:, None] + step, tokens.shape[1])
@@ -193,14 +266,10 @@ class NoDraft(Drafter):
     def draft(self) -> tree.Shape:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _RootOnly()
 
-    def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> tuple[()]:
-        return ()
-
-    def propose(self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array) -> tuple[Draft, Any]:
-        return Draft(tokens=root[:, None], parents=tree.chain_parents(1)), state
-
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, output: Output, cache: KVCache) -> Any:
-        return state
+    def propose(
+        self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, Any]:
+        return Draft.of_tree(root[:, None], tree.chain_parents(1)), state
 
 
 class _RootOnly(tree.Shape):

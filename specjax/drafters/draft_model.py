@@ -1,7 +1,6 @@
 """A smaller model of the same vocabulary as the drafter (Leviathan et al. 2023, arXiv 2211.17192)."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,19 +9,22 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.base import Draft, Drafter, Verdict
-from specjax.drafters.expansion import expand, read_cached
+from specjax.drafters.base import Draft, Drafter, Seen, Verdict
+from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
+from specjax.models.cache import Entry, KVCache, gather_entries
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain, Shape
+
+MOST_PADDING = 1024
+"""Vocabularies whose sizes differ by fewer ids than this are taken to be one, padded to different widths."""
 
 
 def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
     """Refuse, with an InputError, a draft model that cannot share the target's tokenizer."""
-    if own.vocab_size != target.vocab_size:
+    if abs(own.vocab_size - target.vocab_size) >= MOST_PADDING:
         raise InputError(
             f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
             "a draft model must share the target's tokenizer"
@@ -30,27 +32,42 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
 
 
 @struct.dataclass
+class Drafted:
+    """What a draft model worked out while drafting, from `propose` to `update`.
+
+    Attributes:
+        entries: of the nodes that it read, in its own layers.
+        places: ``[B, N]`` each node's place among them, from 0; -1 for nodes that were never read, and the root.
+    """
+
+    entries: tuple[Entry, ...]
+    places: jax.Array
+
+
+@struct.dataclass
 class DraftModelState:
     """Attributes:
-    cache: the draft model's own. After drafting, the nodes that it read lie above ``length``.
-    slots: ``[B, N]`` where: node n in slot ``length + slots[:, n]``; -1 for nodes that were never read, and the root.
+    cache: the draft model's own.
     last: ``[B]`` the last accepted token of the row's newest draft.
     behind: ``[B]`` bool, ``last`` has never been read: the cache lacks one token more than the root. So it is after full
         acceptance, and wherever the path ends at a leaf.
+    drafted: None but between `propose` and `update`.
     """
 
     cache: KVCache
-    slots: jax.Array
     last: jax.Array
     behind: jax.Array
+    drafted: Drafted | None = None
 
 
 @struct.dataclass
 class DraftModel(Drafter):
     """Drafts with a second, cheaper model.
 
+    Its vocabulary may be padded to another width than the target's: it drafts no id that the target lacks.
+
     Attributes:
-        model: of the target's vocabulary.
+        model: the draft model; it shares the target's tokenizer.
         draft: the shape of its drafts, any of `specjax.tree`.
     """
 
@@ -81,47 +98,76 @@ class DraftModel(Drafter):
 
     def check(self, target: Target) -> None:
         check_vocabulary(self.model.config, target.config)
-        if self.draft.depth >= self.model.config.max_positions:
-            raise InputError(
-                f"draft={self.draft}: deeper than the {self.model.config.max_positions} positions of the draft model"
-            )
+        self.draft.check(min(self.model.config.vocab_size, target.config.vocab_size))
         if self.model.mesh != target.mesh:
             raise InputError(f"drafter is on mesh={self.model.mesh} and target on {target.mesh}: load both with the same mesh")
 
-    def prefill(self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache) -> DraftModelState:
-        _, own = self.model.prefill(tokens, lengths, cache.capacity)
-        batch = tokens.shape[0]
-        slots = jnp.full((batch, self.draft.nodes), -1, jnp.int32)
-        return DraftModelState(cache=own, slots=slots, last=tokens[:, 0], behind=jnp.zeros(batch, bool))
+    @property
+    def max_positions(self) -> int:
+        return self.model.config.max_positions
+
+    def start(self, target: Target, batch: int, capacity: int) -> DraftModelState:
+        cache = self.model.new_cache(batch, capacity)
+        return DraftModelState(cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool))
+
+    def absorb(self, target: Target, state: DraftModelState, seen: Seen) -> DraftModelState:
+        _, cache = self.model.forward(self._known(seen.tokens), state.cache, seen.count, with_logits=False)
+        assert cache is not None
+        return replace(state, cache=cache)
 
     def propose(
-        self, target: Target, state: DraftModelState, root: jax.Array, sampling: RowSampling, keys: jax.Array
-    ) -> tuple[Draft, DraftModelState]:
-        # The first forward reads two tokens: the one that the newest path ended with, where it is unread, and the root.
-        unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
-        output, cache = self.model.forward(unread, state.cache)
-        assert output.logits is not None and cache is not None
-        logits = output.logits[jnp.arange(root.shape[0]), state.behind.astype(jnp.int32)]
-        cache = cache.keep(None, 1 + state.behind)
-        draft, slots, cache = expand(self.draft, partial(read_cached, self.model), logits, cache, root, sampling, keys)
-        return draft, replace(state, cache=cache, slots=jnp.broadcast_to(slots, state.slots.shape))
-
-    def update(
         self,
         target: Target,
         state: DraftModelState,
-        draft: Draft,
-        verdict: Verdict,
-        output: Output,
-        cache: KVCache,
-    ) -> DraftModelState:
-        accepted = verdict.count - 1  # -1 where the row has finished: its root is to be read again
-        end = jnp.take_along_axis(verdict.path, jnp.maximum(accepted, 0)[:, None], axis=1)
-        behind = (accepted > 0) & (jnp.take_along_axis(state.slots, end, axis=1)[:, 0] < 0)
-        path = None if draft.is_chain else jnp.take_along_axis(state.slots, verdict.path[:, 1:], axis=1)
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+    ) -> tuple[Draft, DraftModelState]:
+        # The first forward reads two tokens: the one that the newest path ended with, where it is unread, and the root.
+        unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
+        count = jnp.where(active, 1 + state.behind, 0)
+        output, cache = self.model.forward(self._known(unread), state.cache, count)
+        assert output.logits is not None and cache is not None
+        logits = output.logits[jnp.arange(root.shape[0]), state.behind.astype(jnp.int32)]
+        vocab = target.config.vocab_size
+
+        def read(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
+            known = replace(frontier, tokens=self._known(frontier.tokens))
+            logits, scratch = read_nodes(self.model, cache, known, scratch)
+            return _fit(logits, vocab), scratch
+
+        scratch = self.model.new_scratch(root.shape[0], self.draft.read_slots)
+        draft, places, entries = expand(self.draft, read, _fit(logits, vocab), scratch, root, sampling, keys, active)
+        drafted = Drafted(entries, jnp.broadcast_to(places, draft.tokens.shape))
+        return draft, replace(state, cache=cache, drafted=drafted)
+
+    def update(self, target: Target, state: DraftModelState, draft: Draft, verdict: Verdict, seen: Seen) -> DraftModelState:
+        drafted = state.drafted
+        assert drafted is not None
+        accepted = jnp.maximum(verdict.count - 1, 0)
+        end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
+        places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)
+        behind = (accepted > 0) & (jnp.take_along_axis(drafted.places, end, axis=1)[:, 0] < 0)
+        cache = state.cache
+        if self.draft.read_slots:
+            # A chain's nodes were read in the order of its path.
+            path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
+            cache = cache.append(path, accepted - behind)
         return DraftModelState(
-            cache=state.cache.keep(path, accepted - behind),
-            slots=state.slots,
+            cache=cache,
             last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],
             behind=behind,
         )
+
+    def _known(self, tokens: jax.Array) -> jax.Array:
+        """``tokens`` with 0 for ids that the draft model lacks: it drafts on as if it had read another token there."""
+        return jnp.where(tokens < self.model.config.vocab_size, tokens, 0)
+
+
+def _fit(logits: jax.Array, vocab: int) -> jax.Array:
+    """``logits [..., own]`` cut, or padded with -inf, to the target's vocabulary."""
+    missing = vocab - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab]
+    return jnp.pad(logits, [(0, 0)] * (logits.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from specjax.drafters.base import Draft
-from specjax.models.cache import KVCache
+from specjax.models.cache import Entry, KVCache, place_entries
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
 from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape
@@ -74,11 +74,18 @@ class _Growth:
 
 
 def expand(
-    shape: Shape, read: Read, logits: jax.Array, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array
+    shape: Shape,
+    read: Read,
+    logits: jax.Array,
+    state: Any,
+    root: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    active: jax.Array,
 ) -> tuple[Draft, jax.Array | np.ndarray, Any]:
     """Draft a tree, one call of ``read`` for every level but the last.
 
-    Rows whose chain has ended (see `Chain`) wait for the others; the loop ends with the last of them.
+    Rows that have finished or whose chain has ended (see `Chain`) wait for the others; the loop ends with the last of them.
 
     Args:
         shape: of the draft.
@@ -88,6 +95,7 @@ def expand(
         root: ``[B]``.
         sampling: the rows' settings.
         keys: ``[B]``, consumed.
+        active: ``[B]`` bool, the rows that have not finished.
 
     Returns:
         The draft; ``[N]`` or ``[B, N]`` each node's place among the nodes read, from 0, and -1 for those never read and
@@ -134,7 +142,7 @@ def expand(
         above = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
         return offer(replace(growth, state=state), logits, above)
 
-    seed = _seed(shape, batch, vocab if is_drawn else None, state)
+    seed = _seed(shape, vocab if is_drawn else None, state, active)
     growth = offer(seed, logits[:, None], jnp.zeros((batch, 1)))
     if shape.depth > 1:
         growth = jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
@@ -143,8 +151,9 @@ def expand(
     return draft, slots, growth.state
 
 
-def _seed(shape: Shape, batch: int, vocab: int | None, state: Any) -> _Growth:
+def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
     """Before anything is offered; ``vocab`` is None where tokens are chosen, not drawn."""
+    batch = active.shape[0]
     width, candidates = shape.width, shape.width * shape.branching
     nothing = jnp.zeros((batch, width), jnp.int32)
     return _Growth(
@@ -153,7 +162,7 @@ def _seed(shape: Shape, batch: int, vocab: int | None, state: Any) -> _Growth:
         scores=jnp.full((shape.depth, batch, candidates), -jnp.inf),
         q=None if vocab is None else jnp.zeros((shape.depth, batch, width, vocab), jnp.float32),
         picked=jnp.zeros((shape.depth, batch, width), jnp.int32),
-        going=jnp.ones(batch, bool),
+        going=active,
         frontier=Frontier(nothing, jnp.zeros((), jnp.int32), nothing, jnp.zeros((batch, width, shape.read_slots), bool)),
         state=state,
     )
@@ -246,7 +255,7 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
     stops_early = isinstance(shape, Chain) and shape.stop_below > 0
     may_lack_tokens = growth.q is not None and shape.branching > 1
     offered = jnp.pad(gather(growth.scores) > -jnp.inf, ((0, 0), (1, 0)), constant_values=True)
-    draft = Draft(
+    draft = Draft.of_tree(
         tokens=jnp.concatenate([root[:, None], gather(growth.tokens)], axis=1),
         parents=template.parents,
         q=q,
@@ -281,7 +290,7 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
     def with_root(values: jax.Array, at_root: Any) -> jax.Array:
         return jnp.concatenate([jnp.broadcast_to(at_root, (batch, 1)).astype(values.dtype), values], axis=1)
 
-    return Draft(
+    return Draft.of_tree(
         tokens=with_root(jnp.take_along_axis(tokens, kept, axis=1), root[:, None]),
         parents=with_root(parents, -1),
         valid=with_root(jnp.take_along_axis(scores, kept, axis=1) > -jnp.inf, True),
@@ -289,23 +298,31 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
     ), with_root(slots, -1)
 
 
-def read_cached(model: Target, frontier: Frontier, cache: KVCache, layers: int | None = None) -> tuple[jax.Array, KVCache]:
-    """A `Read` for a transformer: its cache, committed up to the root, holds the nodes read above that while it drafts.
+def read_nodes(
+    model: Target, cache: KVCache, frontier: Frontier, scratch: tuple[Entry, ...], layers: int | None = None
+) -> tuple[jax.Array, tuple[Entry, ...]]:
+    """A `Read` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
+
+    The first slots of ``scratch`` may hold tokens that every node hangs below and that are not in the cache yet (the root):
+    as many as it has more than the nodes to be read, `Shape.read_slots`. Node number i lies in the i-th slot after those.
 
     Args:
         model: the drafting model.
+        cache: its cache, of the layers that run.
         frontier: the nodes.
-        cache: its cache, in which node number i lies in slot ``length + i``.
+        scratch: entries of what was read since, of the layers that run.
         layers: as in `Target.score`.
     """
-    count = frontier.tokens.shape[1]
+    count, read_slots = frontier.tokens.shape[1], frontier.seen.shape[-1]
+    above = scratch[0][0].shape[2] - read_slots
+    seen = jnp.pad(frontier.seen, ((0, 0), (0, 0), (above, 0)), constant_values=True)
     output, new = model.score(
         frontier.tokens,
         cache,
-        positions=jnp.broadcast_to(cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape),
+        positions=jnp.broadcast_to(cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape),
         mask=np.eye(count, dtype=bool)[None],
-        visible=cache.visible(frontier.seen),
+        scratch=(scratch, seen),
         layers=layers,
     )
     assert output.logits is not None
-    return output.logits, cache.write(new, after=output.hidden, offset=frontier.offset)
+    return output.logits, place_entries(scratch, new, above + frontier.offset)

@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Draft, Drafter, Verdict, append
+from specjax.drafters.base import Draft, Drafter, Seen, append_tokens
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain, halvings
 
@@ -18,7 +17,7 @@ from specjax.tree import Chain, halvings
 @struct.dataclass
 class PromptLookupState:
     """Attributes:
-    tokens: ``[B, S]`` prompt and output so far, the root included.
+    tokens: ``[B, S]`` prompt and output so far, without the root.
     lengths: ``[B]`` how many there are.
     """
 
@@ -58,16 +57,25 @@ class PromptLookup(Drafter):
                 "leave it out"
             )
 
-    def prefill(
-        self, target: Target, tokens: jax.Array, lengths: jax.Array, output: Output, cache: KVCache
-    ) -> PromptLookupState:
-        room = cache.capacity - tokens.shape[1]
-        return PromptLookupState(tokens=jnp.pad(tokens, ((0, 0), (0, room))), lengths=lengths)
+    def start(self, target: Target, batch: int, capacity: int) -> PromptLookupState:
+        return PromptLookupState(tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
+
+    def absorb(self, target: Target, state: PromptLookupState, seen: Seen) -> PromptLookupState:
+        return PromptLookupState(
+            tokens=append_tokens(state.tokens, state.lengths, seen.tokens, seen.count),
+            lengths=state.lengths + seen.count,
+        )
 
     def propose(
-        self, target: Target, state: PromptLookupState, root: jax.Array, sampling: RowSampling, keys: jax.Array
+        self,
+        target: Target,
+        state: PromptLookupState,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
     ) -> tuple[Draft, PromptLookupState]:
-        tokens, lengths = state.tokens, state.lengths
+        tokens, lengths = append_tokens(state.tokens, state.lengths, root[:, None], active), state.lengths + 1
         rows = jnp.arange(tokens.shape[0])[:, None]
         position = jnp.arange(tokens.shape[1])[None]
         # overlap[b, i]: how many tokens before position i equal the text's last ones, up to max_ngram.
@@ -80,21 +88,8 @@ class PromptLookup(Drafter):
         overlap = jnp.where(position < lengths[:, None], overlap, 0)
         # The largest overlap, and among equals the latest position.
         best = jnp.argmax(overlap * tokens.shape[1] + position * (overlap > 0), axis=1)[:, None]
-        source = best + jnp.arange(self.draft.length)[None]
-        found = (overlap[rows, best] > 0) & (source < lengths[:, None])
+        # What followed may end with the text itself: the copy then begins again, as a text that repeats itself does.
+        period = jnp.maximum(lengths[:, None] - best, 1)
+        source = best + jnp.arange(self.draft.length)[None] % period
+        found = jnp.broadcast_to(overlap[rows, best] > 0, source.shape) & active[:, None]
         return Draft.chain(root, tokens[rows, source], valid=found), state
-
-    def update(
-        self,
-        target: Target,
-        state: PromptLookupState,
-        draft: Draft,
-        verdict: Verdict,
-        output: Output,
-        cache: KVCache,
-    ) -> PromptLookupState:
-        emitted = verdict.emitted(draft)
-        return PromptLookupState(
-            tokens=append(state.tokens, state.lengths, emitted, verdict.count),
-            lengths=state.lengths + verdict.count,
-        )

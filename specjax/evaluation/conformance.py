@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import chex
 import jax
@@ -22,12 +21,13 @@ import numpy as np
 
 from specjax import tree
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.decoding.verification import Rule
 from specjax.drafters.base import Draft, Drafter
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, Sampling, probabilities
+from specjax.sampling import Sampling, probabilities
 
 _LENGTHS = np.array([6, 1, 3])
 _MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.0, 0.8]), top_k=np.array([0, 5, 0]))
@@ -50,17 +50,17 @@ def check_contract(target: Target, drafter: Drafter) -> None:
 
 def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
     drafter, state = _start(target, drafter, sampling)
-    lent = engine.lend(drafter, state)
     traced: list[Draft] = []
 
-    def propose(lent: Any, root: jax.Array, rows: RowSampling, keys: jax.Array) -> Draft:
-        draft, _ = drafter.propose(target, lent, root, rows, keys)
+    def propose(state: engine.DecodeState) -> Draft:
+        draft, _ = engine.propose_step(target, drafter, state)
         traced.append(draft)
         return draft
 
-    root = jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-    draft = jax.jit(propose)(lent, root, state.sampling, state.keys)
-    _check_draft(draft, traced[0], drafter, target.config.vocab_size, np.asarray(root))
+    for leaf in jax.tree.leaves(state):
+        assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
+    draft = jax.jit(propose)(state)
+    _check_draft(draft, traced[0], drafter, target.config.vocab_size, np.asarray(state.roots))
     after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
     chex.assert_trees_all_equal_structs(state, after)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
@@ -76,9 +76,6 @@ def _check_draft(draft: Draft, traced: Draft, drafter: Drafter, vocab: int, root
     assert valid.shape == tokens.shape and valid[:, 0].all(), "valid [B, N], the root among them"
     assert np.all((tokens >= 0) & (tokens < vocab)), "token ids outside the vocabulary"
     assert parents.shape in ((shape.nodes,), tokens.shape), "parents [N] or [B, N]"
-    assert parents.ndim == 2 or isinstance(traced.parents, np.ndarray), (
-        "parents [N] must be a numpy array, known before tracing"
-    )
     assert np.all(parents[..., 0] == -1), "the root's parent must be -1"
     below = parents[..., 1:]
     assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), "parents must come before their children"
@@ -245,7 +242,9 @@ def _prompts(target: Target, seed: int = 0) -> np.ndarray:
 
 
 def _start(target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0) -> tuple[Drafter, engine.DecodeState]:
-    return engine.start(target, drafter, _prompts(target, seed), _LENGTHS, max_new_tokens=32, sampling=sampling)
+    return engine.start(
+        target, drafter, _prompts(target, seed), _LENGTHS, GenerationOptions(max_new_tokens=32, sampling=sampling)
+    )
 
 
 def _outputs(result: engine.Result) -> list[list[int]]:

@@ -70,6 +70,11 @@ class ModelConfig:
             raise InputError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
 
     @property
+    def entry_parts(self) -> tuple[tuple[int, int], ...]:
+        """``(heads, dim)`` of each array that a layer remembers of a token: keys and values (see `specjax.models.cache`)."""
+        return ((self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim))
+
+    @property
     def axis_units(self) -> dict[str, int]:
         """How many indivisible units each logical axis has: what a mesh axis must divide to shard it."""
         return {

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
 from specjax.models.rope import rotate
@@ -24,24 +25,28 @@ def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -
 
 def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     """``x @ W + b``; the bias is added where the model declares one."""
-    y = x @ params[name]
+    # Rows and tokens as one axis: the gradient of a product over two takes XLA's CPU backend several times as long.
+    y = (x.reshape(-1, x.shape[-1]) @ params[name]).reshape(*x.shape[:-1], -1)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias
 
 
-Slots = tuple[jax.Array, jax.Array]
-"""Keys and values of one layer, each ``[B, kv_heads, S, head_dim]``."""
+Piece = tuple[Entry, jax.Array]
+"""Keys and values of one layer to attend to, and ``[B|1, T|1, S]`` which of them each query sees."""
 
 
-def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Array]]) -> Float[Array, "B T heads_d"]:
+def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Array, "B T heads_d"]:
     """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
+
+    This is the one place where queries meet keys: another kind of attention (windows, compressed keys, a fused kernel) enters
+    here and nowhere else.
 
     Args:
         q: the queries.
-        parts: for each piece its keys and values, and ``[B|1, T|1, S]`` which slots each query sees.
+        pieces: what is committed, what a draft holds in scratch, and what the call itself adds.
     """
     batch, count, heads, d = q.shape
-    kv_heads = parts[0][0][0].shape[1]
+    kv_heads = pieces[0][0][0].shape[1]
     # Axes in the order in which the products give and take them: another order costs a transposed copy.
     q = q.reshape(batch, count, kv_heads, heads // kv_heads, d).transpose(0, 2, 1, 3, 4) * d**-0.5
 
@@ -50,7 +55,7 @@ def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Arra
         scores = jnp.einsum("bksd,bktgd->bkstg", keys, q, preferred_element_type=jnp.float32).transpose(0, 1, 3, 4, 2)
         return jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
 
-    scores = [score(keys, visible) for (keys, _), visible in parts]
+    scores = [score(keys, visible) for (keys, _), visible in pieces]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
 
@@ -58,8 +63,8 @@ def attend(q: Float[Array, "B T heads d"], parts: Sequence[tuple[Slots, jax.Arra
         weights = weights.astype(values.dtype)
         return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
 
-    pieces = zip(jnp.split(weights, sizes, axis=-1), parts, strict=True)
-    attended = functools.reduce(jnp.add, [gather(weight, values) for weight, ((_, values), _) in pieces])
+    weighted = zip(jnp.split(weights, sizes, axis=-1), pieces, strict=True)
+    attended = functools.reduce(jnp.add, [gather(weight, values) for weight, ((_, values), _) in weighted])
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
 
 
@@ -69,12 +74,12 @@ def attention(
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
     mask: jax.Array,
-    past: tuple[Slots, jax.Array] | None,
-) -> tuple[jax.Array, Slots]:
-    """Self-attention of one layer: over the call's own tokens as ``mask [B|1, T, T]`` says, and over ``past``.
+    past: Sequence[Piece] = (),
+) -> tuple[jax.Array, Entry]:
+    """Self-attention of one layer: over ``past``, and over the call's own tokens as ``mask [B|1, T, T]`` says.
 
-    ``past`` is the layer's cache and ``[B, 1, S]`` which of its slots are committed. It is only read: what the call adds to it
-    is returned, so that a step may run inside a conditional, where an array that is written is copied first.
+    ``past`` is only read: what the call adds is returned. So a pass may run inside a conditional, where XLA copies whatever
+    is written.
 
     Returns:
         The attention output ``[B, T, H]``, and the call's own keys and values.
@@ -88,9 +93,8 @@ def attention(
         q = rms_norm(q, params["q_norm"], config.norm_eps)
         k = rms_norm(k, params["k_norm"], config.norm_eps)
     q, k = rotate(q, *rotations), rotate(k, *rotations).transpose(0, 2, 1, 3)
-    v = v.transpose(0, 2, 1, 3)
-    parts = [((k, v), mask)] if past is None else [past, ((k, v), mask)]
-    return linear(params, "o", attend(q, parts)), (k, v)
+    own = (k, v.transpose(0, 2, 1, 3))
+    return linear(params, "o", attend(q, [*past, (own, mask)])), own
 
 
 def mlp(params: Params, x: jax.Array) -> jax.Array:
@@ -104,10 +108,10 @@ def decoder_layer(
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
     mask: jax.Array,
-    past: tuple[Slots, jax.Array] | None = None,
-) -> tuple[jax.Array, Slots]:
+    past: Sequence[Piece] = (),
+) -> tuple[jax.Array, Entry]:
     """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`."""
     normed = rms_norm(x, params["input_norm"], config.norm_eps)
-    attended, slots = attention(params, config, normed, rotations, mask, past)
+    attended, own = attention(params, config, normed, rotations, mask, past)
     x = x + attended
-    return x + mlp(params, rms_norm(x, params["post_norm"], config.norm_eps)), slots
+    return x + mlp(params, rms_norm(x, params["post_norm"], config.norm_eps)), own

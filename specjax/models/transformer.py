@@ -1,7 +1,6 @@
 """The decoder behind every target and every draft model: one class for the dense families."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from specjax import sharding
 from specjax.models import huggingface
 from specjax.models import params as declarations
-from specjax.models.cache import KVCache
+from specjax.models.cache import Entry, KVCache, empty_entries
 from specjax.models.config import ModelConfig
-from specjax.models.layers import Slots, decoder_layer, rms_norm
+from specjax.models.layers import Piece, decoder_layer, rms_norm
 from specjax.models.params import Params
 from specjax.models.rope import rotations
-
-PREFILL_CHUNK = 512
-"""Prompt tokens read in one forward pass: attention scores take memory of this times the capacity, not its square."""
 
 
 @struct.dataclass
@@ -91,133 +88,133 @@ class Target:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
         return KVCache.create(
+            self.config.entry_parts,
             layers=self.config.num_layers,
             batch=batch,
             capacity=capacity,
-            kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
             dtype=self.dtype,
             mesh=self.mesh,
         )
 
-    def forward(self, tokens: jax.Array, cache: KVCache | None = None, **options: Any) -> tuple[Output, KVCache | None]:
-        """Run the model over T tokens a row, and write them into the cache.
+    def new_scratch(self, batch: int, slots: int, layers: int | None = None) -> tuple[Entry, ...]:
+        """Empty entries for ``slots`` drafted tokens a row, in the first ``layers`` layers (None: all)."""
+        layers = self.config.num_layers if layers is None else layers
+        parts = self.config.entry_parts
+        return empty_entries(parts, layers=layers, batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
 
-        Args:
-            tokens: ``[B, T]`` token ids.
-            cache: what came before; the call's keys and values are written at slots ``length … length+T`` of each row and
-                ``length`` stays as it is. None: the call stands alone (training).
-            options: as in `score`.
+    # --- slices of the model, for drafters that run a part of it ---
 
-        Returns:
-            `Output`, and the cache with the call written into it.
-        """
-        output, new = self.score(tokens, cache, **options)
-        return output, None if cache is None else cache.write(new, after=output.hidden)
+    def embed(self, tokens: Int[Array, "B T"]) -> jax.Array:
+        """``[B, T, H]`` the embeddings of ``tokens``: the residual stream that enters layer 0."""
+        # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
+        return self._constrain(self.params["embed"][tokens], None)
 
-    def score(
+    def run(
         self,
-        tokens: jax.Array,
+        x: jax.Array,
         cache: KVCache | None = None,
         *,
+        layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | np.ndarray | None = None,
         visible: jax.Array | None = None,
+        scratch: tuple[Sequence[Entry], jax.Array] | None = None,
         taps: Sequence[int] = (),
-        layers: int | None = None,
-        with_logits: bool = True,
-    ) -> tuple[Output, tuple[Slots, ...]]:
-        """`forward` that leaves the cache as it is, and returns what is to be written.
+    ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
+        """Run a slice of the layers over T tokens a row. Only reads the cache.
 
         Args:
-            tokens: ``[B, T]`` token ids.
-            cache: what came before, or None.
+            x: ``[B, T, H]`` the residual stream that enters the slice.
+            cache: what is committed, of the layers of the slice alone (`KVCache.of_layers`), or None.
+            layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
-            visible: ``[B, T, S]`` bool, which slots of the cache each token sees; None: all see those below ``length``.
-            taps: layers whose input to record in ``Output.taps``, in ascending order; ``num_layers`` is the
-                input of the final norm.
-            layers: run only the first so many layers, then the final norm and head (early exit).
-            with_logits: False spares the product with the vocabulary (prefill).
+            visible: ``[B, T, S]`` bool, which slots of the cache each token sees; None: all that are committed.
+            scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
+                token sees. They are read as if they were in the cache.
+            taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
 
         Returns:
-            `Output`, and each layer's keys and values of the call, for `KVCache.write`.
+            The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs of the n ``taps``; and each
+            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part.
         """
-        batch, count = tokens.shape
-        depth = self.config.num_layers if layers is None else layers
+        batch, count = x.shape[:2]
+        start, stop = (0, self.config.num_layers) if layers is None else layers
         if positions is None:
             offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
-
-        # Out-of-range ids cannot raise here; the edge (`engine.generate`) checks them.
-        x = self._constrain(self.params["embed"][tokens], None)
-        turn = rotations(self.config.rope, self.config.head_dim, positions)
         if visible is None and cache is not None:
             visible = cache.committed[:, None]
+        turn = rotations(self.config.rope, self.config.head_dim, positions)
         tapped, new = [], []
-        for i, layer in enumerate(self.params["layers"][:depth]):
-            if i in taps:
+        for i, layer in enumerate(self.params["layers"][start:stop]):
+            if start + i in taps:
                 tapped.append(x)
-            past = None if cache is None or visible is None else (cache.layers[i], visible)
-            x, slots = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past)
+            past: list[Piece] = []
+            if cache is not None and visible is not None:
+                past.append((cache.layers[i], visible))
+            if scratch is not None:
+                past.append((scratch[0][i], scratch[1]))
+            x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past)
             x = self._constrain(x, None)
-            new.append(slots)
-        if depth in taps:
+            new.append(own)
+        if stop in taps:
             tapped.append(x)
+        recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
+        return x, recorded, tuple(new)
 
-        hidden = rms_norm(x, self.params["norm"], self.config.norm_eps)
-        output = Output(
-            logits=self.head(hidden) if with_logits else None,
-            hidden=hidden,
-            taps=jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype),
-        )
-        return output, tuple(new)
-
-    def prefill(self, tokens: jax.Array, lengths: jax.Array, capacity: int, taps: Sequence[int] = ()) -> tuple[Output, KVCache]:
-        """Read the prompts into a new cache, `PREFILL_CHUNK` tokens at a time.
-
-        Args:
-            tokens: ``[B, P]``, right-padded.
-            lengths: ``[B]``, at least 1.
-            capacity: slots of the new cache, at least P.
-            taps: as in `forward`.
-
-        Returns:
-            `Output` over the prompts, without logits, and the cache with ``lengths - 1`` committed slots: the last token of
-            a prompt is the first root, which the first step reads.
-        """
-        batch, count = tokens.shape
-        cache = self.new_cache(batch, capacity)
-        if count <= PREFILL_CHUNK:
-            output, new = self.score(tokens, taps=taps, with_logits=False)
-            cache = cache.write(new, after=output.hidden)
-        else:
-            chunks = -(-count // PREFILL_CHUNK)
-            padded = jnp.pad(tokens, ((0, 0), (0, chunks * PREFILL_CHUNK - count)))
-            parts = jnp.moveaxis(padded.reshape(batch, chunks, PREFILL_CHUNK), 1, 0)
-
-            def read(cache: KVCache, part: jax.Array) -> tuple[KVCache, Output]:
-                output, written = self.forward(part, cache, taps=taps, with_logits=False)
-                assert written is not None
-                return written.keep(None, jnp.full_like(written.length, PREFILL_CHUNK)), output
-
-            cache, outputs = jax.lax.scan(read, cache, parts)
-
-            def join(x: jax.Array) -> jax.Array:  # [chunks, B, C, …] -> [B, P, …]
-                return jnp.moveaxis(x, 0, 1).reshape(batch, chunks * PREFILL_CHUNK, *x.shape[3:])[:, :count]
-
-            output = jax.tree.map(join, outputs)
-        return output, replace(cache, length=lengths - 1)
+    def norm(self, x: jax.Array) -> jax.Array:
+        """The final norm, which stands between the last layer and the head."""
+        return rms_norm(x, self.params["norm"], self.config.norm_eps)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
+        flat = hidden.reshape(-1, hidden.shape[-1])  # as in `layers.linear`
         if "lm_head" in self.params:
-            logits = jnp.matmul(hidden, self.params["lm_head"], preferred_element_type=jnp.float32)
+            logits = jnp.matmul(flat, self.params["lm_head"], preferred_element_type=jnp.float32)
         else:
-            logits = jnp.einsum("...h,vh->...v", hidden, self.params["embed"], preferred_element_type=jnp.float32)
-        return self._constrain(logits, "vocab")
+            logits = jnp.einsum("th,vh->tv", flat, self.params["embed"], preferred_element_type=jnp.float32)
+        return self._constrain(logits.reshape(*hidden.shape[:-1], -1), "vocab")
+
+    # --- the whole model ---
+
+    def score(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        *,
+        layers: int | None = None,
+        with_logits: bool = True,
+        **options: Any,
+    ) -> tuple[Output, tuple[Entry, ...]]:
+        """Read T tokens a row and leave the cache as it is.
+
+        Args:
+            tokens: token ids.
+            cache: what came before, or None.
+            layers: run only the first so many layers, then the final norm and head (early exit).
+            with_logits: False spares the product with the vocabulary.
+            options: as in `run`.
+
+        Returns:
+            `Output`, and each layer's entries of the call, which `KVCache.append` commits.
+        """
+        slice_ = (0, self.config.num_layers if layers is None else layers)
+        x, taps, new = self.run(self.embed(tokens), cache, layers=slice_, **options)
+        hidden = self.norm(x)
+        return Output(logits=self.head(hidden) if with_logits else None, hidden=hidden, taps=taps), new
+
+    def forward(
+        self, tokens: Int[Array, "B T"], cache: KVCache | None = None, count: jax.Array | None = None, **options: Any
+    ) -> tuple[Output, KVCache | None]:
+        """`score`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
+        output, new = self.score(tokens, cache, **options)
+        if cache is None:
+            return output, None
+        count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
+        return output, cache.append(new, _known_after(count, output.hidden))
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
@@ -227,3 +224,13 @@ class Target:
 def default_dtype() -> Any:
     """float32 on CPU, bfloat16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+
+
+def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
+    """``count``, in a way that the compiler can only work out once ``read [B, …]`` is known.
+
+    XLA updates a buffer in place where the write waits for every read of it, and otherwise copies the whole buffer first.
+    What is written depends on ``count``, and what was read is in ``read``: this makes the one wait for the other.
+    """
+    first = read.reshape(read.shape[0], -1)[:, 0]
+    return count + (jnp.abs(jnp.sign(first)) > 1)  # which is never true

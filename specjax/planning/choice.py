@@ -5,7 +5,6 @@ child of each rank is the target's own token, on given prompts. Static trees com
 tokens are drawn, a few sampled trees are tried as well.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions, check_prompts
 from specjax.decoding.verification import Rule
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
 from specjax.planning import theory
-from specjax.planning.costs import Costs, measure_costs, room
+from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
 from specjax.sampling import Sampling
 from specjax.tree import Chain, SampledTree, Shape, StaticTree, complete_tree
 
@@ -31,7 +31,7 @@ _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class TrialAcceptance:
     """What was accepted in short trials.
 
     Attributes:
@@ -73,7 +73,7 @@ class Comparison:
         candidates: fastest first; plain decoding is among them.
     """
 
-    acceptance: Acceptance
+    acceptance: TrialAcceptance
     verify: dict[int, float]
     draft: dict[int, float]
     candidates: tuple[Candidate, ...]
@@ -95,14 +95,11 @@ def compare_drafts(
     tokens: Any,
     lengths: Any = None,
     *,
+    options: GenerationOptions = GenerationOptions(),
     batch: int | None = None,
-    max_new_tokens: int | None = None,
-    sampling: Sampling = Sampling(temperature=0.0),
-    eos_token_ids: Sequence[int] = (),
-    rule: Rule = "block",
     longest: int = 8,
     nodes: int = 33,
-    acceptance: Acceptance | None = None,
+    acceptance: TrialAcceptance | None = None,
 ) -> Comparison:
     """Measure, and reckon every chain of up to ``longest`` tokens and the best static trees of up to ``nodes`` nodes.
 
@@ -111,11 +108,8 @@ def compare_drafts(
         drafter: its ``draft`` does not matter.
         tokens: ``[R, P]`` prompts, as for `engine.generate`, on which acceptance is measured.
         lengths: ``[R]``.
+        options: of the generation to come. Trials emit at most ``max_new_tokens`` a row, with a random key of their own.
         batch: B, rows decoded together, for which times are measured; by default R.
-        max_new_tokens: no trial generates more for a row.
-        sampling: as for `engine.generate`.
-        eos_token_ids: as for `engine.generate`.
-        rule: as for `engine.generate`.
         longest: longest chain, and deepest tree.
         nodes: most nodes of a tree, the root included.
         acceptance: as `measure_acceptance` gave it, so that several ``batch`` sizes share it.
@@ -124,24 +118,14 @@ def compare_drafts(
         InputError: as `engine.generate`.
     """
     if acceptance is None:
-        acceptance = measure_acceptance(
-            target,
-            drafter,
-            tokens,
-            lengths,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            eos_token_ids=eos_token_ids,
-            rule=rule,
-            longest=longest,
-        )
+        acceptance = measure_acceptance(target, drafter, tokens, lengths, options=options, longest=longest)
     rows, width = np.asarray(tokens).shape
     depth = len(acceptance.survival)
     plain = Candidate(None, 1.0, 0.0, 1.0)
     if depth == 0:  # below these prompts the target has no position left for a draft
         return Comparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), sampling)
+    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options.sampling)
 
     def reckon(shape: Shape, emitted: float) -> Candidate:
         level = float(np.interp(shape.width, sorted(draft), [draft[width] for width in sorted(draft)]))
@@ -165,37 +149,27 @@ def measure_acceptance(
     tokens: Any,
     lengths: Any = None,
     *,
-    max_new_tokens: int | None = None,
-    sampling: Sampling = Sampling(temperature=0.0),
-    eos_token_ids: Sequence[int] = (),
-    rule: Rule = "block",
+    options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
-) -> Acceptance:
+) -> TrialAcceptance:
     """Short generations with a long chain, with one level of many children, and with sampled trees. Arguments as above.
 
     What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
     chain's tokens are worth is measured depth by depth.
     """
     vocab, positions = target.config.vocab_size, target.config.max_positions
-    _, checked = engine.check_prompts(tokens, lengths, vocab)
-    depth = min(longest, positions - int(checked.max()) - 1)
+    _, checked = check_prompts(tokens, lengths, vocab)
+    left = min(positions, drafter.max_positions or positions) - int(checked.max())
+    depth = min(longest, left - 1)
     if depth < 1:
-        return Acceptance((), (), {})
+        return TrialAcceptance((), (), {})
 
     def trial(shape: Shape) -> tuple[np.ndarray, np.ndarray, float]:
         count = max(_LEAST_STEPS, _TRIAL_STEPS // len(checked))
-        room = min(count * (1 + shape.depth), positions - int(checked.max()), max_new_tokens or positions)
-        shaped, state = engine.start(
-            target,
-            with_draft(drafter, shape),
-            tokens,
-            lengths,
-            max_new_tokens=room,
-            sampling=sampling,
-            eos_token_ids=eos_token_ids,
-            rule=rule,
-        )
-        first, stats = _watch(target, shaped, state, count, rule)
+        most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
+        tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
+        shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
+        first, stats = _watch(target, shaped, state, count, options.rule)
         steps = max(int(np.sum(stats.steps)), 1)
         ranks = np.bincount(np.asarray(first).ravel(), minlength=shape.branching + 1)[1:]
         emitted = float(np.sum(stats.accepted)) / steps + 1
@@ -206,10 +180,10 @@ def measure_acceptance(
     sampled: dict[SampledTree, float] = {}
     if drafter.grows_trees:
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
-        if not np.all(np.asarray(sampling.temperature) == 0):
+        if not np.all(np.asarray(options.sampling.temperature) == 0):
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
-    return Acceptance(tuple(survival.tolist()), by_rank, sampled)
+    return TrialAcceptance(tuple(survival.tolist()), by_rank, sampled)
 
 
 @partial(jax.jit, static_argnames=("steps", "rule"))
@@ -233,7 +207,7 @@ def _times(
     wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
-    needed = room(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
+    needed = tokens_needed(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
     options: dict[str, Any] = {
         "batch": batch,
         "context": max(1, min(width, target.config.max_positions - needed)),

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.decoding.stats import Stats
-from specjax.drafters.base import Drafter, NoDraft
+from specjax.drafters.base import Drafter, NoDraft, Seen, Verdict, append_tokens
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
-from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, Sampling, argmax
+from specjax.models.transformer import Output, Target
+from specjax.sampling import Sampling, argmax
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def measure_costs(
     counts = sorted({1, *drafter.node_counts, *nodes}) if verify else []
     ends_early = len(drafter.node_counts) > 1
     drafter = _without_stop(drafter)
-    needed = max(new_tokens, room(repeats, max(counts, default=1)))
+    needed = max(new_tokens, tokens_needed(repeats, max(counts, default=1)))
     if repeats < 1:
         raise InputError(f"repeats={repeats}: must be at least 1")
     if context + needed > target.config.max_positions:
@@ -90,23 +91,21 @@ def measure_costs(
             f"{target.config.max_positions} positions"
         )
     # Any text serves: a pass takes as long whatever the tokens are.
-    drafter, state = engine.start(
-        target, drafter, np.ones((batch, context), np.int32), max_new_tokens=needed, sampling=sampling
-    )
+    options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=())
+    drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
-    lent = engine.lend(drafter, state)
-    root, keys = jnp.ones(batch, jnp.int32), state.keys
     slots = next(part for part in engine.cache_parts(cache.capacity) if part >= context)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
     for repeat in range(-1, repeats):
         for count in counts:
             took, cache = _timed(_score, target, cache, count, slots, _PASSES)
             seconds[count].append(took)
-        took, lent = _timed(_propose, target, drafter, lent, root, state.sampling, keys, _PASSES)
+        took, state = _timed(_propose, target, drafter, state, _PASSES)
         seconds["draft"].append(took)
         if repeat < 0:  # that one compiled
             seconds = {name: [] for name in seconds}
-    each = {name: median(values) / _PASSES for name, values in seconds.items()}
+    medians = agreed(np.array([median(values) / _PASSES for values in seconds.values()]))
+    each = dict(zip(seconds, medians.tolist(), strict=True))
     return Costs(
         verify={count: each[count] for count in counts},
         draft=each["draft"] / drafter.draft.depth if drafter.draft.depth else 0.0,
@@ -118,7 +117,7 @@ _PASSES = 8  # of one kind in a compiled loop
 _TRIAL_REPEATS = 3
 
 
-def room(repeats: int, nodes: int = 1) -> int:
+def tokens_needed(repeats: int, nodes: int = 1) -> int:
     """Tokens that measuring takes: the drafting passes commit a root each, the widest scoring pass ``nodes``."""
     return max(_PASSES * (repeats + 1), nodes)
 
@@ -131,30 +130,50 @@ def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
 
 @partial(jax.jit, static_argnames=("nodes", "slots", "passes"), donate_argnames="cache")
 def _score(target: Target, cache: KVCache, nodes: int, slots: int, passes: int) -> KVCache:
-    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none."""
+    """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none.
+
+    The pass reads the first ``slots`` of the cache, and all of its entries are written above what is committed.
+    """
 
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
         output, new = target.score(tokens, cache.first(slots))
         assert output.logits is not None
-        return argmax(output.logits), cache.write(new, after=output.hidden)
+        likeliest = argmax(output.logits)
+        count = jnp.where(likeliest[:, 0] >= 0, nodes, 0)  # all of them; like a verdict, it is known after the pass
+        return likeliest, replace(cache.append(new, count), length=cache.length)
 
     tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
 
 
 @partial(jax.jit, static_argnames="passes", donate_argnames="state")
-def _propose(
-    target: Target, drafter: Drafter, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array, passes: int
-) -> Any:
-    """Draft ``passes`` times, each time below the last token of the draft before."""
+def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes: int) -> engine.DecodeState:
+    """Draft ``passes`` times, each time below the last token of the draft before, of which nothing but the root is kept."""
+    batch = state.lengths.shape[0]
+    one = jnp.ones(batch, jnp.int32)
 
-    def body(_: int, carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-        root, state = carry
-        draft, state = drafter.propose(target, state, root, sampling, keys)
-        return draft.tokens[:, -1], state
+    def body(_: int, state: engine.DecodeState) -> engine.DecodeState:
+        draft, proposed = engine.propose_step(target, drafter, state)
+        newest = draft.tokens[:, -1:]
+        verdict = Verdict(path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=one, token=newest[:, 0])
 
-    return jax.lax.fori_loop(0, passes, body, (root, state))[1]
+        def along_path(*shape: int) -> jax.Array:
+            return jnp.zeros((batch, draft.depth + 1, *shape), target.dtype)
+
+        taps = len(drafter.taps(target.config))
+        hidden = target.config.hidden_size
+        output = Output(logits=None, hidden=along_path(hidden), taps=along_path(taps, hidden))
+        path = jnp.broadcast_to(draft.tokens[:, :1], verdict.path.shape)
+        seen = Seen(tokens=path, following=jnp.broadcast_to(newest, path.shape), output=output, count=one, cache=state.cache)
+        return replace(
+            state,
+            tokens=append_tokens(state.tokens, state.lengths, newest, one),
+            lengths=state.lengths + 1,
+            drafter=drafter.update(target, proposed.drafter, draft, verdict, seen),
+        )
+
+    return jax.lax.fori_loop(0, passes, body, state)
 
 
 def _without_stop(drafter: Any) -> Drafter:
@@ -191,7 +210,7 @@ def trial_speedup(
     tokens: Any,
     lengths: Any = None,
     *,
-    sampling: Sampling = Sampling(temperature=0.0),
+    options: GenerationOptions = GenerationOptions(),
     trial_tokens: int = 48,
 ) -> float:
     """The speed-up to expect of ``drafter`` for these prompts, from its costs here and its acceptance in a short trial.
@@ -203,7 +222,7 @@ def trial_speedup(
         drafter: the one in question.
         tokens: ``[B, P]`` prompts, as for `engine.generate`.
         lengths: ``[B]``.
-        sampling: as for `engine.generate`.
+        options: of the generation to come. The trial has a random key of its own (`trial_key`).
         trial_tokens: most tokens to generate for the acceptance.
 
     Raises:
@@ -212,10 +231,35 @@ def trial_speedup(
     tokens = np.asarray(tokens)
     batch, width = tokens.shape
     left = target.config.max_positions - width
-    trial = engine.generate(target, drafter, tokens, lengths, max_new_tokens=max(1, min(trial_tokens, left)), sampling=sampling)
-    needed = room(_TRIAL_REPEATS, drafter.draft.nodes)
+    tried = replace(options, max_new_tokens=max(1, min(trial_tokens, left)), key=trial_key(options.key))
+    trial = engine.generate(target, drafter, tokens, lengths, **vars(tried))
+    needed = tokens_needed(_TRIAL_REPEATS, drafter.draft.nodes)
     context = max(1, min(width, target.config.max_positions - needed))
     costs = measure_costs(
-        target, drafter, batch=batch, context=context, new_tokens=needed, sampling=sampling, repeats=_TRIAL_REPEATS
+        target, drafter, batch=batch, context=context, new_tokens=needed, sampling=options.sampling, repeats=_TRIAL_REPEATS
     )
     return predicted_speedup(costs, trial.stats)
+
+
+def trial_key(key: jax.Array | None) -> jax.Array:
+    """A random key for trials before the generation with ``key``, with which it shares no random number.
+
+    A choice that has seen the generation's own random numbers has seen its text, and would bias it: with the likeliest
+    acceptance as the selector, by a total variation of 0.045 where chance allows 0.024.
+    """
+    chosen = jax.random.key(0) if key is None else key
+    if not jnp.issubdtype(chosen.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
+        chosen = jax.random.wrap_key_data(chosen)
+    return jax.random.fold_in(chosen.ravel()[0], _TRIAL)
+
+
+_TRIAL = 0x747269  # no row number: those are folded into the same key, and no batch has so many rows
+
+
+def agreed(values: np.ndarray) -> np.ndarray:
+    """``values`` as process 0 has them. Clocks differ between processes, and a choice made from one must not."""
+    if jax.process_count() == 1:
+        return values
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.broadcast_one_to_all(values))

@@ -1,6 +1,5 @@
 """One step of decoding to look at: what was drafted, and what the target accepted of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,12 +8,12 @@ import jax
 import numpy as np
 
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.decoding.stats import StepInfo
 from specjax.decoding.verification import Rule
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
 from specjax.reports import pictures
-from specjax.sampling import Sampling
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,37 +48,26 @@ def take_snapshot(
     drafter: Drafter,
     prompt: list[int],
     *,
-    max_new_tokens: int | None = None,
-    sampling: Sampling = Sampling(temperature=0.0),
-    key: jax.Array | None = None,
-    eos_token_ids: Sequence[int] = (),
-    rule: Rule = "block",
+    options: GenerationOptions | None = None,
     steps: int = 16,
 ) -> Snapshot:
     """Of the first ``steps`` steps after ``prompt`` the one that accepted most, the earliest among equals.
 
-    Arguments are those of `engine.generate`; with the same ones it makes these steps too.
+    With the same ``options`` as `engine.generate` it makes these steps too. None: greedy, and as many tokens as ``steps``
+    may take.
 
     Raises:
         InputError: as `engine.generate`.
     """
-    if max_new_tokens is None:
-        max_new_tokens = max(1, min(steps * (drafter.draft.depth + 1), target.config.max_positions - len(prompt)))
-    drafter, state = engine.start(
-        target,
-        drafter,
-        [prompt],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        key=key,
-        eos_token_ids=eos_token_ids,
-        rule=rule,
-    )
+    if options is None:
+        most = max(1, min(steps * (drafter.draft.depth + 1), target.config.max_positions - len(prompt)))
+        options = GenerationOptions(max_new_tokens=most)
+    drafter, state = engine.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in range(steps):
         if best is not None and bool(state.done.all()):
             break
-        state, info = _step(target, drafter, state, rule)
+        state, info = _step(target, drafter, state, options.rule)
         count = int(info.emitted[0])
         if best is None or count > len(best.path):
             best = _of_row(info, count, int(state.tokens[0, state.lengths[0] - 1]))

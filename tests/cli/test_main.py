@@ -11,7 +11,7 @@ from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import main, parse_options
 from specjax.config import TrainConfig
-from specjax.planning.choice import Acceptance, Candidate, Comparison
+from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
 from specjax.tree import StaticTree
 from tests.conftest import ASSETS, tiny_target
 
@@ -169,7 +169,7 @@ def test_a_draft_tree_is_drawn(tmp_path, capsys) -> None:
 
 def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys) -> None:
     for draft, words in ((StaticTree(((0,), (1,))), "static tree, 3 nodes, 1 deep"), (None, "plain decoding")):
-        found = Comparison(Acceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),))
+        found = Comparison(TrialAcceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),))
         monkeypatch.setattr(generate, "compare_drafts", lambda *_, found=found, **__: found)
         options = ["--target", "embedded", "--drafter", "embedded:draft", "--draft", "auto", "--json"]
         assert main(["generate", *options, "--prompt", "x", "--max-new-tokens", "8"]) == 0

@@ -337,9 +337,7 @@ def test_greedy_trees_equal_the_oracle(static: bool) -> None:
         logits = rng.normal(size=(rows, nodes, 3)).astype(np.float32)
         valid = rng.random((rows, nodes)) < 0.9
         valid[:, 0] = True
-        draft = Draft(
-            tokens=jnp.asarray(tokens), parents=parents[0] if static else jnp.asarray(parents), valid=jnp.asarray(valid)
-        )
+        draft = Draft.of_tree(jnp.asarray(tokens), parents[0] if static else jnp.asarray(parents), valid=jnp.asarray(valid))
         keys = jax.random.split(jax.random.key(0), rows)
         verdict = verify(draft, jnp.asarray(logits), Sampling(temperature=0.0).rows(rows), keys)
         emitted = np.asarray(verdict.emitted(draft))

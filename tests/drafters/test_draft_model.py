@@ -4,13 +4,15 @@ from dataclasses import replace
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax
 from specjax import tree
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import DraftModel, EarlyExit
+from specjax.drafters.draft_model import MOST_PADDING
 from specjax.errors import InputError
 from specjax.sampling import Sampling, probabilities
 from specjax.tree import Chain, DynamicTree, SampledTree, StaticTree
@@ -19,6 +21,7 @@ from tests.conftest import tiny_target
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
 LENGTHS = np.array([6, 1, 3])
 SAMPLING = Sampling(temperature=0.8)
+OPTIONS = GenerationOptions(max_new_tokens=40, sampling=SAMPLING)
 
 
 @partial(jax.jit, static_argnames="layers")
@@ -42,12 +45,11 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     """Through accepted, partly accepted and fully accepted drafts."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
-    propose = jax.jit(drafter.propose)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     counts = set()
     for _ in range(8):
-        draft, _ = propose(target, state.drafter, newest(state), SAMPLING.rows(3), state.keys)
+        draft = propose(drafter, target, state)
         check_q(model, state, draft)
         np.testing.assert_array_equal(draft.q[:, 3], 0)  # the last node has no child
         state, info = advance(state)
@@ -55,20 +57,12 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     assert counts == {4} if kind == "the target itself" else len(counts) > 1
 
 
-def newest(state) -> jax.Array:
-    return jnp.take_along_axis(state.tokens, state.lengths[:, None] - 1, axis=1)[:, 0]
-
-
 def test_early_exit_drafts_with_the_first_layers(target) -> None:
     drafter = EarlyExit(layers=2, draft=Chain(3))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
-    propose = jax.jit(drafter.propose)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     for _ in range(6):
-        lent = replace(state.drafter, cache=state.cache)
-        draft, after = propose(target, lent, newest(state), SAMPLING.rows(3), state.keys)
-        np.testing.assert_array_equal(after.cache.length, state.cache.length)
-        check_q(target, state, draft, layers=2)
+        check_q(target, state, propose(drafter, target, state), layers=2)
         state, _ = advance(state)
 
 
@@ -80,13 +74,36 @@ def test_init_and_round_trip(target, tmp_path) -> None:
     again = DraftModel.from_pretrained(tmp_path, draft=Chain(2))
     jax.tree.map(np.testing.assert_array_equal, drafter.model.params, again.model.params)
     drafter.check(target)
-    with pytest.raises(InputError, match="vocabulary"):
-        drafter.check(tiny_target(vocab_size=12))
+    with pytest.raises(InputError, match="vocabulary of 11 tokens and target one of 1035"):
+        drafter.check(tiny_target(vocab_size=11 + MOST_PADDING))
 
 
 @jax.jit
-def propose(drafter, target, state, root, rows, keys):
-    return drafter.propose(target, state, root, rows, keys)[0]
+def propose(drafter, target, state):
+    return engine.propose_step(target, drafter, state)[0]
+
+
+@pytest.mark.parametrize("padding", [-3, 5])
+@pytest.mark.parametrize("shape", [Chain(3), SampledTree((3, 2)), DynamicTree(top_k=3, depth=2, nodes=7)])
+def test_a_vocabulary_of_another_width_serves(target, padding, shape) -> None:
+    """Padded beyond the target's, or short of it: the text is that of the same model without the difference."""
+    same = tiny_target(seed=5, num_layers=1)
+    vocab = 11 + padding
+    rows = np.resize(np.asarray(same.params["embed"]), (vocab, 16))  # what is added are copies of other tokens' rows
+    head = np.resize(np.asarray(same.params["lm_head"]).T, (vocab, 16)).T
+    other = same.replace(params=same.params | {"embed": rows, "lm_head": head}, config=replace(same.config, vocab_size=vocab))
+    prompts = np.minimum(PROMPTS, 7)  # ids that both know, and then what the target says
+    texts = []
+    for model in (same, other):
+        drafter = DraftModel(model=model, draft=shape)
+        started, state = engine.start(target, drafter, prompts, LENGTHS, OPTIONS)
+        draft = propose(started, target, state)
+        assert draft.q is None or draft.q.shape[-1] == 11
+        assert np.asarray(draft.tokens[:, 1:]).max() < min(11, vocab)
+        if padding > 0 and model is other:  # the cut logits are the same model's
+            np.testing.assert_array_equal(draft.tokens, texts[0][0])
+        texts.append((np.asarray(draft.tokens), specjax.generate(target, drafter, prompts, LENGTHS, max_new_tokens=40)))
+    np.testing.assert_array_equal(texts[0][1].tokens, texts[1][1].tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -99,11 +116,9 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
         drafts = {}
         for stop_below in (0.0, threshold):
             drafter = DraftModel(model=model, draft=Chain(6, stop_below=stop_below))
-            keys = jax.random.split(jax.random.key(seed), 3)
-            _, state = engine.start(
-                target, drafter, (PROMPTS + seed) % 11, LENGTHS, max_new_tokens=40, sampling=sampling, key=keys
-            )
-            drafts[stop_below] = propose(drafter, target, state.drafter, newest(state), sampling.rows(3), keys)
+            options = replace(OPTIONS, sampling=sampling, key=jax.random.key(seed))
+            _, state = engine.start(target, drafter, (PROMPTS + seed) % 11, LENGTHS, options)
+            drafts[stop_below] = propose(drafter, target, state)
         fixed, adaptive = drafts[0.0], drafts[threshold]
         for row in range(3):
             text = np.zeros((1, 64), np.int32)
@@ -123,8 +138,8 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
 def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
     """A draft that always stops at once leaves the rest of the buffers as they were."""
     drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
-    draft = propose(drafter, target, state.drafter, newest(state), SAMPLING.rows(3), state.keys)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    draft = propose(drafter, target, state)
     np.testing.assert_array_equal(draft.length, 1)
     np.testing.assert_array_equal(draft.q[:, 1:], 0)
     assert drafter.node_counts == (2, 4, 7)
@@ -144,14 +159,14 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=TREES[name])
-    sampling = Sampling(temperature=0.8)
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=58, sampling=sampling)
+    options = replace(OPTIONS, max_new_tokens=58)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, options)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     counts, behind = set(), set()
     for _ in range(8):
-        kept = propose(drafter, target, state.drafter, newest(state), state.sampling, state.keys)
-        _, anew = engine.start(target, drafter, state.tokens, state.lengths, max_new_tokens=16, sampling=sampling)
-        fresh = propose(drafter, target, anew.drafter, newest(state), state.sampling, state.keys)
+        kept = propose(drafter, target, state)
+        _, anew = engine.start(target, drafter, state.tokens, state.lengths, replace(options, max_new_tokens=16))
+        fresh = propose(drafter, target, anew.replace(keys=state.keys))
         np.testing.assert_array_equal(kept.tokens, fresh.tokens)
         np.testing.assert_array_equal(kept.parents, fresh.parents)
         if kept.q is not None:
@@ -184,10 +199,10 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(target, kind) -> Non
     shape = SampledTree((3, 2, 2, 1))
     model = tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=2, draft=shape)
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, max_new_tokens=40, sampling=SAMPLING)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state)[0])
     for _ in range(3):
-        draft = propose(drafter, target, engine.lend(drafter, state), newest(state), state.sampling, state.keys)
+        draft = propose(drafter, target, state)
         layers = None if kind == "draft model" else 2
         check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
         state = advance(state)

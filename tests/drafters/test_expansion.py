@@ -32,7 +32,14 @@ def read_path(table, frontier, states):
 def grow(shape, read, table, root, keys, sampling):
     states = jnp.broadcast_to(root[:, None], (root.shape[0], max(shape.width, 1)))
     draft, slots, _ = expand(
-        shape, partial(read, table), table[root], states, root, Sampling(sampling).rows(root.shape[0]), keys
+        shape,
+        partial(read, table),
+        table[root],
+        states,
+        root,
+        Sampling(sampling).rows(root.shape[0]),
+        keys,
+        jnp.ones(root.shape[0], bool),
     )
     return draft.tokens, jnp.broadcast_to(draft.parents, draft.tokens.shape), draft.q, draft.valid, slots
 

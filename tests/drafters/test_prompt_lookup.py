@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import PromptLookupState
 from specjax.sampling import Sampling
@@ -15,11 +16,12 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def oracle(text: list[int], max_ngram: int, length: int) -> list[int]:
-    """What followed the latest occurrence of the longest suffix that occurs earlier."""
+    """What followed the latest occurrence of the longest suffix that occurs earlier, as often as it takes."""
     for n in range(min(max_ngram, len(text) - 1), 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
-                return text[start + n : start + n + length]
+                followed = text[start + n :]
+                return (followed * length)[:length]  # where the text ends the copy begins again
     return []
 
 
@@ -31,10 +33,10 @@ def test_search_equals_the_oracle(vocab, max_ngram) -> None:
     drafter = PromptLookup(max_ngram=max_ngram, draft=Chain(4))
     tokens = rng.integers(0, vocab, (rows, capacity))  # what lies beyond a row's length is garbage
     lengths = rng.integers(1, capacity, rows)
-    state = PromptLookupState(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths))
+    state = PromptLookupState(tokens=jnp.asarray(tokens), lengths=jnp.asarray(lengths - 1))
     root = jnp.asarray(tokens[np.arange(rows), lengths - 1])
     keys = jax.random.split(jax.random.key(0), rows)
-    draft, _ = drafter.propose(None, state, root, GREEDY.rows(rows), keys)
+    draft, _ = drafter.propose(None, state, root, GREEDY.rows(rows), keys, jnp.ones(rows, bool))
     assert draft.q is None
     found = 0
     for row in range(rows):
@@ -50,21 +52,31 @@ def test_the_state_follows_the_text(target) -> None:
     """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
     drafter = PromptLookup(draft=Chain(3))
     prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
-    _, state = engine.start(target, drafter, prompts, np.array([6, 2]), max_new_tokens=30, sampling=GREEDY)
+    _, state = engine.start(target, drafter, prompts, np.array([6, 2]), GenerationOptions(max_new_tokens=30))
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     accepted = 0
     for _ in range(15):
         state, info = advance(state)
         accepted += int(info.accepted.sum())
-        np.testing.assert_array_equal(state.drafter.lengths, state.lengths)
+        np.testing.assert_array_equal(state.drafter.lengths, state.lengths - 1)  # all but the root
         for row, length in enumerate(np.asarray(state.lengths)):
-            np.testing.assert_array_equal(state.drafter.tokens[row, :length], state.tokens[row, :length])
+            np.testing.assert_array_equal(state.drafter.tokens[row, : length - 1], state.tokens[row, : length - 1])
     assert accepted > 0
 
 
 def test_the_root_is_the_first_node() -> None:
-    state = PromptLookupState(tokens=jnp.array([[7, 8, 7]]), lengths=jnp.array([3]))
-    draft, _ = PromptLookup(draft=Chain(2)).propose(
-        None, state, jnp.array([7]), GREEDY.rows(1), jax.random.split(jax.random.key(0), 1)
+    assert look_up([7, 8, 7], length=2) == [7, 8, 7]
+
+
+def look_up(text: list[int], length: int) -> list[int]:
+    """What is drafted after ``text``, its last token first."""
+    state = PromptLookupState(tokens=jnp.array([[*text[:-1], 0]]), lengths=jnp.array([len(text) - 1]))
+    draft, _ = PromptLookup(draft=Chain(length)).propose(
+        None, state, jnp.array(text[-1:]), GREEDY.rows(1), jax.random.split(jax.random.key(0), 1), jnp.ones(1, bool)
     )
-    np.testing.assert_array_equal(draft.tokens, [[7, 8, 7]])
+    return draft.tokens[0][: 1 + int(draft.length[0])].tolist()
+
+
+def test_a_text_that_repeats_itself_is_copied_beyond_its_end() -> None:
+    assert look_up([7, 7, 7, 7], length=8) == [7] * 9
+    assert look_up([5, 1, 2, 3, 1, 2, 3], length=5) == [3, 1, 2, 3, 1, 2]

@@ -90,8 +90,8 @@ def test_the_distributions_are_far_from_certain() -> None:
 class Altered(DraftModel):
     """Changes what the draft model proposed."""
 
-    def propose(self, target, state, root, sampling, keys):
-        draft, state = super().propose(target, state, root, sampling, keys)
+    def propose(self, target, state, root, sampling, keys, active):
+        draft, state = super().propose(target, state, root, sampling, keys, active)
         return self.alter(draft), state
 
     def alter(self, draft):
@@ -116,7 +116,7 @@ class ForgetsTheRoot(Altered):
 @struct.dataclass
 class ChildrenFirst(Altered):
     def alter(self, draft):
-        return draft.replace(parents=np.array([-1, 2, 0, 1, 3]))
+        return draft.replace(topology=(-1, 2, 0, 1, 3))
 
 
 @struct.dataclass
@@ -136,7 +136,7 @@ class DeeperThanItSays(Altered):
     draft: DynamicTree = struct.field(pytree_node=False, default=DynamicTree(top_k=2, depth=2, nodes=4))
 
     def alter(self, draft):
-        return draft.replace(parents=jnp.broadcast_to(jnp.arange(-1, 3), draft.tokens.shape))
+        return draft.replace(grown=jnp.broadcast_to(jnp.arange(-1, 3), draft.tokens.shape))
 
 
 @struct.dataclass
@@ -147,8 +147,8 @@ class HalfAq(Altered):
 
 @struct.dataclass
 class GrowingState(DraftModel):
-    def update(self, target, state, draft, verdict, output, cache):
-        state = super().update(target, state, draft, verdict, output, cache)
+    def update(self, target, state, draft, verdict, seen):
+        state = super().update(target, state, draft, verdict, seen)
         return replace(state, last=state.last.astype(jnp.float32))
 
 
@@ -156,8 +156,8 @@ class GrowingState(DraftModel):
 class ForgetsItsNeighbours(DraftModel):
     """All rows draft with the first row's key."""
 
-    def propose(self, target, state, root, sampling, keys):
-        return super().propose(target, state, root, sampling, jnp.broadcast_to(keys[:1], keys.shape))
+    def propose(self, target, state, root, sampling, keys, active):
+        return super().propose(target, state, root, sampling, jnp.broadcast_to(keys[:1], keys.shape), active)
 
 
 @pytest.mark.parametrize(

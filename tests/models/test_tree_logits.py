@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax import tree
-from specjax.drafters.base import Draft
+from specjax.decoding import engine
+from specjax.drafters.base import Draft, NoDraft
 from specjax.tree import EAGLE_TREE, StaticTree
 from tests.conftest import REAL_PAIRS, tiny_target
 
@@ -39,8 +40,8 @@ def test_tree_logits_are_those_of_each_path_alone(case, parents) -> None:
     nodes = parents.shape[-1]
     tokens = np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
     tokens[:, 0] = prompts[np.arange(3), LENGTHS - 1]  # the root is the prompt's last token
-    _, cache = target.prefill(jnp.asarray(prompts), jnp.asarray(LENGTHS), 9 + nodes)
-    draft = Draft(tokens=jnp.asarray(tokens), parents=parents)
+    cache, _ = engine.read_prompts(target, NoDraft(), jnp.asarray(prompts), jnp.asarray(LENGTHS), 9 + nodes)
+    draft = Draft.of_tree(tokens=jnp.asarray(tokens), parents=parents)
 
     @jax.jit
     def score(target, tokens, cache):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.planning import choice, theory
 from specjax.planning.choice import compare_drafts, measure_acceptance
@@ -68,7 +69,9 @@ def test_chances_by_rank_are_those_of_the_models(temperature) -> None:
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
     sampling = Sampling(temperature=temperature)
     prompts = np.tile(PROMPTS, (100, 1))
-    found = measure_acceptance(target, drafter, prompts, sampling=sampling, longest=3)
+    found = measure_acceptance(
+        target, drafter, prompts, options=GenerationOptions(max_new_tokens=300, sampling=sampling), longest=3
+    )
     by_rank = found.by_rank
     assert bool(found.sampled) == (temperature > 0)
     assert sum(by_rank) <= 1
@@ -102,7 +105,8 @@ def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch
 def test_a_trial_generates_no_more_than_it_may(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     seen = []
+    options = GenerationOptions(max_new_tokens=9, eos_token_ids=(3,))
     start = engine.start
-    monkeypatch.setattr(engine, "start", lambda *a, **options: seen.append(options["max_new_tokens"]) or start(*a, **options))
-    compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, max_new_tokens=9, eos_token_ids=(3,), longest=2)
-    assert set(seen) == {9}
+    monkeypatch.setattr(engine, "start", lambda *a: seen.append(a[4]) or start(*a))
+    compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, options=options, longest=2)
+    assert {(tried.max_new_tokens, tried.eos_token_ids) for tried in seen} == {(9, (3,))}

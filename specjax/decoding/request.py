@@ -1,0 +1,157 @@
+"""What is asked of a generation: its options, checked on the host before anything is compiled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding.verification import CHAIN_RULES, Rule
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+from specjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Everything about a generation but the models and the prompts. `specjax.generate` takes the same by name.
+
+    Attributes:
+        max_new_tokens: most tokens to emit; one number, or one a row.
+        sampling: how to draw; the default is greedy.
+        key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
+            key and prompt alone. None: ``jax.random.key(0)``.
+        eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None:
+            the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
+        rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
+    """
+
+    max_new_tokens: Any = 64
+    sampling: Sampling = Sampling(temperature=0.0)
+    key: jax.Array | None = None
+    eos_token_ids: Sequence[Any] | None = None
+    rule: Rule = "block"
+
+    def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
+        """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
+        if self.rule not in CHAIN_RULES:
+            raise InputError(f"rule={self.rule!r}: must be one of {', '.join(CHAIN_RULES)}")
+        return CheckedOptions(
+            limits=self._limits(batch),
+            keys=self._row_keys(batch),
+            eos=self._end_tokens(config, batch),
+        )
+
+    def _limits(self, batch: int) -> np.ndarray:
+        limits = np.asarray(self.max_new_tokens)
+        if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows"
+            )
+        return np.broadcast_to(limits, (batch,)).astype(np.int64)
+
+    def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
+        ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
+        if isinstance(ids, int | str):
+            raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as ({ids},)")
+        by_row = any(isinstance(entry, Sequence | np.ndarray) for entry in ids)
+        rows: list[list[Any]] = [list(row) for row in ids] if by_row else [list(ids)] * batch  # pyright: ignore[reportArgumentType]
+        if len(rows) != batch:
+            raise InputError(f"eos_token_ids: {len(rows)} sequences; give one, or one for each of the {batch} rows")
+        for row in rows:
+            if bad := [i for i in row if not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size]:
+                raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
+        width = max(map(len, rows))
+        return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
+
+    def _row_keys(self, batch: int) -> jax.Array:
+        key = jax.random.key(0) if self.key is None else self.key
+        if not isinstance(key, jax.Array) or (key.ndim == 0 and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
+            raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
+            key = jax.random.wrap_key_data(key)
+        key = _as_threefry(key)
+        if key.ndim == 0:
+            return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
+        if key.shape != (batch,):
+            raise InputError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
+        return key
+
+
+@dataclass(frozen=True)
+class CheckedOptions:
+    """What `GenerationOptions.check` makes of the options of B rows.
+
+    Attributes:
+        limits: ``[B]`` int64 most tokens to emit.
+        keys: ``[B]`` random keys.
+        eos: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
+    """
+
+    limits: np.ndarray
+    keys: jax.Array
+    eos: np.ndarray
+
+
+def _as_threefry(key: jax.Array) -> jax.Array:
+    """``key`` itself, or one of JAX's default kind made from it.
+
+    Keys of the kind "rbg" draw other numbers under ``vmap`` than alone, so that a row would depend on its neighbours.
+    """
+    if str(jax.random.key_impl(key)) == "threefry2x32":
+        return key
+    words = jax.random.key_data(key)
+    start = jax.random.wrap_key_data(words[..., :2], impl="threefry2x32")
+
+    def fold(key: jax.Array, words: jax.Array) -> jax.Array:
+        for word in words:
+            key = jax.random.fold_in(key, word)
+        return key
+
+    return fold(start, words[2:]) if key.ndim == 0 else jax.vmap(fold)(start, words[:, 2:])
+
+
+def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts ``[B, P]`` and their lengths ``[B]``. Raises InputError, which names what is wrong with them."""
+    try:
+        tokens = np.asarray(tokens)
+    except ValueError:
+        raise InputError(
+            "tokens: rows of different lengths; right-pad them (specjax.text.pad gives tokens and lengths)"
+        ) from None
+    if tokens.size == 0:
+        raise InputError("tokens: empty prompt; every row needs at least 1 token (begin with the bos token)")
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
+        raise InputError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
+    batch, width = tokens.shape
+    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+        raise InputError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
+    if lengths.min() < 1:
+        raise InputError(f"lengths={lengths.min()}: empty prompt; every row needs at least 1 token")
+    if lengths.max() > width:
+        raise InputError(f"lengths={lengths.max()}: longer than the prompts' width {width}")
+    inside = np.arange(width)[None] < lengths[:, None]
+    bad = tokens[inside & ((tokens < 0) | (tokens >= vocab_size))]
+    if bad.size:
+        raise InputError(f"tokens: id {bad[0]} is outside the vocabulary of {vocab_size} tokens; is it the target's tokenizer?")
+    return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
+
+
+_SMALLEST_BUCKET = 16
+
+
+def bucket(size: int) -> int:
+    """``size`` rounded up to a power of two or to one and a half times one: 16, 24, 32, 48, 64, 96, …
+
+    Programs are compiled for sizes. With few sizes, prompts of many lengths share a few programs.
+    """
+    power = _SMALLEST_BUCKET
+    while power < size:
+        if size <= power * 3 // 2:
+            return power * 3 // 2
+        power *= 2
+    return power
