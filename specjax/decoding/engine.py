@@ -132,7 +132,7 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
 
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
         output, new = target.score(tokens, taps=taps, with_logits=False)
-        cache = cache.append(new, committed)
+        cache = cache.append(new, committed, after=output.hidden)
         return cache, absorb(state, tokens, following, output, cache, committed)
 
     chunks = -(-width // PREFILL_CHUNK)
@@ -191,7 +191,7 @@ def advance(
     scored = _score(target, drafter, draft, state, verify_keys, rule)
     accepted = scored.verdict.count - 1
     verdict, done = _cut(scored.verdict, scored.emitted, state)
-    cache = state.cache.append(scored.entries, verdict.count)
+    cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     seen = Seen(
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
         following=scored.emitted,
@@ -273,7 +273,8 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
             nodes=jnp.asarray(nodes),
         )
 
-    parts, counts = cache_parts(cache.capacity), drafter.node_counts
+    parts, full = cache_parts(cache.capacity), draft.tokens.shape[1]
+    counts = drafter.node_counts if drafter.draft.nodes == full else (full,)
     if len(parts) * len(counts) == 1:
         return branch(*parts, *counts)
     part = jnp.sum(jnp.asarray(parts) < jnp.max(jnp.where(state.done, 0, cache.length)))

@@ -51,7 +51,7 @@ class Draft:
         valid: jax.Array | None = None,
         levels: int | None = None,
     ) -> "Draft":
-        """A tree of ``tokens [B, N]``: ``parents`` is a numpy array ``[N]``, known before tracing, or a JAX array ``[B, N]``."""
+        """A tree of ``tokens [B, N]``; ``parents`` are numpy ``[N]``, known before tracing, or a JAX array ``[B, N]``."""
         if isinstance(parents, np.ndarray):
             return cls(tokens=tokens, topology=tuple(parents.tolist()), q=q, valid=valid)
         return cls(tokens=tokens, grown=parents, q=q, valid=valid, levels=levels)

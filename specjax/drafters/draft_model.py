@@ -153,7 +153,7 @@ class DraftModel(Drafter):
         if self.draft.read_slots:
             # A chain's nodes were read in the order of its path.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
-            cache = cache.append(path, accepted - behind)
+            cache = cache.append(path, accepted - behind, after=draft.tokens)
         return DraftModelState(
             cache=cache,
             last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],

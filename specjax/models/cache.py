@@ -101,11 +101,17 @@ class KVCache:
         """The cache of the layers from ``start`` up to, and without, ``stop``."""
         return replace(self, layers=self.layers[start:stop])
 
-    def append(self, new: Sequence[Entry], count: Int[Array, " B"]) -> "KVCache":
+    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
         """Commit the first ``count [B]`` of each row's ``new`` entries, ``n`` a row.
 
         What does not fit is dropped, never clamped onto live slots.
+
+        Args:
+            new: by layer.
+            count: 0 leaves a row as it is.
+            after: ``[B, …]`` any array that was worked out from everything that was read of this cache: the write waits for it.
         """
+        count = _known_after(count, after)
         step = jnp.arange(new[0][0].shape[2])[None]
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
@@ -121,3 +127,13 @@ def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Ar
 
     # Mapped over rows and heads, so that a mesh which splits them needs no exchange.
     return jax.vmap(jax.vmap(one, in_axes=(0, None, 0)))(buffer, slots, values)
+
+
+def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
+    """``count``, in a way that the compiler can only work out once ``read [B, …]`` is known.
+
+    XLA updates a buffer in place where the write waits for every read of it, and otherwise copies the whole buffer first.
+    What is written depends on ``count``, and what was read is in ``read``: this makes the one wait for the other.
+    """
+    first = read.reshape(read.shape[0], -1)[:, 0]
+    return count + (jnp.abs(jnp.sign(first)) > 1)  # which is never true

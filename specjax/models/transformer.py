@@ -214,7 +214,7 @@ class Target:
         if cache is None:
             return output, None
         count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-        return output, cache.append(new, _known_after(count, output.hidden))
+        return output, cache.append(new, count, after=output.hidden)
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
@@ -224,13 +224,3 @@ class Target:
 def default_dtype() -> Any:
     """float32 on CPU, bfloat16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-
-
-def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
-    """``count``, in a way that the compiler can only work out once ``read [B, …]`` is known.
-
-    XLA updates a buffer in place where the write waits for every read of it, and otherwise copies the whole buffer first.
-    What is written depends on ``count``, and what was read is in ``read``: this makes the one wait for the other.
-    """
-    first = read.reshape(read.shape[0], -1)[:, 0]
-    return count + (jnp.abs(jnp.sign(first)) > 1)  # which is never true

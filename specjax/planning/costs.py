@@ -139,9 +139,8 @@ def _score(target: Target, cache: KVCache, nodes: int, slots: int, passes: int) 
         tokens, cache = carry
         output, new = target.score(tokens, cache.first(slots))
         assert output.logits is not None
-        likeliest = argmax(output.logits)
-        count = jnp.where(likeliest[:, 0] >= 0, nodes, 0)  # all of them; like a verdict, it is known after the pass
-        return likeliest, replace(cache.append(new, count), length=cache.length)
+        written = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
+        return argmax(output.logits), replace(written, length=cache.length)
 
     tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]

@@ -50,7 +50,7 @@ def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
     """One token at a time, the whole text read again each time, no cache."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
-        padded = np.zeros((1, 64), np.int32)
+        padded = np.zeros((1, 96), np.int32)
         padded[0, : len(tokens)] = tokens
         logits = forward(target, padded).logits
         tokens.append(int(jnp.argmax(logits[0, len(tokens) - 1])))

@@ -23,7 +23,7 @@ def test_appending_the_entries_of_a_path() -> None:
     cache = filled([0, 2, 4])
     new = [(1000 + numbers(6), -1000 - numbers(6))] * 2
     path = jnp.array([[0, 2, 5], [0, 3, -1], [0, 1, 3]])
-    kept = cache.append(gather_entries(new, path), jnp.array([3, 2, 0]))
+    kept = cache.append(gather_entries(new, path), jnp.array([3, 2, 0]), after=path)
     np.testing.assert_array_equal(kept.length, [3, 4, 4])
     for keys, values in kept.layers:
         np.testing.assert_array_equal(keys[0, 0, :, 0], [1000, 1002, 1005, 3, 4, 5, 6, 7])
@@ -35,7 +35,7 @@ def test_appending_the_entries_of_a_path() -> None:
 def test_appending_beyond_the_capacity_is_dropped_and_touches_no_other_row() -> None:
     new = jnp.arange(1.0, 4.0)[None, None, :, None] * jnp.ones((B, 1, 3, 2))
     cache = KVCache.create(PARTS, layers=1, batch=B, capacity=S).replace(length=jnp.array([0, 6, 9]))
-    written = cache.append([(new, -new)], jnp.full(B, 3))
+    written = cache.append([(new, -new)], jnp.full(B, 3), after=jnp.zeros(B))
     keys, values = (buffer[:, 0, :, 0] for buffer in written.layers[0])
     np.testing.assert_array_equal(keys[0], [1, 2, 3, 0, 0, 0, 0, 0])
     np.testing.assert_array_equal(keys[1], [0, 0, 0, 0, 0, 0, 1, 2])
@@ -47,7 +47,7 @@ def test_an_entry_may_have_parts_of_different_sizes() -> None:
     """A latent shared by all heads and a small rotary key, as in DeepSeek's attention."""
     cache = KVCache.create(((1, 6), (1, 2)), layers=1, batch=2, capacity=4)
     new = [(jnp.ones((2, 1, 1, 6)), jnp.full((2, 1, 1, 2), 2.0))]
-    written = cache.append(new, jnp.array([1, 0]))
+    written = cache.append(new, jnp.array([1, 0]), after=jnp.zeros(2))
     assert [part[:, 0, 0].tolist() for part in written.layers[0]] == [[[1.0] * 6, [0.0] * 6], [[2.0] * 2, [0.0] * 2]]
 
 
@@ -71,7 +71,7 @@ def test_appending_copies_no_buffer() -> None:
     path, count = jnp.array([[0, 2, 5], [0, 3, 4], [0, 1, 3]]), jnp.array([3, 2, 0])
 
     def keep(cache, new, path, count):
-        return cache.append(gather_entries(new, path), count)
+        return cache.append(gather_entries(new, path), count, after=path)
 
     compiled = jax.jit(keep, donate_argnums=0).lower(cache, new, path, count).compile()
     buffer = cache.layers[0][0]
