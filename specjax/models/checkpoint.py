@@ -31,6 +31,17 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 
 
+def float_type(dtype: Any) -> np.dtype:
+    """The floating-point type that ``dtype`` names. Raises `CheckpointError` when it names none."""
+    try:
+        known = jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # numpy reads a small language here
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise CheckpointError(f"dtype={show(dtype)}: must be a floating-point type such as float32 or bfloat16")
+    return known
+
+
 def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a checkpoint, by name. Reads headers only."""
     with _open_tensors(directory) as tensors:
@@ -64,7 +75,7 @@ def read(
         CheckpointError: a file is missing or damaged; a tensor is missing, left over, or of another shape or type than
             declared. All of it is checked before any weight is read.
     """
-    dtype = _float_type(dtype)
+    dtype = float_type(dtype)
     with _open_tensors(directory) as tensors:
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
 
@@ -101,6 +112,7 @@ def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any],
         raise CheckpointError(f"{directory} is a file: save to a directory")
     if (directory / INDEX).exists():
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
+    dtype = None if dtype is None else float_type(dtype)
 
     def stored(param: Param, leaf: jax.Array) -> np.ndarray:
         array = np.asarray(jax.device_get(leaf)).astype(param.dtype or dtype or leaf.dtype, copy=False)
@@ -134,16 +146,6 @@ def replacing(directory: Path) -> Iterator[Path]:
             scratch.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _float_type(dtype: Any) -> np.dtype:
-    try:
-        known = jnp.dtype(dtype)
-    except (TypeError, ValueError, SyntaxError):  # numpy reads a small language here
-        known = None
-    if known is None or not jnp.issubdtype(known, jnp.floating):
-        raise CheckpointError(f"dtype={show(dtype)}: must be a floating-point type such as float32 or bfloat16")
-    return known
 
 
 @contextmanager

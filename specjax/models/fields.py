@@ -72,6 +72,7 @@ def show(value: Any) -> str:
 
 
 _BRIEF = reprlib.Repr()
+_BRIEF.maxdict = 2
 _BRIEF.maxstring = _BRIEF.maxlong = _BRIEF.maxother = 60
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.assets import embedded
@@ -82,7 +81,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _TOKEN = whole(0, 9_999_999, default=None)
 _TOKENS = Field(
-    "a token id, or a list of token ids",
+    "a token id from 0 to 9,999,999, or a list of them",
     lambda value: all(map(_TOKEN.accepts, value if type(value) is list else [value])),
     default=None,
 )
@@ -307,7 +306,7 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
         directory,
         declarations.declare(config),
         dtype,
-        what=_described(config),
+        what=f"a {config.model_type} model with this config.json",
         ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings),
         mesh=mesh,
         units=config.axis_units,
@@ -318,16 +317,12 @@ def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None
     """Write config.json, generation_config.json and model.safetensors; other files there stay.
 
     Raises:
-        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights.
+        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights; or ``dtype`` is none.
     """
-    content = format_config(config, jnp.dtype(dtype or params["embed"].dtype).name)
+    content = format_config(config, checkpoint.float_type(dtype or params["embed"].dtype).name)
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     files = {"generation_config.json": generation, "config.json": content}
     checkpoint.write(directory, declarations.declare(config), params, files, dtype)
-
-
-def _described(config: ModelConfig) -> str:
-    return f"a {config.model_type} model with this config.json"
 
 
 def _compare_sizes(directory: Path, config: ModelConfig) -> None:

@@ -124,7 +124,7 @@ CONFIG_FAULTS = [
     ({"dtype": 32}, "dtype=32: must be one of float32"),
     ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),
     ({"pad_token_id": []}, r"pad_token_id=\[\]"),
-    ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id, or a list of token ids"),
+    ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them"),
     ({"eos_token_id": [1, "2"]}, "eos_token_id="),
     ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
     ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 .* attention here reads the whole context"),
@@ -157,7 +157,7 @@ HEADER_FAULTS = [
     ({"vocab_size": 12}, "vocab_size=12 and hidden_size=16, but the embedding is 11 x 16"),
     ({"num_hidden_layers": 10_000}, "num_hidden_layers=10000, but the tensors are of 3 layers"),
     ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the tensors are of 3 layers"),
-    ({"intermediate_size": 25}, r"'model.layers.0.mlp.gate_proj.weight' has shape \(24, 16\)"),
+    ({"intermediate_size": 25}, r"'model.layers.0.mlp.down_proj.weight' has shape \(16, 24\)"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_sizes_are_compared_with_the_headers(checkpoint, monkeypatch, change, me
 
 GENERATION_FAULTS = [
     ("[]", "generation_config.json must hold a JSON object, not a list"),
-    ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id='</s>': must be a token id, or a list of token ids"),
+    ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id='</s>': must be a token id from 0 to 9,999,999"),
     ('{"eos_token_id": [3, 11]}', "generation_config.json: eos_token_id=11: must be below the model's vocab_size=11"),
 ]
 
@@ -260,6 +260,8 @@ def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:
     for dtype in ("nonsense", "int32"):
         with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
             Target.from_pretrained(checkpoint, dtype)
+        with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
+            tiny_target().save_pretrained(checkpoint, dtype)
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
