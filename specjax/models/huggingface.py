@@ -1,28 +1,35 @@
-"""Hugging Face checkpoints: read them with every check before the first byte of weights, and write them.
+"""Hugging Face checkpoints of whole models: where they lie, and what their config.json says.
 
 Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
-the field, its value and the mend.
+the field, its value and the mend. The tensors themselves are read and written by `specjax.models.checkpoint`.
 """
 
-import json
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from specjax.assets import embedded
 from specjax.errors import InputError
+from specjax.models import checkpoint
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.params import Param, Params
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    check_fields,
+    flag,
+    mapping,
+    number,
+    read_json,
+    show,
+    text,
+    texts,
+    whole,
+)
+from specjax.models.params import Params
 
 _ARCHITECTURES: dict[str, str] = {
     "llama": "LlamaForCausalLM",
@@ -32,28 +39,6 @@ _ARCHITECTURES: dict[str, str] = {
 }
 SUPPORTED = tuple(_ARCHITECTURES)
 """The model types that can be loaded."""
-_ROPE_KEYS = {  # Hugging Face's name -> ours
-    "factor": "factor",
-    "original_max_position_embeddings": "original_max_positions",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-}
-_ROPE_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-
-
-class CheckpointError(InputError):
-    """A checkpoint that cannot be used, and what to do about it."""
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -70,145 +55,210 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     kind, _, which = str(path).partition(":")
     if kind == "embedded":
         return embedded(which or "target")
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    text = str(path)
-    if directory.is_absolute() or text.startswith(".") or text.count("/") != 1:
-        raise CheckpointError(f"{text!r} is not a directory, nor a hub id of the form owner/name")
+    name = str(path)
+    try:
+        directory = Path(path).expanduser()
+        if directory.is_dir():
+            return directory
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
+        raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
+    if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
     try:  # "consolidated" is a second copy of the weights, in another layout
-        return Path(snapshot_download(text, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(
-            f"{text!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
+            f"{name!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
             "check the spelling, the network, and for gated models the login"
         ) from error
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_TOKEN = whole(0, 9_999_999, default=None)
+_TOKENS = Field(
+    "a token id from 0 to 9,999,999, or a list of them",
+    lambda value: all(map(_TOKEN.accepts, value if type(value) is list else [value])),
+    default=None,
+)
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `CheckpointError` when it is missing or is not one."""
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: give a directory in Hugging Face format") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): download it again") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
+_FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small enough to reckon with
+    "model_type": text(*SUPPORTED),
+    "vocab_size": whole(1, 10_000_000),
+    "hidden_size": whole(1, 1_000_000),
+    "intermediate_size": whole(1, 10_000_000),
+    "num_hidden_layers": whole(1, 10_000),
+    "num_attention_heads": whole(1, 100_000),
+    "num_key_value_heads": whole(1, 100_000, default=None),
+    "head_dim": whole(2, 100_000, default=None),
+    "max_position_embeddings": whole(1, 1_000_000_000),
+    "rms_norm_eps": number(1e-12, 0.1, default=1e-6),
+    "hidden_act": text("silu", "swish", default="silu"),
+    "tie_word_embeddings": flag(default=None),
+    "attention_bias": flag(default=None),
+    "mlp_bias": flag(default=None),
+    "rope_theta": number(2, 1e12, default=None),
+    "rope_scaling": mapping(default=None),
+    "rope_parameters": mapping(default=None),
+    "partial_rotary_factor": number(1, 1, default=None),
+    "sliding_window": whole(1, 1_000_000_000, default=None),
+    "use_sliding_window": flag(default=None),
+    "layer_types": texts(default=None),
+    "bos_token_id": _TOKEN,
+    "eos_token_id": _TOKENS,
+    "pad_token_id": whole(-1, 9_999_999, default=None),
+    "dtype": text(*_DTYPES, default=None),
+    "torch_dtype": text(*_DTYPES, default=None),
+    "quantization_config": Field("left out: use the unquantised checkpoint", lambda _: False, default=None),
+}
+_FAMILY: dict[str, dict[str, Any]] = {  # what transformers takes where a family leaves a field out
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32_768},
+    "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
+}
+_GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
+
+_ROPE_NUMBERS: dict[str, tuple[str, Field]] = {  # Hugging Face's name -> ours
+    "factor": ("factor", number(0.001, 1e6, default=None)),
+    "original_max_position_embeddings": ("original_max_positions", whole(1, 1_000_000_000, default=None)),
+    "low_freq_factor": ("low_freq_factor", number(0.001, 1e6, default=None)),
+    "high_freq_factor": ("high_freq_factor", number(0.001, 1e6, default=None)),
+    "beta_fast": ("beta_fast", number(0.001, 1e6, default=None)),
+    "beta_slow": ("beta_slow", number(0.001, 1e6, default=None)),
+    "attention_factor": ("attention_factor", number(0.001, 1000, default=None)),
+    "mscale": ("mscale", number(0, 1000, default=None)),
+    "mscale_all_dim": ("mscale_all_dim", number(0, 1000, default=None)),
+    "truncate": ("truncate", flag(default=None)),
+}
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_ROPE_FIELDS: dict[str, Field] = {
+    "rope_type": text(*_ROPE_NEEDS, default=None),
+    "type": text(*_ROPE_NEEDS, default=None),  # its name before transformers 4.45
+    "rope_theta": _FIELDS["rope_theta"],
+    "partial_rotary_factor": _FIELDS["partial_rotary_factor"],
+    **{name: field for name, (_, field) in _ROPE_NUMBERS.items()},
+}
 
 
 def read_config(directory: Path) -> ModelConfig:
     """Read config.json (and the end-of-sequence ids of generation_config.json).
 
     Raises:
-        CheckpointError: the model type, RoPE type, activation or attention layout is not supported, or a field is missing.
+        CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
     """
     path = directory / "config.json"
-    raw = read_json(path)
+    config = parse_config(read_json(path), str(path))
     generation = directory / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.exists() else None
-    return parse_config(raw if eos is None else raw | {"eos_token_id": eos}, str(path))
+    if not generation.exists():
+        return config
+    eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
+    return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """`ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED:
-        raise CheckpointError(f"{source}: model_type={model_type!r} is not supported; supported are {', '.join(SUPPORTED)}")
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in required if not isinstance(raw.get(name), int)]:
-        raise CheckpointError(f"{source}: {', '.join(missing)} missing or not a whole number")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{source}: hidden_act={raw['hidden_act']!r} is not supported; these families use 'silu'")
-    if (partial := raw.get("partial_rotary_factor")) not in (None, 1.0):
-        raise CheckpointError(f"{source}: partial_rotary_factor={partial} is not supported; it must be 1.0")
-    if "quantization_config" in raw:
-        raise CheckpointError(f"{source}: quantization_config is not supported; use the unquantised checkpoint")
-    _refuse_sliding_window(raw, model_type, source)
-
-    heads = raw["num_attention_heads"]
-    rope = _parse_rope(raw, source)
-    max_positions = _max_positions(raw, model_type)
+    model_type = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
+    fields = check_fields(_FAMILY[model_type] | raw, _FIELDS, source)
+    hidden, heads, head_dim = fields["hidden_size"], fields["num_attention_heads"], fields["head_dim"]
+    if head_dim is None and hidden % heads:
+        raise CheckpointError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
+    rope = _parse_rope(fields, source)
+    max_positions = fields["max_position_embeddings"]
     if rope.kind == "yarn" and rope.original_max_positions is not None:
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
-    attention_bias = bool(raw.get("attention_bias", False)) and model_type in ("llama", "qwen3")
-    eos = raw.get("eos_token_id")
+    _refuse_windows(fields, max_positions, source)
+    eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
+    if (bos := fields["bos_token_id"]) is not None:
+        _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
+    attention_bias = bool(fields["attention_bias"]) and model_type in ("llama", "qwen3")
     try:
         return ModelConfig(
             model_type=model_type,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
+            vocab_size=fields["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=fields["intermediate_size"],
+            num_layers=fields["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or (128 if model_type == "qwen3" else raw["hidden_size"] // heads),
+            num_kv_heads=fields["num_key_value_heads"] or heads,
+            head_dim=head_dim or hidden // heads,
             max_positions=max_positions,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            norm_eps=fields["rms_norm_eps"],
             rope=rope,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(fields["tie_word_embeddings"]),
             qkv_bias=model_type == "qwen2" or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=bool(raw.get("mlp_bias", False)) and model_type == "llama",
+            mlp_bias=bool(fields["mlp_bias"]) and model_type == "llama",
             qk_norm=model_type == "qwen3",
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            bos_token_id=bos,
+            eos_token_ids=eos,
         )
-    except ValueError as error:
+    except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
 
 
-def _max_positions(raw: dict[str, Any], model_type: str) -> int:
-    defaults = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}  # transformers' own
-    return raw.get("max_position_embeddings") or defaults[model_type]
+def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> None:
+    if token >= vocab_size:
+        raise CheckpointError(f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}")
 
 
-def _refuse_sliding_window(raw: dict[str, Any], model_type: str, source: str) -> None:
-    """Refuse attention that forgets: a rejected draft would already have pushed live entries out of the window."""
-    window = raw.get("sliding_window", 4096 if model_type == "mistral" else None)
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
-    windowed = bool(raw.get("use_sliding_window", False)) if model_type.startswith("qwen") else window is not None
-    if layer_types != {"full_attention"}:
-        windowed = True
-    elif window is not None and window >= _max_positions(raw, model_type):
+def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
+    tokens = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in tokens:
+        _check_vocabulary("eos_token_id", token, vocab_size, source)
+    return tokens
+
+
+def _refuse_windows(fields: dict[str, Any], max_positions: int, source: str) -> None:
+    """Refuse layers that see only the newest tokens: attention here reads the whole context."""
+    window, kinds = fields["sliding_window"], set(fields["layer_types"] or ["full_attention"])
+    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"{source}: layer_types has {show(others[0])}: only 'full_attention' is supported")
+    windowed = bool(fields["use_sliding_window"]) if fields["model_type"].startswith("qwen") else window is not None
+    if window is not None and window >= max_positions:
         windowed = False
-    if windowed:
+    if windowed or "sliding_attention" in kinds:
         raise CheckpointError(
-            f"{source}: sliding_window={window} with layer types {', '.join(sorted(layer_types))} is not supported: a "
-            "windowed cache cannot be rolled back. If the context you need is shorter than the window, set "
-            '"sliding_window": null (and "use_sliding_window": false) in config.json'
+            f"{source}: sliding_window={window} with layer types {', '.join(sorted(kinds))} is not supported: attention here "
+            "reads the whole context, windows are not implemented yet. If the context you need is shorter than the window, "
+            'set "sliding_window": null, "use_sliding_window": false and "layer_types": null in config.json'
         )
 
 
-def _parse_rope(raw: dict[str, Any], source: str) -> Rope:
+def _parse_rope(fields: dict[str, Any], source: str) -> Rope:
     """Both layouts: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` of transformers 5."""
-    scaling: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _ROPE_REQUIRED:
-        raise CheckpointError(f"{source}: rope type {kind!r} is not supported; supported are {', '.join(_ROPE_REQUIRED)}")
-    if missing := [name for name in _ROPE_REQUIRED[kind] if scaling.get(name) is None]:
-        raise CheckpointError(f"{source}: rope type {kind!r} needs {', '.join(missing)}")
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    place = "rope_parameters" if fields["rope_parameters"] else "rope_scaling"
+    scaling = check_fields(fields[place] or {}, _ROPE_FIELDS, source, f"{place}.")
+    kind = scaling["rope_type"] or scaling["type"] or "default"
+    if missing := [name for name in _ROPE_NEEDS[kind] if scaling[name] is None]:
+        raise CheckpointError(f"{source}: {place}: rope type {kind!r} needs {', '.join(missing)}")
+    theta = float(scaling["rope_theta"] or fields["rope_theta"] or 10000.0)
     if kind == "default":
         return Rope(theta=theta)
-    fields = {ours: scaling[name] for name, ours in _ROPE_KEYS.items() if scaling.get(name) is not None}
-    fields.setdefault("original_max_positions", raw.get("max_position_embeddings", 2048))
-    return Rope(theta=theta, kind=kind, **fields)
+    given = {ours: scaling[name] for name, (ours, _) in _ROPE_NUMBERS.items() if scaling[name] is not None}
+    given.setdefault("original_max_positions", fields["max_position_embeddings"])
+    rope = Rope(theta=theta, kind=kind, **given)
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if getattr(rope, low) >= getattr(rope, high):
+            raise CheckpointError(f"{source}: {place}.{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}")
+    return rope
 
 
 def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The fields of config.json; `parse_config` reads them back to an equal `ModelConfig`."""
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":
-        rope |= {name: value for name, ours in _ROPE_KEYS.items() if (value := getattr(config.rope, ours)) is not None}
+        rope |= {name: value for name, (ours, _) in _ROPE_NUMBERS.items() if (value := getattr(config.rope, ours)) is not None}
     raw = {
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
@@ -248,107 +298,46 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
     """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor.
 
     Raises:
-        CheckpointError: a file is missing or truncated, a tensor is missing, left over, or of another shape than
-            config.json says. All of it is checked before any weight is read.
+        CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
+            checked before any weight is read.
     """
-    declared = declarations.declare(config)
-    with _open_tensors(directory) as tensors:
-        _check_tensors(tensors, jax.tree.leaves(declared), config, directory)
-
-        def read(param: Param, part: tuple[slice, ...]) -> np.ndarray:
-            stored = tensors[param.name]
-            values = stored[part[::-1]].T if param.transposed else stored[part]
-            return np.ascontiguousarray(values, dtype)
-
-        if mesh is None:
-            return jax.tree.map(lambda param: jax.numpy.asarray(read(param, (slice(None),) * len(param.shape))), declared)
-
-        def load(param: Param, sharding: jax.sharding.Sharding) -> jax.Array:
-            return jax.make_array_from_callback(param.shape, sharding, lambda part: read(param, part or ()))
-
-        return jax.tree.map(load, declared, declarations.shardings(config, mesh))
-
-
-@contextmanager
-def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """Lazy slices of all tensors of a checkpoint, by name, from one file or from the shards that an index lists."""
-    index = directory / "model.safetensors.index.json"
-    files = sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else ["model.safetensors"]
-    if missing := [name for name in files if not (directory / name).is_file()]:
-        raise CheckpointError(f"{directory} lacks {', '.join(missing)}: download the checkpoint again, in safetensors format")
-    tensors: dict[str, Any] = {}
-    handles = []
-    try:
-        for name in files:
-            try:
-                handle = safe_open(directory / name, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{directory / name} is truncated or damaged ({error}): download it again") from None
-            handles.append(handle)
-            tensors |= {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
-        yield tensors
-    finally:
-        for handle in handles:
-            handle.__exit__(None, None, None)
-
-
-def _check_tensors(tensors: dict[str, Any], declared: list[Param], config: ModelConfig, directory: Path) -> None:
-    names = {param.name for param in declared}
-    if missing := sorted(names - tensors.keys()):
-        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first {missing[0]!r}: is a shard lost?")
-    for param in declared:
-        shape = tuple(tensors[param.name].get_shape())
-        if shape != param.stored_shape:
-            raise CheckpointError(f"{directory}: {param.name} has shape {shape}, but config.json says {param.stored_shape}")
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set()
-    extra = sorted(n for n in tensors.keys() - names - ignored if not n.endswith("rotary_emb.inv_freq"))
-    if extra:
-        raise CheckpointError(
-            f"{directory}: {extra[0]!r} is no part of a {config.model_type} model with this config.json "
-            f"({len(extra)} such tensors); leaving it out would change the outputs"
-        )
+    _compare_sizes(directory, config)
+    return checkpoint.read(
+        directory,
+        declarations.declare(config),
+        dtype,
+        what=f"a {config.model_type} model with this config.json",
+        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings),
+        mesh=mesh,
+        units=config.axis_units,
+    )
 
 
 def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None) -> None:
     """Write config.json, generation_config.json and model.safetensors; other files there stay.
 
     Raises:
-        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights.
+        CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights; or ``dtype`` is none.
     """
-    if (directory / "model.safetensors.index.json").exists():
-        raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
-    declared = jax.tree.leaves(declarations.declare(config))
-
-    def stored(param: Param, leaf: jax.Array) -> np.ndarray:
-        array = np.asarray(jax.device_get(leaf)).astype(dtype or leaf.dtype, copy=False)
-        return np.ascontiguousarray(array.T if param.transposed else array)
-
-    arrays = {param.name: stored(param, leaf) for param, leaf in zip(declared, jax.tree.leaves(params), strict=True)}
-    content = format_config(config, arrays[declared[0].name].dtype.name)
+    content = format_config(config, checkpoint.float_type(dtype or params["embed"].dtype).name)
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
-    with replacing(directory) as scratch:
-        save_file(arrays, scratch / "model.safetensors", metadata={"format": "pt"})
-        (scratch / "model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
-        (scratch / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-        (scratch / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    files = {"generation_config.json": generation, "config.json": content}
+    checkpoint.write(directory, declarations.declare(config), params, files, dtype)
 
 
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A scratch directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
-
-    Where ``directory`` exists its files are replaced one by one, config.json last: a reader that is let in between sees
-    the old configuration with new weights, and the check of shapes catches it.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-    try:
-        yield scratch
-        if directory.exists():
-            for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
-                file.replace(directory / file.name)
-        else:
-            scratch.chmod(0o755)
-            scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+def _compare_sizes(directory: Path, config: ModelConfig) -> None:
+    """Compare config.json's main sizes with the tensors' headers, before declarations are made after them."""
+    stored = checkpoint.stored_shapes(directory)
+    matches = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in stored)
+    layers = max((int(match[1]) + 1 for match in matches if match), default=0)
+    if layers and layers != config.num_layers:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: num_hidden_layers={config.num_layers}, but the tensors are of {layers} layers: "
+            "give the configuration and the weights of one model"
+        )
+    embedding = stored.get("model.embed_tokens.weight", ())
+    if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
+            f"embedding is {embedding[0]} x {embedding[1]}: give the configuration and the weights of one model"
+        )

@@ -32,6 +32,7 @@ class Param:
         init: how a new model starts.
         stddev: of a normal ``init``.
         transposed: the checkpoint holds the transpose.
+        dtype: of this parameter, whatever the others' is: an index table is "int32". None: that of the model.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Param:
     init: Literal["normal", "ones", "zeros"] = "normal"
     stddev: float = 0.02
     transposed: bool = False
+    dtype: str | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -47,7 +49,8 @@ class Param:
         return self.shape[::-1] if self.transposed else self.shape
 
     def initialise(self, key: jax.Array, dtype: Any) -> jax.Array:
-        """A random value of this parameter; consumes ``key``."""
+        """A random value of this parameter, in ``dtype`` unless it has its own; consumes ``key``."""
+        dtype = self.dtype or dtype
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specjax.config import ConfigError, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
 from specjax.models import huggingface
+from specjax.models.checkpoint import replacing
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.training import data
@@ -185,7 +186,7 @@ def _claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
     """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens."""
     stored = output / "data.sha256"
     if not stored.exists():
-        with huggingface.replacing(output) as scratch:
+        with replacing(output) as scratch:
             (scratch / "data.sha256").write_text(fingerprint)
             (scratch / "config.yaml").write_text(dump_yaml(config))
     elif stored.read_text() != fingerprint:
@@ -309,6 +310,6 @@ def _export(directory: Path, model: Target, dtype: Any, tokenizer: tokenizers.To
             clean_up_tokenization_spaces=False,
             model_max_length=model.config.max_positions,
         )
-    with huggingface.replacing(directory) as scratch:
+    with replacing(directory) as scratch:
         exported.save_pretrained(scratch)
     return directory

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from specjax.models import checkpoint as checkpoint_module
 from specjax.models import huggingface
 from specjax.models.config import Rope
 from specjax.models.huggingface import CheckpointError
@@ -94,19 +95,52 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
 
 
 CONFIG_FAULTS = [
-    ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported are llama, mistral, qwen2, qwen3"),
-    ({"model_type": "remove"}, "model_type=None"),
-    ({"hidden_size": "remove"}, "hidden_size missing"),
+    ({"model_type": "mamba"}, "model_type='mamba': must be one of llama, mistral, qwen2, qwen3"),
+    ({"model_type": "remove"}, "model_type is missing"),
+    ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
+    ({"hidden_size": "remove"}, "hidden_size is missing: it must be a whole number from 1 to 1,000,000"),
+    ({"hidden_size": [16]}, r"hidden_size=\[16\]: must be a whole number"),
+    ({"hidden_size": True}, "hidden_size=True"),
+    ({"hidden_size": -16}, "hidden_size=-16"),
+    ({"vocab_size": 0}, "vocab_size=0: must be a whole number from 1 to 10,000,000"),
+    ({"num_hidden_layers": 2**63}, "num_hidden_layers=9223372036854775808: must be a whole number from 1 to 10,000"),
+    ({"max_position_embeddings": float("inf")}, "max_position_embeddings=inf"),
+    ({"head_dim": None, "num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_heads=3: give head_dim"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rms_norm_eps": None}, "rms_norm_eps=None: must be a number"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
+    ({"rope_theta": "10000"}, "rope_theta='10000': must be a number"),
+    ({"rope_parameters": "remove", "rope_scaling": "linear"}, "rope_scaling='linear': must be an object"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type='longrope': must be one of default, linear"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_parameters.rope_type=\['yarn'\]"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "rope_parameters.factor=nan"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"quantization_config": {}}, "quantization_config is not supported"),
+    ({"quantization_config": {}}, "quantization_config={}: must be left out: use the unquantised checkpoint"),
     ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64"),
+    ({"dtype": 32}, "dtype=32: must be one of float32"),
+    ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),
+    ({"pad_token_id": []}, r"pad_token_id=\[\]"),
+    ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them"),
+    ({"eos_token_id": [1, "2"]}, "eos_token_id="),
+    ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
+    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 .* attention here reads the whole context"),
     ({"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192}, "sliding_window=4096"),
     ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
+    (  # yarn makes the context longer than the window
+        {
+            "model_type": "mistral",
+            "sliding_window": 512,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        },
+        "sliding_window=512",
+    ),
     ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
+    ({"layer_types": "full_attention"}, "layer_types='full_attention': must be a list of text"),
 ]
 
 
@@ -114,6 +148,56 @@ CONFIG_FAULTS = [
 def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint, change, message) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"never read")
     edit_config(checkpoint, **change)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Target.from_pretrained(checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+HEADER_FAULTS = [
+    ({"vocab_size": 12}, "vocab_size=12 and hidden_size=16, but the embedding is 11 x 16"),
+    ({"num_hidden_layers": 10_000}, "num_hidden_layers=10000, but the tensors are of 3 layers"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the tensors are of 3 layers"),
+    ({"intermediate_size": 25}, r"'model.layers.0.mlp.down_proj.weight' has shape \(16, 24\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HEADER_FAULTS)
+def test_sizes_are_compared_with_the_headers(checkpoint, monkeypatch, change, message) -> None:
+    edit_config(checkpoint, **change)
+    monkeypatch.setattr(np, "ascontiguousarray", None)  # no weight is read
+    with pytest.raises(CheckpointError, match=message):
+        Target.from_pretrained(checkpoint)
+
+
+GENERATION_FAULTS = [
+    ("[]", "generation_config.json must hold a JSON object, not a list"),
+    ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id='</s>': must be a token id from 0 to 9,999,999"),
+    ('{"eos_token_id": [3, 11]}', "generation_config.json: eos_token_id=11: must be below the model's vocab_size=11"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), GENERATION_FAULTS)
+def test_a_generation_config_of_the_wrong_form_is_refused(checkpoint, content, message) -> None:
+    (checkpoint / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        huggingface.read_config(checkpoint)
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert huggingface.read_config(checkpoint).eos_token_ids == (3, 4)
+
+
+INDEX_FAULTS = [
+    ("[]", "index.json must hold a JSON object, not a list"),
+    ("{}", "weight_map=None: must give the file of every tensor"),
+    ('{"weight_map": ["model.safetensors"]}', r"weight_map=\['model.safetensors'\]"),
+    ('{"weight_map": {"lm_head.weight": 1}}', "weight_map={'lm_head.weight': 1}"),
+    ('{"weight_map": {"lm_head.weight": "../outside.safetensors"}}', r"lacks \.\./outside\.safetensors"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), INDEX_FAULTS)
+def test_an_index_of_the_wrong_form_is_refused(checkpoint, content, message) -> None:
+    shutil.copy(checkpoint / "model.safetensors", checkpoint.parent / "outside.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         Target.from_pretrained(checkpoint)
 
@@ -139,14 +223,20 @@ WEIGHT_FAULTS = [
     (lambda path: (path / "model.safetensors").unlink(), "lacks model.safetensors"),
     (lambda path: (path / "config.json").unlink(), "config.json is missing"),
     (lambda path: (path / "config.json").write_text("{"), "config.json is not valid JSON"),
+    (lambda path: (path / "config.json").write_text("[" * 100_000), "config.json is not valid JSON"),
+    (lambda path: (path / "config.json").write_text('{"vocab_size": 1' + "0" * 5000 + "}"), "config.json is not valid JSON"),
     (lambda path: change_tensors(path, lambda t: t.pop("model.norm.weight")), "'model.norm.weight'"),
     (
         lambda path: change_tensors(path, lambda t: t.update({"lm_head.weight": np.zeros((3, 16), np.float32)})),
-        r"lm_head.weight has shape \(3, 16\), but config.json says \(11, 16\)",
+        r"'lm_head.weight' has shape \(3, 16\), but in a llama model with this config.json it is \(11, 16\)",
     ),
     (
         lambda path: change_tensors(path, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.zeros(16)})),
         "'model.layers.0.self_attn.q_proj.bias' is no part of a llama model",
+    ),
+    (
+        lambda path: change_tensors(path, lambda t: t.update({"model.norm.weight": np.zeros(16, np.int8)})),
+        "'model.norm.weight' is of type I8, .*: use the unquantised checkpoint",
     ),
 ]
 
@@ -161,6 +251,17 @@ def test_damaged_checkpoints_are_refused_by_name(checkpoint, damage, message) ->
 def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="not a directory, nor a hub id"):
         Target.from_pretrained(tmp_path / "nothing")
+    for name in ("~nobody-of-this-name/model", "a" * 300 + "/b"):
+        with pytest.raises(CheckpointError, match="is not a directory"):
+            huggingface.locate(name)
+
+
+def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:
+    for dtype in ("nonsense", "int32"):
+        with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
+            Target.from_pretrained(checkpoint, dtype)
+        with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
+            tiny_target().save_pretrained(checkpoint, dtype)
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
@@ -171,7 +272,7 @@ def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch) -> None:
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr(huggingface, "format_config", fail)
+    monkeypatch.setattr(checkpoint_module, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
         tiny_target(seed=2).save_pretrained(path)
     assert (path / "model.safetensors").read_bytes() == before

@@ -1,0 +1,220 @@
+"""Tensors in safetensors files: whatever declares its parameters is read and written here, target or drafter.
+
+The declarations are a tree of `Param`; each knows its published name, its shape and its logical axes. Every check is done on
+the files' headers, before the first byte of weights is read, and nothing is guessed: a tensor that is missing, left over or of
+another shape is refused by name, for each of them would change the outputs.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from specjax import sharding
+from specjax.models.fields import CheckpointError, read_json, show
+from specjax.models.params import Param
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
+
+
+def float_type(dtype: Any) -> np.dtype:
+    """The floating-point type that ``dtype`` names. Raises `CheckpointError` when it names none."""
+    try:
+        known = jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # numpy reads a small language here
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
+        raise CheckpointError(f"dtype={show(dtype)}: must be a floating-point type such as float32 or bfloat16")
+    return known
+
+
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a checkpoint, by name. Reads headers only."""
+    with _open_tensors(directory) as tensors:
+        return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+
+
+def read(
+    directory: Path,
+    declared: Any,
+    dtype: Any,
+    what: str,
+    ignored: Collection[str] = (),
+    mesh: Mesh | None = None,
+    units: Mapping[str, int] | None = None,
+) -> Any:
+    """Read the tensors that ``declared`` names; with a mesh, each device reads only its own slice of every tensor.
+
+    Args:
+        directory: holds ``model.safetensors``, or shards and their index.
+        declared: any pytree with `Param` as leaves.
+        dtype: of the result, but for parameters that have a dtype of their own.
+        what: what the tensors should make up, for errors: "a llama model with this config.json".
+        ignored: patterns (``*`` matches anything) of the names that may be left over.
+        mesh: where to put the result; None is the default device.
+        units: how many indivisible units each logical axis has (see `sharding.partition`).
+
+    Returns:
+        Arrays, in the structure of ``declared``.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; a tensor is missing, left over, or of another shape or type than
+            declared. All of it is checked before any weight is read.
+    """
+    dtype = float_type(dtype)
+    with _open_tensors(directory) as tensors:
+        _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
+
+        def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
+            stored = tensors[param.name]
+            array = stored[part[::-1]].T if param.transposed else stored[part]
+            return np.ascontiguousarray(array, param.dtype or dtype)
+
+        def load(param: Param) -> jax.Array:
+            if mesh is None:
+                return jnp.asarray(values(param, (slice(None),) * len(param.shape)))
+            place = sharding.named(mesh, param.axes, units or {})
+            return jax.make_array_from_callback(param.shape, place, lambda part: values(param, part or ()))
+
+        return jax.tree.map(load, declared)
+
+
+def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: Any = None) -> None:
+    """Write ``params`` under their published names, and small JSON ``files`` beside them. All of it or nothing.
+
+    Other files in the directory stay.
+
+    Args:
+        directory: is made where there is none.
+        declared: the declarations, in the structure of ``params``.
+        params: the arrays.
+        files: file name -> what it holds; "config.json" should be among them.
+        dtype: of the file, by default that of each array; parameters with a dtype of their own keep it.
+
+    Raises:
+        CheckpointError: ``directory`` is a file, or holds a sharded checkpoint, whose index would hide the new weights.
+    """
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file: save to a directory")
+    if (directory / INDEX).exists():
+        raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
+    dtype = None if dtype is None else float_type(dtype)
+
+    def stored(param: Param, leaf: jax.Array) -> np.ndarray:
+        array = np.asarray(jax.device_get(leaf)).astype(param.dtype or dtype or leaf.dtype, copy=False)
+        return np.ascontiguousarray(array.T if param.transposed else array)
+
+    pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True)
+    arrays = {param.name: stored(param, leaf) for param, leaf in pairs}
+    with replacing(directory) as scratch:
+        save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
+        (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
+        for name, content in files.items():
+            (scratch / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A scratch directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
+
+    Where ``directory`` exists its files are replaced one by one, config.json last: a reader that is let in between sees
+    the old configuration with new weights, which the check of shapes catches unless both models are of one shape.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    try:
+        yield scratch
+        if directory.exists():
+            for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
+                file.replace(directory / file.name)
+        else:
+            scratch.chmod(0o755)
+            scratch.rename(directory)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
+    """Lazy slices of all tensors of a checkpoint, by name, from one file or from the shards that an index lists."""
+    tensors: dict[str, Any] = {}
+    handles = []
+    try:
+        for name in _weight_files(directory):
+            try:
+                handle = safe_open(directory / name, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                reason = " ".join(str(error).split())
+                raise CheckpointError(f"{directory / name} is truncated or damaged ({reason}): download it again") from None
+            handles.append(handle)
+            found = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
+            if twice := sorted(found.keys() & tensors.keys()):
+                raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
+            tensors |= found
+        yield tensors
+    finally:
+        for handle in handles:
+            handle.__exit__(None, None, None)
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """The names of the safetensors files, all of which are there."""
+    files = [WEIGHTS]
+    index = directory / INDEX
+    if index.exists():
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
+            raise CheckpointError(
+                f"{index}: weight_map={show(shards)}: must give the file of every tensor: download the checkpoint again"
+            )
+        files = sorted(set(shards.values()))
+    # A name is looked for among the directory's own files, so none can lead out of it.
+    present = {file.name for file in directory.iterdir() if file.is_file()}
+    if missing := [name for name in files if name not in present]:
+        names = ", ".join(name if name.isprintable() else show(name) for name in missing[:5])
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise CheckpointError(f"{directory} lacks {names}{more}: download the checkpoint again, in safetensors format")
+    return files
+
+
+def _check_tensors(
+    tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
+) -> None:
+    names = {param.name for param in declared}
+    if missing := sorted(names - tensors.keys()):
+        raise CheckpointError(
+            f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
+        )
+    for param in declared:
+        shape, kind = tuple(tensors[param.name].get_shape()), tensors[param.name].get_dtype()
+        if shape != param.stored_shape:
+            raise CheckpointError(
+                f"{directory}: {param.name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
+                "give the configuration and the weights of one model"
+            )
+        floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
+        if kind not in (wanted := _FLOATS if floating else _WHOLE_NUMBERS):
+            raise CheckpointError(
+                f"{directory}: {param.name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
+                "use the unquantised checkpoint"
+            )
+    extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))
+    if extra:
+        raise CheckpointError(
+            f"{directory}: {show(extra[0])} is no part of {what} ({len(extra)} such tensors): "
+            "leaving it out would change the outputs"
+        )

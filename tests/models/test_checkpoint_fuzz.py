@@ -1,0 +1,172 @@
+"""Damaged checkpoints by the hundred: each loads, or is refused in one line. Nothing else ever comes out.
+
+A case takes a tiny valid checkpoint and changes one to three things in one of its files: a field is dropped, gets a value of
+another type or an extreme one, bytes are cut off or overwritten. Everything follows from the number of the case.
+"""
+
+import copy
+import json
+import random
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax.errors import InputError
+from specjax.models import checkpoint, huggingface
+from specjax.models.config import Rope
+from specjax.models.rope import inverse_frequencies
+from specjax.models.transformer import Target
+from tests.conftest import tiny_target
+
+NUMBERS = [0, 1, -1, 2, 3, 7, 16, 2**31, 2**63, -(2**63), 10**400, 0.5, 16.0, 1e-45, 1e308, -1e308]
+NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), None, True, False, "", "16", "float32", "\n", "\u2028x", "../x", "\0"]
+NESTED = [[], [1], ["a"], [None], [[1]], {}, {"a": 1}, {"rope_type": "yarn"}, {"": None}]
+VALUES = NUMBERS + NOT_NUMBERS + NESTED
+ROPES = [
+    Rope(),
+    Rope(kind="linear", factor=2.0),
+    Rope(kind="llama3", factor=8.0, original_max_positions=32),
+    Rope(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, mscale_all_dim=0.5),
+]
+SHARD = "model-00001-of-00001.safetensors"
+JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory) -> list[dict[str, bytes]]:
+    """Valid checkpoints, file by file: one for every kind of RoPE, in one file and in a shard with an index."""
+    found = []
+    path = tmp_path_factory.mktemp("original")
+    target = tiny_target(tie_embeddings=True, eos_token_ids=(3, 4), bos_token_id=1)
+    for rope in ROPES:
+        target.replace(config=replace(target.config, rope=rope)).save_pretrained(path)
+        files = {file.name: file.read_bytes() for file in path.iterdir()}
+        index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
+        weights = files.pop("model.safetensors")
+        found.append(files | {"model.safetensors": weights})
+        found.append(files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()})
+    return found
+
+
+def places(node, path=()):
+    """Every place in a JSON value that can be changed, as the keys that lead there."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def change_value(rng: random.Random, content):
+    """``content`` with one value dropped, replaced, renamed, or wrapped."""
+    content = copy.deepcopy(content)
+    *path, last = rng.choice(list(places(content)) or [("new",)])
+    node = content
+    for key in path:
+        node = node[key]
+    match rng.randrange(6):
+        case 0 if isinstance(node, dict):
+            node.pop(last, None)
+        case 1 if isinstance(node, dict):
+            node[rng.choice(["", "\n", "x", str(last) * 2])] = node.pop(last, None)
+        case 2:
+            node[last] = rng.choice([[node.get(last)], {"a": node.get(last)}]) if isinstance(node, dict) else [node[last]]
+        case 3:
+            node[last] = str(node.get(last)) if isinstance(node, dict) else "text"
+        case _:
+            node[last] = rng.choice(VALUES)
+    return content
+
+
+def change_bytes(rng: random.Random, content: bytes) -> bytes:
+    """``content`` cut off, with bytes overwritten, put in, or replaced altogether."""
+    at = rng.randrange(len(content) + 1)
+    garbage = rng.randbytes(rng.choice([1, 2, 8, 64]))
+    match rng.randrange(5):
+        case 0:
+            return content[:at]
+        case 1:
+            return content[:at] + garbage + content[at + len(garbage) :]
+        case 2:
+            return content[:at] + garbage + content[at:]
+        case 3:
+            return rng.choice([b"", garbage, b"null", b"[]", b'"text"', b"7", b"[" * 100_000, b"\xff\xfe{}", b"\xef\xbb\xbf{}"])
+        case _:
+            return content[at:]
+
+
+def change_json(rng: random.Random, content: bytes) -> bytes:
+    if rng.random() < 0.2:
+        return change_bytes(rng, content)
+    value = json.loads(content)
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        if isinstance(value, dict):
+            value = change_value(rng, value)
+    return json.dumps(value).encode()
+
+
+def change_tensors(rng: random.Random, content: bytes) -> bytes:
+    """Damage a safetensors file: eight bytes of length, the header in JSON, the weights."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header, weights = content[8 : 8 + length], content[8 + length :]
+    match rng.randrange(6):
+        case 0:
+            return change_bytes(rng, content)
+        case 1:
+            return struct.pack("<Q", rng.choice([0, 1, length - 1, length + 1, 2**31, 2**63, 2**64 - 1])) + content[8:]
+        case 2:  # types of the same size and shapes of the same number of values, which the format itself cannot see
+            table = json.loads(header)
+            entry = table[rng.choice([name for name in table if name != "__metadata__"])]
+            if rng.random() < 0.5:
+                entry["dtype"] = rng.choice(["I32", "U32", "F16", "F8_E4M3", "F4", "C64", "nonsense"])
+            else:
+                entry["shape"] = rng.choice([entry["shape"][::-1], [1, *entry["shape"]], [int(np.prod(entry["shape"]))], []])
+            header = json.dumps(table).encode()
+        case 3:
+            table = json.loads(header)
+            name = rng.choice([name for name in table if name != "__metadata__"])
+            layer = f"model.layers.{'9' * rng.choice([1, 5, 30, 5000])}.x"
+            table[rng.choice(["", "\n", "x", f"{name}.bias", layer, "lm_head.weight"])] = table.pop(name)
+            header = json.dumps(table).encode()
+        case _:
+            header = change_json(rng, header)
+    return struct.pack("<Q", len(header)) + header + weights
+
+
+def damaged(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
+    names = sorted(files)
+    weights = [4 if name == "config.json" else 1 for name in names]
+    (name,) = rng.choices(names, weights)
+    if rng.random() < 0.02:
+        return {other: content for other, content in files.items() if other != name}
+    change = change_json if name in JSON_FILES else change_tensors
+    return files | {name: change(rng, files[name])}
+
+
+@pytest.mark.parametrize("cases", [800, pytest.param(60_000, marks=pytest.mark.thorough)])
+def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path, cases) -> None:
+    loaded, reasons = 0, set()
+    for case in range(cases):
+        rng = random.Random(case)
+        files = damaged(rng, rng.choice(originals))
+        for file in tmp_path.iterdir():
+            file.unlink()
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        try:
+            config = huggingface.read_config(tmp_path)
+            frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
+            assert np.isfinite(frequencies).all() and np.isfinite(factor), config.rope
+            Target.from_pretrained(tmp_path, np.float32)
+            loaded += 1
+        except InputError as error:
+            message = str(error)
+            assert message.splitlines() == [message], f"case {case}: {message!r}"
+            assert len(message) < 1000, f"case {case}: {message!r}"
+            reasons.add(message.replace(str(tmp_path), "")[:60])
+        except Exception as error:
+            raise AssertionError(f"case {case} ended in a {type(error).__name__}: {error}") from error
+    # The cases are worth something: some of the changes are harmless, and most are refused for many reasons.
+    assert 0.05 * cases < loaded < 0.5 * cases, loaded
+    assert len(reasons) > 100, len(reasons)
