@@ -1,10 +1,12 @@
 """Reading configuration files, shown on the largest of them: `TrainConfig`."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from specjax import config
+from specjax.cli.main import parse_options
 from specjax.config import ConfigError
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.methods import Distill, Lm
@@ -71,6 +73,15 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message) -> None:
 def test_values_out_of_range_are_refused_by_name(changes, message) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**changes).check()
+
+
+def test_options_override_the_method_that_the_file_names() -> None:
+    file = Path(__file__).parents[1] / "configs" / "demo_draft.yaml"
+    options = ["--config", str(file), "--method.target", "there", "--method.model.num-layers", "3", "--mesh", "2", "1"]
+    run = parse_options(TrainConfig, options, prog="x")
+    sizes = replace(config.load_yaml(TrainConfig, file).method.model, num_layers=3)
+    assert run.method == Distill(target="there", model=sizes)
+    assert (sizes.hidden_size, run.mesh, run.optimizer.method) == (128, (2, 1), "muon")
 
 
 def test_a_missing_file_is_named(tmp_path) -> None:

@@ -35,7 +35,9 @@ class TrainState:
     places: tuple[Sharding, ...] | None = struct.field(pytree_node=False, default=None)
 
 
-def start(method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None) -> TrainState:
+def initial_state(
+    method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
     """The state before the first step."""
     # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
     student = jax.tree.map(jnp.copy, student)

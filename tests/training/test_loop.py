@@ -234,7 +234,7 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     target = Target.from_pretrained(method.target)
     student = method.init(jax.random.key(0), None, target, None)
     run = config(source, tmp_path / "head", method=method, optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2))
-    state = step.start(method, student, make_optimizer(run.optimizer, run.steps))
+    state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))
     assert sizes == [1, 1, student.params["fuse"].size, student.params["fuse"].size]  # counts, and Adam's two moments
 
