@@ -12,8 +12,9 @@ from specjax.cli.demo import DemoConfig, run_demo
 from specjax.cli.generate import GenerateConfig, run_generate
 from specjax.cli.plan import PlanConfig, run_plan
 from specjax.cli.train import run_train
-from specjax.config import TrainConfig, load_yaml
+from specjax.config import load_yaml
 from specjax.errors import InputError
+from specjax.training.config import TrainConfig
 
 COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "demo": (DemoConfig, run_demo),

@@ -1,6 +1,6 @@
 """``specjax train``: a model or a drafter from a configuration file."""
 
-from specjax.config import TrainConfig
+from specjax.training.config import TrainConfig
 
 
 def run_train(config: TrainConfig) -> None:

@@ -10,12 +10,10 @@ from pathlib import Path
 import grain
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from specjax.config import ConfigError, DataConfig
-
-END_OF_TEXT = "<|endoftext|>"
-"""Begins every document of a tokenizer trained here, and so also ends the one before it."""
+from specjax.config import ConfigError
+from specjax.training.config import DataConfig
+from specjax.training.tokenizer import read_tokenizer, train_tokenizer
 
 # Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
@@ -56,38 +54,12 @@ def read_texts(files: Sequence[Path]) -> list[str]:
     return [file.read_text(encoding="utf-8", errors="replace") for file in files]
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer: any text can be encoded, and decoding gives it back exactly."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() != vocab_size:
-        raise ConfigError(f"data.vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()} tokens")
-    begin = tokenizer.token_to_id(END_OF_TEXT)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, begin)])
-    return tokenizer
-
-
-def read_tokenizer(directory: str | Path) -> tokenizers.Tokenizer:
-    """The tokenizer.json of a checkpoint directory. Raises `ConfigError` when it has none."""
-    file = Path(directory) / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"data.tokenizer={str(directory)!r}: {file} is missing")
-    return tokenizers.Tokenizer.from_file(str(file))
-
-
 def pack(documents: Sequence[Sequence[int]], window: int) -> dict[str, np.ndarray]:
     """Lay documents end to end and cut windows of ``window + 1`` tokens, neighbours sharing one token.
 
     Returns:
-        ``tokens [W, window+1]`` int32 and ``segments [W, window+1]`` int32, the number of the document of each token.
+        ``tokens [W, window+1]`` int32; ``segments [W, window+1]`` int32, the number of the document of each token; and
+        ``loss_mask [W, window]`` bool, which labels count: in plain text all of them.
     """
     tokens = np.concatenate([np.asarray(d, np.int32) for d in documents])
     segments = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
@@ -95,11 +67,11 @@ def pack(documents: Sequence[Sequence[int]], window: int) -> dict[str, np.ndarra
     if windows < 1:
         raise ConfigError(f"data.window={window}: the text has only {len(tokens)} tokens")
     index = np.arange(windows)[:, None] * window + np.arange(window + 1)[None]
-    return {"tokens": tokens[index], "segments": segments[index]}
+    return {"tokens": tokens[index], "segments": segments[index], "loss_mask": np.ones((windows, window), bool)}
 
 
 class PackedWindows(grain.sources.RandomAccessDataSource):
-    """`pack`ed windows as a grain source: item ``i`` is ``{"tokens": [T+1], "segments": [T+1]}``."""
+    """`pack`ed windows as a grain source: item ``i`` is row ``i`` of each array."""
 
     def __init__(self, packed: dict[str, np.ndarray]) -> None:
         self._packed = packed

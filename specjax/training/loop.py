@@ -1,169 +1,103 @@
-"""The training loop: one jitted step, checkpoints that a killed run continues from bit for bit, metrics as JSON lines."""
+"""The training loop: batches to steps, checkpoints that a killed run continues from bit for bit, metrics as JSON lines.
+
+What is trained, on what loss, is a `Method`'s business; how one step goes is `specjax.training.step`'s.
+"""
 
 import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-import optax.contrib
 import orbax.checkpoint as ocp
 import tokenizers
-from flax import struct
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specjax.config import ConfigError, OptimizerConfig, TrainConfig, differences, dump_yaml, load_yaml
+from specjax.config import ConfigError, differences, dump_yaml, load_yaml
 from specjax.models import huggingface
 from specjax.models.checkpoint import replacing
-from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
+from specjax.sharding import make_mesh
 from specjax.training import data
-from specjax.training.objectives import OBJECTIVES, Objective
-
-_EVALUATION_WINDOWS = 64
-
-
-@struct.dataclass
-class TrainState:
-    """What the next step needs: ``params``, the optimiser's state and ``step``, the number of steps taken."""
-
-    params: Any
-    optimizer: optax.OptState
-    step: jax.Array
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The optimiser of `OptimizerConfig`; matrices decay, norms and biases do not."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=min(config.warmup_steps, steps // 2),
-        decay_steps=steps,
-        end_value=config.final_share * config.learning_rate,
-    )
-
-    def matrices(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
-
-    descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
-    if config.method == "muon":
-        # consistent_rms gives orthogonalised updates the size of AdamW's.
-        muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
-        descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
-    return optax.chain(optax.clip_by_global_norm(config.clip), descent)
-
-
-def _label_parameters(params: Any) -> Any:
-    """Muon for the layers' matrices. The embedding is a table of vectors, not a map between them, and stays with AdamW."""
-
-    def label(path: Any, leaf: jax.Array) -> str:
-        is_layer = any(getattr(key, "key", None) == "layers" for key in path)
-        return "muon" if is_layer and leaf.ndim == 2 else "adamw"
-
-    return jax.tree_util.tree_map_with_path(label, params)
-
-
-@partial(jax.jit, static_argnames=("optimizer", "objective", "model_config"), donate_argnames="state")
-def train_step(
-    state: TrainState,
-    batch: dict[str, jax.Array],
-    teacher: Target | None,
-    *,
-    optimizer: optax.GradientTransformation,
-    objective: Objective,
-    model_config: ModelConfig,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimiser step. ``state`` is donated."""
-
-    def loss(params: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return objective(Target(params=params, config=model_config), batch, teacher)
-
-    gradients, metrics = jax.grad(loss, has_aux=True)(state.params)
-    updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
-    metrics["gradient_norm"] = optax.tree.norm(gradients)
-    return TrainState(optax.apply_updates(state.params, updates), optimizer_state, state.step + 1), metrics
-
-
-@partial(jax.jit, static_argnames="objective")
-def _evaluate_batch(model: Target, batch: dict[str, jax.Array], teacher: Target | None, *, objective: Objective) -> dict:
-    return objective(model, batch, teacher)[1]
-
-
-def evaluate(
-    model: Target, packed: dict[str, np.ndarray], batch: int, teacher: Target | None, objective: Objective
-) -> dict[str, float]:
-    """Mean metrics over the first held-out windows (at most 64, a whole number of batches)."""
-    windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
-    starts = range(0, windows - batch + 1, batch) or range(1)
-    totals = [
-        _evaluate_batch(model, {k: v[i : i + batch] for k, v in packed.items()}, teacher, objective=objective) for i in starts
-    ]
-    return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}
+from specjax.training.config import TrainConfig
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import TrainState, evaluate, initial_state, make_batch, train_step
+from specjax.training.tokenizer import save_tokenizer
 
 
 def train(config: TrainConfig) -> Path:
     """Run, or continue, the training that ``config`` describes.
 
     Returns:
-        The directory of the trained model, in Hugging Face format.
+        The directory of the trained student, which its ``from_pretrained`` reads.
 
     Raises:
-        ConfigError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
+        InputError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
     """
     config.check()
-    output = Path(config.output)
+    output, method = Path(config.output), config.method
     _refuse_foreign(output, config)
-    teacher = Target.from_pretrained(config.teacher) if config.teacher else None
+    mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
+    target = Target.from_pretrained(method.target, mesh=mesh) if method.target else None
     data_config = config.data
-    if teacher is not None and not data_config.tokenizer:
-        data_config = replace(data_config, tokenizer=str(huggingface.locate(config.teacher, weights=False)))
+    if target is not None and not data_config.tokenizer:
+        data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
     tokenizer, packed, held_out = data.prepare(data_config)
-    model_config = _model_config(config, tokenizer, teacher)
-    objective = OBJECTIVES[config.objective]
-    optimizer = make_optimizer(config.optimizer, config.steps)
+    if target is not None:
+        _check_target(config, target, tokenizer)
     _claim(output, config, data.fingerprint(packed, held_out))
 
-    params = Target.init(model_config, jax.random.key(config.seed)).params
-    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    key = jax.random.key(config.seed)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = initial_state(method, method.init(key, tokenizer, target, mesh), optimizer, mesh)
+    noise = jax.random.fold_in(key, 2**31)  # apart from what `init` draws from
     iterator = data.batches(packed, config.data.batch, config.seed)
     tokens_a_step = config.data.batch * config.data.window
 
     with _checkpoints(output) as checkpoints:
         state = _restore(checkpoints, state, iterator)
-        start = int(state.step)
-        with _MetricsLog(output / "metrics.jsonl", start) as log, _progress(config.steps, start) as report:
+        first = int(state.step)
+        with _MetricsLog(output / "metrics.jsonl", first) as log, _progress(config.steps, first) as report:
             clock = time.perf_counter()
-            for step in range(start + 1, config.steps + 1):
-                state, metrics = train_step(
-                    state,
-                    next(iterator),
-                    teacher,
-                    optimizer=optimizer,
-                    objective=objective,
-                    model_config=model_config,
-                )
+            for step in range(first + 1, config.steps + 1):
+                batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, mesh)
+                state, metrics = train_step(state, batch, target, method=method, optimizer=optimizer)
                 metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
                 now = time.perf_counter()
                 speed, clock = tokens_a_step / (now - clock), now
                 report(step, metrics["loss"], speed)
                 log.write({"step": step, **metrics, "tokens_per_s": round(speed)})
                 if step % config.evaluate_every == 0 or step == config.steps:
-                    model = Target(params=state.params, config=model_config)
-                    held = evaluate(model, held_out, config.data.batch, teacher, objective)
+                    held = evaluate(state.student, held_out, config.data.batch, target, method, mesh)
                     log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
                     clock = time.perf_counter()
                 if step % config.checkpoint_every == 0 or step == config.steps:
                     _save(checkpoints, state, iterator)
         checkpoints.wait_until_finished()
-    model = Target(params=state.params, config=model_config)
-    return _export(output / "final", model, jnp.dtype(config.export_dtype), tokenizer, data_config.tokenizer)
+
+    directory = output / "final"
+    state.student.save_pretrained(directory, jnp.dtype(config.export_dtype))
+    if method.whole_model:
+        save_tokenizer(directory, tokenizer, data_config.tokenizer, state.student.config.max_positions)
+    return directory
+
+
+def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tokenizer) -> None:
+    """See that the frozen target can read the windows."""
+    if tokenizer.get_vocab_size() > target.config.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and "
+            f"method.target={config.method.target!r} a vocabulary of {target.config.vocab_size}: use the target's own tokenizer"
+        )
+    if config.data.window > target.config.max_positions:
+        raise ConfigError(
+            f"data.window={config.data.window} is longer than the {target.config.max_positions} positions of "
+            f"method.target={config.method.target!r}"
+        )
 
 
 def _refuse_foreign(output: Path, config: TrainConfig) -> None:
@@ -194,33 +128,6 @@ def _claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
             f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
             "began, and so have its tokens: choose another output, or restore the text"
         )
-
-
-def _model_config(config: TrainConfig, tokenizer: tokenizers.Tokenizer, teacher: Target | None) -> ModelConfig:
-    sizes = config.model
-    end = tokenizer.token_to_id(data.END_OF_TEXT)
-    # A teacher's vocabulary may be padded beyond its tokenizer's; the student must match the teacher.
-    vocab_size = tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
-    if tokenizer.get_vocab_size() > vocab_size:
-        raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer!r} has {tokenizer.get_vocab_size()} tokens and "
-            f"teacher={config.teacher!r} a vocabulary of {vocab_size}: use the teacher's own tokenizer"
-        )
-    if config.data.window > sizes.max_positions:
-        raise ConfigError(f"data.window={config.data.window} is longer than model.max_positions={sizes.max_positions}")
-    return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_layers=sizes.num_layers,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        max_positions=sizes.max_positions,
-        tie_embeddings=True,
-        bos_token_id=end if teacher is None else teacher.config.bos_token_id,
-        eos_token_ids=(() if end is None else (end,)) if teacher is None else teacher.config.eos_token_ids,
-    )
 
 
 @contextmanager
@@ -293,23 +200,3 @@ def _progress(steps: int, start: int) -> Iterator[Any]:
             progress.update(task, completed=step, loss=loss, speed=speed)
 
         yield report
-
-
-def _export(directory: Path, model: Target, dtype: Any, tokenizer: tokenizers.Tokenizer, tokenizer_source: str) -> Path:
-    """The trained model as a Hugging Face checkpoint, with ``tokenizer`` or, if given, the one of ``tokenizer_source``."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    model.save_pretrained(directory, dtype)
-    if tokenizer_source:  # with its chat template and special tokens
-        exported = AutoTokenizer.from_pretrained(tokenizer_source)
-    else:
-        exported = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            bos_token=data.END_OF_TEXT,
-            eos_token=data.END_OF_TEXT,
-            clean_up_tokenization_spaces=False,
-            model_max_length=model.config.max_positions,
-        )
-    with replacing(directory) as scratch:
-        exported.save_pretrained(scratch)
-    return directory

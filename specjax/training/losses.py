@@ -1,8 +1,8 @@
-"""Loss atoms, a value for each position."""
+"""Loss atoms, a value for each position, and the two ways to average them."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from specjax.shape_checks import shape_checked
 
@@ -15,7 +15,23 @@ def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> F
 
 
 @shape_checked
-def forward_kl(teacher_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """``KL(teacher || student)`` in nats."""
-    teacher = jax.nn.log_softmax(teacher_logits)
-    return jnp.sum(jnp.exp(teacher) * (teacher - jax.nn.log_softmax(logits)), axis=-1)
+def forward_kl(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """``KL(target || student)`` in nats."""
+    target = jax.nn.log_softmax(target_logits)
+    return jnp.sum(jnp.exp(target) * (target - jax.nn.log_softmax(logits)), axis=-1)
+
+
+@shape_checked
+def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The values where ``mask`` counts them, summed and divided by all B*T positions. For losses.
+
+    The divisor is the same in every batch, and so is the weight of a label. Divided by the labels that count, a label would
+    weigh the more, the fewer others its batch happens to hold. EAGLE-3's published code divides by B*T too.
+    """
+    return jnp.sum(jnp.where(mask, values, 0)) / mask.size
+
+
+@shape_checked
+def mean_over_labels(values: Shaped[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The mean of the values that ``mask`` counts, 0 where it counts none. For what is reported: accuracies, acceptance."""
+    return jnp.sum(jnp.where(mask, values, 0)) / jnp.maximum(jnp.sum(mask), 1)

@@ -10,8 +10,8 @@ import pytest
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import main, parse_options
-from specjax.config import TrainConfig
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
+from specjax.training.config import TrainConfig
 from specjax.tree import StaticTree
 from tests.conftest import ASSETS, tiny_target
 
@@ -89,7 +89,7 @@ def test_a_config_file_and_an_option_that_overrides_it(tmp_path) -> None:
     config = parse_options(GenerateConfig, ["--config", str(file), "--top-k", "9"], prog="x")
     assert (config.temperature, config.top_k) == (0.5, 9)
     train = parse_options(TrainConfig, ["--config", str(CONFIGS / "demo_target.yaml"), "--optimizer.clip", "2"], prog="x")
-    assert (train.optimizer.clip, train.optimizer.method, train.objective) == (2.0, "muon", "lm")
+    assert (train.optimizer.clip, train.optimizer.method, train.method.name) == (2.0, "muon", "lm")
 
 
 PAIR = ("generate", "--prompt", "def main():", "--drafter", "embedded:draft")

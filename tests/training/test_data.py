@@ -1,13 +1,9 @@
 import numpy as np
 import pytest
 
-from specjax.config import ConfigError, DataConfig
+from specjax.config import ConfigError
 from specjax.training import data
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    return data.read_texts(data.find_files("stdlib")[:40])
+from specjax.training.config import DataConfig
 
 
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
@@ -26,15 +22,6 @@ def test_the_split_is_by_name_alone() -> None:
     assert set(fewer_held) <= set(held)
 
 
-def test_the_tokenizer_gives_any_text_back(texts) -> None:
-    tokenizer = data.train_tokenizer(texts, 500)
-    assert tokenizer.token_to_id(data.END_OF_TEXT) == 0
-    for text in (texts[3], "tabs\tand\r\nnewlines", "ünï 日本 🎉", "\x00"):
-        encoding = tokenizer.encode(text)
-        assert encoding.ids[0] == 0
-        assert tokenizer.decode(encoding.ids) == text
-
-
 def test_packing_loses_and_repeats_nothing() -> None:
     documents = [[0, 5, 6], [0, 7], [0, 8, 9, 10, 11], [0, 1]]
     packed = data.pack(documents, window=3)
@@ -44,6 +31,8 @@ def test_packing_loses_and_repeats_nothing() -> None:
         assert tokens.tolist() == flat[3 * i : 3 * i + 4]
         assert segments.tolist() == owner[3 * i : 3 * i + 4]
     assert len(packed["tokens"]) == (len(flat) - 1) // 3
+    assert packed["loss_mask"].shape == (len(packed["tokens"]), 3)
+    assert np.all(packed["loss_mask"])
 
 
 def test_batches_are_fixed_by_the_seed_and_resume_anywhere() -> None:
@@ -67,8 +56,6 @@ def test_batches_are_fixed_by_the_seed_and_resume_anywhere() -> None:
 def test_bad_sources_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source="):
         data.find_files(str(tmp_path / "*.txt"))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer="):
-        data.read_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"data\.window=64"):
         data.pack([[1, 2, 3]], 64)
     (tmp_path / "a.txt").write_text("abc")

@@ -2,26 +2,33 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from flax import struct
+from safetensors.numpy import load_file, save_file
 
-from specjax.config import ConfigError, DataConfig, ModelSizes, OptimizerConfig, TrainConfig, dump_yaml
+from specjax.config import ConfigError, dump_yaml
 from specjax.models.transformer import Target
-from specjax.training import loop
+from specjax.sharding import make_mesh
+from specjax.training import loop, losses, step
+from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
+from specjax.training.methods import Distill, Lm, Method, windows
+from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.optimizer import make_optimizer
 from tests.conftest import ASSETS
 
 SIZES = ModelSizes(
-    hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64
+    hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64
 )
 
 
@@ -36,12 +43,12 @@ def source(tmp_path_factory) -> str:
 def config(source: str, output, **changes) -> TrainConfig:
     run = TrainConfig(
         output=str(output),
+        method=Lm(model=SIZES),
         steps=40,
         checkpoint_every=4,
         evaluate_every=20,
         export_dtype="float32",
         data=DataConfig(source=source, vocab_size=290, window=32, batch=4, holdout=0.2),
-        model=SIZES,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, method="muon"),
     )
     return replace(run, **changes)
@@ -52,8 +59,15 @@ def metrics_of(output) -> list[dict]:
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
 
+def assert_same_runs(left: Path, right: Path) -> None:
+    """Every reported number and every bit of the students."""
+    assert metrics_of(left) == metrics_of(right)
+    students = [load_file(path / "final" / "model.safetensors") for path in (left, right)]
+    jax.tree.map(np.testing.assert_array_equal, *students)
+
+
 @pytest.fixture(scope="module")
-def finished(source, tmp_path_factory):
+def finished(source, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("whole") / "run"
     loop.train(config(source, output))
     return output
@@ -77,7 +91,10 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(dump_yaml(config(source, output)))
     command = [sys.executable, "-m", "specjax", "train", "--config", str(file)]
-    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # The second process finds what the first one compiled.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment = {**os.environ, **cache, "JAX_ENABLE_COMPILATION_CACHE": "1"}
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
     log = output / "metrics.jsonl"
     deadline = time.time() + 120
     while time.time() < deadline and not any(path.name.isdigit() for path in (output / "checkpoints").glob("*")):
@@ -88,12 +105,9 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     before = log.read_text().splitlines()[:4]
     with log.open("a") as torn:
         torn.write('{"step": 39')  # what a kill can leave: half a line
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env=environment)
     assert log.read_text().splitlines()[:4] == before  # speeds and all: these steps were not run again
-    assert metrics_of(output) == metrics_of(finished)
-    whole, resumed = (load_file(path / "final" / "model.safetensors") for path in (finished, output))
-    for name, value in whole.items():
-        np.testing.assert_array_equal(value, resumed[name])
+    assert_same_runs(output, finished)
 
 
 def test_a_finished_run_is_not_trained_again(source, finished) -> None:
@@ -106,46 +120,130 @@ def test_a_directory_of_another_run_is_refused(source, finished, tmp_path) -> No
     with pytest.raises(ConfigError, match=r"another configuration \(seed: 0 -> 1; optimizer\.clip: 1\.0 -> 2\.0\)"):
         run = config(source, finished, seed=1)
         loop.train(replace(run, optimizer=replace(run.optimizer, clip=2.0)))
+    with pytest.raises(ConfigError, match=r"another configuration \(method\.name: 'lm' -> 'distill'\)"):
+        loop.train(config(source, finished, method=Distill(target="here", model=SIZES)))
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="is not empty and holds no run"):
         loop.train(config(source, tmp_path))
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_a_run_does_not_continue_on_another_text(source, finished) -> None:
+    file = Path(source) / "1.txt"
+    text = file.read_text()
+    try:
+        file.write_text("something else\n" * 40)
+        with pytest.raises(ConfigError, match="the text has changed since the run"):
+            loop.train(config(source, finished))
+    finally:
+        file.write_text(text)
+
+
 def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
-    teacher = str(finished / "final")
-    loop.train(config(source, tmp_path / "draft", objective="distill", teacher=teacher, steps=30))
+    method = Distill(target=str(finished / "final"), model=SIZES)
+    adamw = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
+    loop.train(config(source, tmp_path / "draft", method=method, steps=30, optimizer=adamw))
     lines = [line for line in metrics_of(tmp_path / "draft") if "acceptance" in line]
     assert lines[-1]["acceptance"] > lines[0]["acceptance"] + 0.1
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
 
 
-def test_a_tokenizer_larger_than_the_teachers_vocabulary_is_refused(source, finished, tmp_path) -> None:
-    run = config(source, tmp_path / "draft", objective="distill", teacher=str(finished / "final"))
-    larger = replace(run.data, tokenizer=str(ASSETS / "target"))
-    with pytest.raises(ConfigError, match=r"has 3072 tokens and teacher=.* a vocabulary of 290"):
-        loop.train(replace(run, data=larger))
+def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_path) -> None:
+    method = Distill(target=str(finished / "final"), model=replace(SIZES, max_positions=128))
+    run = config(source, tmp_path / "draft", method=method)
+    with pytest.raises(ConfigError, match=r"has 3072 tokens and method\.target=.* a vocabulary of 290"):
+        loop.train(replace(run, data=replace(run.data, tokenizer=str(ASSETS / "target"))))
+    with pytest.raises(ConfigError, match=r"data\.window=128 is longer than the 64 positions of method\.target="):
+        loop.train(replace(run, data=replace(run.data, window=128)))
     assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
 
 
-def test_a_run_does_not_continue_on_another_text(source, tmp_path) -> None:
-    text = tmp_path / "text"
-    shutil.copytree(source, text)
-    run = config(str(text), tmp_path / "run", steps=1)
-    loop.train(run)
-    (text / "1.txt").write_text("something else\n" * 40)
-    with pytest.raises(ConfigError, match="the text has changed since the run"):
+def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_path, monkeypatch) -> None:
+    loop.train(config(source, tmp_path / "whole", mesh=(2, 2)))
+    one, four = metrics_of(finished), metrics_of(tmp_path / "whole")
+    for name in ("loss", "accuracy", "gradient_norm"):  # later, rounding has had time to grow
+        np.testing.assert_allclose([line[name] for line in four[:6]], [line[name] for line in one[:6]], rtol=1e-4)
+    np.testing.assert_allclose(four[-1]["held_out_loss"], one[-1]["held_out_loss"], atol=0.05)
+
+    mesh, seen = make_mesh(2, 2), []
+
+    def watched_step(state, batch, *arguments, **options):
+        if len(seen) == 6:
+            raise KeyboardInterrupt
+        assert batch["tokens"].sharding.shard_shape((4, 33)) == (2, 33)
+        state, metrics = step.train_step(state, batch, *arguments, **options)
+        gates = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (16, 32)]  # "gate", "up" and their moments
+        seen.append([leaf.sharding.shard_shape((16, 32)) for leaf in gates])
+        assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
+        return state, metrics
+
+    run = config(source, tmp_path / "resumed", mesh=(2, 2))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop, "train_step", watched_step)
         loop.train(run)
+    assert seen == [[(16, 16)] * 4] * 6
+    loop.train(run)
+    assert_same_runs(tmp_path / "whole", tmp_path / "resumed")
 
 
-@pytest.mark.parametrize("method", ["adamw", "muon"])
-def test_decay_touches_matrices_only(method) -> None:
-    params = {"embed": jnp.ones((3, 2)), "layers": [{"q": jnp.ones((2, 2))}], "norm": jnp.ones(2)}
-    optimizer = loop.make_optimizer(OptimizerConfig(method=method, learning_rate=0.1, warmup_steps=1, weight_decay=0.5), 10)
-    state = optimizer.init(params)
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    for _ in range(3):
-        updates, state = optimizer.update(zeros, state, params)
-    assert np.all(updates["layers"][0]["q"] < 0)
-    assert np.all(updates["embed"] < 0)
-    assert np.all(updates["norm"] == 0)
+@struct.dataclass
+class Head:
+    """A drafter in miniature, and no `Target`: from the target's state at t and the token after it, the token after that.
+
+    Attributes:
+        params: "embed" (the target's own array, frozen), "ids" (whole numbers) and "fuse" (trained).
+        taps: layers of the target that it reads.
+    """
+
+    params: dict[str, Any]
+    taps: tuple[int, ...] = struct.field(pytree_node=False, default=(1,))
+
+    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+        path.mkdir()
+        save_file({name: np.asarray(array) for name, array in self.params.items()}, path / "model.safetensors")
+
+
+@dataclass(frozen=True)
+class TrainHead(Method):
+    name: Literal["head"] = "head"
+    target: str = ""
+    noise: float = 0.1
+
+    def init(self, key, tokenizer, target, mesh):
+        hidden = target.config.hidden_size
+        fuse = jax.random.normal(key, (2 * hidden, hidden)) / 4
+        embed = target.params["embed"]
+        return Head(params={"embed": embed, "ids": jnp.arange(3), "fuse": fuse})
+
+    def objective(self, student, batch, target):
+        seen = windows.read(target, batch, student.taps).taps[:, :-1, 0]
+        seen += self.noise * (1 - batch["progress"]) * jax.random.normal(batch["key"], seen.shape)
+        following = student.params["embed"][batch["tokens"][:, 1:-1]]
+        state = jnp.concatenate([seen, following], axis=-1) @ student.params["fuse"]
+        each = losses.cross_entropy(target.head(state), batch["tokens"][:, 2:])
+        loss = losses.mean_over_positions(each, batch["loss_mask"][:, 1:])
+        return loss, {"loss": loss}
+
+    def frozen(self, path):
+        return path == "params.embed"
+
+
+def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> None:
+    """Frozen target, frozen and whole-number parameters, an export of its own: nothing in the loop is about models."""
+    method = TrainHead(target=str(finished / "final"))
+    target = Target.from_pretrained(method.target)
+    student = method.init(jax.random.key(0), None, target, None)
+    run = config(source, tmp_path / "head", method=method, optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2))
+    state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
+    sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))
+    assert sizes == [1, 1, student.params["fuse"].size, student.params["fuse"].size]  # counts, and Adam's two moments
+
+    directory = loop.train(run)
+    lines = [line["loss"] for line in metrics_of(tmp_path / "head") if "loss" in line]
+    assert lines[-1] < lines[0] - 0.5
+    assert [file.name for file in directory.iterdir()] == ["model.safetensors"]
+    trained = load_file(directory / "model.safetensors")
+    assert trained["embed"].tobytes() == np.asarray(student.params["embed"]).tobytes()
+    assert trained["ids"].tolist() == [0, 1, 2]
+    assert np.all(trained["fuse"] != student.params["fuse"])
+    np.testing.assert_array_equal(target.params["embed"], student.params["embed"])  # its array was not given away

@@ -1,0 +1,92 @@
+"""The configuration of a training run."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from specjax.config import ConfigError
+from specjax.training.methods import AnyMethod, Lm
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on.
+
+    Attributes:
+        source: ``stdlib`` (the running Python's own source), or a directory or glob of text files.
+        tokenizer: a directory with tokenizer.json; empty: the target's, or where there is none a byte-level BPE
+            tokenizer trained on the source.
+        vocab_size: of a tokenizer trained here.
+        window: tokens a training window.
+        batch: windows a step.
+        holdout: share of the files kept for evaluation.
+    """
+
+    source: str = "stdlib"
+    tokenizer: str = ""
+    vocab_size: int = 3072
+    window: int = 512
+    batch: int = 8
+    holdout: float = 0.02
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Linear warmup, cosine decay to ``final_share`` of the peak; ``clip`` bounds the global gradient norm.
+
+    ``method`` is ``adamw``, or ``muon``: orthogonalised updates for the layers' matrices (scaled to AdamW's size, so that
+    one learning rate serves both) and AdamW for the rest. Muon is for short trainings from random weights.
+    """
+
+    method: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = 3e-3
+    warmup_steps: int = 100
+    final_share: float = 0.05
+    b1: float = 0.9
+    b2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run: ``python -m specjax train --config configs/demo_target.yaml``.
+
+    Attributes:
+        output: directory of the run: checkpoints, metrics.jsonl, config.yaml, and at the end the student under ``final/``.
+        method: what is trained and how; its ``name`` is chosen in the file, and says which other options it has.
+        seed: of the random weights, the order of the data and the steps' noise.
+        steps: optimiser steps.
+        evaluate_every: steps between two evaluations on held-out windows.
+        checkpoint_every: steps between two checkpoints; a killed run continues from the newest.
+        export_dtype: data type of the exported student.
+        mesh: devices by axis, data (splits the batch) and model (splits heads, MLP units and the vocabulary).
+    """
+
+    output: str = "runs/model"
+    # The file's choice stands on the command line too: options are those of the one method, without a subcommand.
+    method: Annotated[AnyMethod, tyro.conf.AvoidSubcommands] = Lm()
+    seed: int = 0
+    steps: int = 1000
+    evaluate_every: int = 200
+    checkpoint_every: int = 100
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    mesh: tuple[int, int] = (1, 1)
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def check(self) -> None:
+        """Refuse, with a ConfigError, values that cannot be used together or lie out of range."""
+        for name in ("steps", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.data.window < 2 or self.data.batch < 1:
+            raise ConfigError(f"data.window={self.data.window}, data.batch={self.data.batch}: at least 2 and 1")
+        if not 0 < self.data.holdout < 1:
+            raise ConfigError(f"data.holdout={self.data.holdout}: a share between 0 and 1")
+        if min(self.mesh) >= 1 and self.data.batch % self.mesh[0]:  # `make_mesh` refuses sizes below 1
+            raise ConfigError(
+                f"data.batch={self.data.batch}: must be a multiple of the {self.mesh[0]} devices of mesh's data axis"
+            )
+        self.method.check(self.data.window)

@@ -1,0 +1,43 @@
+"""Plain language modelling: a whole model that predicts the next token of the text."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import tokenizers
+from jax.sharding import Mesh
+
+from specjax.models.transformer import Target
+from specjax.training import losses
+from specjax.training.methods import windows
+from specjax.training.methods.base import Batch, Method, Metrics
+from specjax.training.methods.whole_model import ModelSizes
+
+
+@dataclass(frozen=True)
+class Lm(Method):
+    """A whole model from random weights: cross entropy of the text's next token.
+
+    Attributes:
+        name: the method.
+    """
+
+    name: Literal["lm"] = "lm"
+    model: ModelSizes = ModelSizes()
+    needs_target: ClassVar[bool] = False
+    whole_model: ClassVar[bool] = True
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        self.model.check(window)
+
+    def init(self, key: jax.Array, tokenizer: tokenizers.Tokenizer, target: Target | None, mesh: Mesh | None) -> Target:
+        return self.model.init(key, tokenizer, target, mesh)
+
+    def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """In nats. The end of a document is predicted like any other token."""
+        labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
+        logits = windows.logits(student, batch)
+        loss = losses.mean_over_positions(losses.cross_entropy(logits, labels), mask)
+        return loss, {"loss": loss, "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask)}

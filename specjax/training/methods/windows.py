@@ -1,0 +1,31 @@
+"""Reading the windows of a batch with a model: documents lie end to end in them, and must not see each other."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from specjax.models.transformer import Output, Target
+from specjax.shape_checks import shape_checked
+from specjax.training.methods.base import Batch
+
+
+@shape_checked
+def document_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """A token sees itself and what precedes it in its own document, never another document."""
+    count = segments.shape[1]
+    return jnp.tril(jnp.ones((count, count), bool)) & (segments[:, :, None] == segments[:, None, :])
+
+
+def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> Output:
+    """What ``model`` gives at each of the T inputs of ``batch``; ``taps`` as in `Target.forward`."""
+    mask = document_mask(batch["segments"][:, :-1])
+    return model.forward(batch["tokens"][:, :-1], mask=mask, taps=taps)[0]
+
+
+def logits(model: Target, batch: Batch) -> jax.Array:
+    """``[B, T, V]``, the prediction of each label."""
+    output = read(model, batch)
+    assert output.logits is not None
+    return output.logits

@@ -1,0 +1,45 @@
+"""The optimiser that an `OptimizerConfig` describes."""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+import optax.contrib
+
+from specjax.training.config import OptimizerConfig
+
+
+@functools.cache
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The optimiser of ``config``; matrices decay, norms and biases do not.
+
+    Equal arguments give the same object, which is what lets JAX reuse a step that is compiled already.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=min(config.warmup_steps, steps // 2),
+        decay_steps=steps,
+        end_value=config.final_share * config.learning_rate,
+    )
+
+    def matrices(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+    descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
+    if config.method == "muon":
+        # consistent_rms gives orthogonalised updates the size of AdamW's.
+        muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
+        descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
+    return optax.chain(optax.clip_by_global_norm(config.clip), descent)
+
+
+def _label_parameters(params: Any) -> Any:
+    """Muon for the matrices under ``layers``. An embedding is a table of vectors, not a map between them: AdamW keeps it."""
+
+    def label(path: Any, leaf: jax.Array) -> str:
+        keys = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+        return "muon" if "layers" in keys and leaf.ndim == 2 else "adamw"
+
+    return jax.tree_util.tree_map_with_path(label, params)

@@ -1,0 +1,129 @@
+"""One step of training, for whatever pytree a `Method` trains, and where its arrays lie on a mesh."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from specjax import sharding
+from specjax.models.transformer import Target
+from specjax.training.methods.base import Batch, Method, Metrics
+
+_EVALUATION_WINDOWS = 64
+
+
+@struct.dataclass
+class TrainState:
+    """What the next step needs.
+
+    Attributes:
+        student: the pytree that is trained, frozen parameters included.
+        optimizer: the optimiser's state; it holds nothing for frozen parameters.
+        step: number of steps taken.
+        places: static, where each leaf lies on the mesh, so that a step leaves it there; None without a mesh.
+    """
+
+    student: Any
+    optimizer: optax.OptState
+    step: jax.Array
+    places: tuple[Sharding, ...] | None = struct.field(pytree_node=False, default=None)
+
+
+def initial_state(
+    method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """The state before the first step."""
+    # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
+    student = jax.tree.map(jnp.copy, student)
+    state = TrainState(student, optimizer.init(_trainable(student, method)), jnp.zeros((), jnp.int32))
+    if mesh is None:
+        return state
+    state = jax.tree.map(partial(_onto, mesh), state)
+    return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
+
+
+def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
+    """``leaf`` where it lies on ``mesh`` already; otherwise a copy of it on every device."""
+    if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh:
+        return leaf
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+
+
+def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
+    """The `Batch` of packed ``windows``; on a ``mesh`` its rows are split over ``data``."""
+    batch: Batch = {**windows, "key": key, "progress": np.float32(progress)}  # pyright: ignore[reportAssignmentType]
+    if mesh is None:
+        return batch
+    units = {"batch": len(windows["tokens"])}
+
+    def place(name: str) -> Sharding:
+        return sharding.named(mesh, ("batch",) if name in windows else (), units)
+
+    return {name: jax.device_put(value, place(name)) for name, value in batch.items()}
+
+
+@partial(jax.jit, static_argnames=("method", "optimizer"), donate_argnames="state")
+def train_step(
+    state: TrainState, batch: Batch, target: Target | None, *, method: Method, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Metrics]:
+    """One optimiser step. ``state`` is donated; ``target`` is the frozen one, or None."""
+    trained = _trainable(state.student, method)
+
+    def loss(trained: Any) -> tuple[jax.Array, Metrics]:
+        return method.objective(_with(trained, state.student), batch, target)
+
+    gradients, metrics = jax.grad(loss, has_aux=True)(trained)
+    updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
+    student = _with(optax.apply_updates(trained, updates), state.student)
+    following = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
+    if state.places is not None:
+        places = jax.tree.unflatten(jax.tree.structure(state), state.places)
+        following = jax.lax.with_sharding_constraint(following, places)
+    return following, {**metrics, "gradient_norm": optax.tree.norm(gradients)}
+
+
+def _trainable(student: Any, method: Method) -> Any:
+    """``student`` without what is frozen: `optax.MaskedNode` stands there, as under optax's own masks.
+
+    Neither gradients nor the optimiser see those leaves, so that they cost no memory and stay the same bits (an update of
+    0 would turn -0.0 into 0.0), and may be whole numbers.
+    """
+
+    def keep(path: Any, leaf: jax.Array) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        trained = jnp.issubdtype(leaf.dtype, jnp.inexact) and not method.frozen(name)
+        return leaf if trained else optax.MaskedNode()
+
+    return jax.tree_util.tree_map_with_path(keep, student)
+
+
+def _with(trained: Any, student: Any) -> Any:
+    """``student`` with the leaves of ``trained`` in place of its own."""
+
+    def is_hole(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(lambda new, old: old if is_hole(new) else new, trained, student, is_leaf=is_hole)
+
+
+@partial(jax.jit, static_argnames="method")
+def _evaluate_batch(student: Any, batch: Batch, target: Target | None, *, method: Method) -> Metrics:
+    return method.objective(student, batch, target)[1]
+
+
+def evaluate(
+    student: Any, packed: dict[str, np.ndarray], batch: int, target: Target | None, method: Method, mesh: Mesh | None = None
+) -> dict[str, float]:
+    """Mean metrics over the first held-out windows (at most 64, a whole number of batches)."""
+    windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))
+    starts = range(0, windows - batch + 1, batch) or range(1)
+    parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]
+    batches = [make_batch(part, jax.random.key(0), 1.0, mesh) for part in parts]
+    totals = [_evaluate_batch(student, part, target, method=method) for part in batches]
+    return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}

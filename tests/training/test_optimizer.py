@@ -1,0 +1,21 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.training.config import OptimizerConfig
+from specjax.training.optimizer import make_optimizer
+
+
+@pytest.mark.parametrize("method", ["adamw", "muon"])
+def test_decay_touches_matrices_only(method) -> None:
+    params = {"embed": jnp.ones((3, 2)), "layers": [{"q": jnp.ones((2, 2))}], "norm": jnp.ones(2)}
+    optimizer = make_optimizer(OptimizerConfig(method=method, learning_rate=0.1, warmup_steps=1, weight_decay=0.5), 10)
+    state = optimizer.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    update = jax.jit(optimizer.update)
+    for _ in range(3):
+        updates, state = update(zeros, state, params)
+    assert np.all(updates["layers"][0]["q"] < 0)
+    assert np.all(updates["embed"] < 0)
+    assert np.all(updates["norm"] == 0)
