@@ -62,12 +62,12 @@ class Sampling:
         top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
         top_p = self._row("top_p", batch, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit")
         min_p = self._row("min_p", batch, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit")
-        # What float32 cannot hold is moved to the nearest number that it can: below the smallest normal one a device may
-        # compute with 0, and above the largest with infinity.
-        limits = np.finfo(np.float32)
-        representable = np.where(temperature > 0, np.clip(temperature, limits.tiny, limits.max), 0.0)
+        # Devices take numbers below float32's smallest normal one for 0, and may divide by multiplying with the reciprocal:
+        # a temperature is moved to where it and its reciprocal are normal numbers. Beyond that nothing changes any more.
+        smallest = float(np.finfo(np.float32).tiny)
+        temperature = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
         return RowSampling(
-            temperature=jnp.asarray(representable, jnp.float32),
+            temperature=jnp.asarray(temperature, jnp.float32),
             top_k=jnp.asarray(top_k, jnp.int32),
             top_p=jnp.asarray(top_p, jnp.float32),
             min_p=jnp.asarray(min_p, jnp.float32),

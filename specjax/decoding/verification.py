@@ -164,6 +164,7 @@ def recursive_rejection(
     """
     assert draft.q is not None
     accept_keys, token_keys = split_keys(keys, 2)
+    first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
     def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the row of siblings
         child = _at(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
@@ -183,14 +184,14 @@ def recursive_rejection(
         residual = jnp.maximum(0.0, trial.p - trial.q)
         rest = jnp.where(jnp.arange(p.shape[-1])[None] == x[:, None], 0.0, trial.q)
         return _Trial(
-            child=jnp.where(reject, following(tree.next_siblings(draft.parents), child), trial.child),
+            child=jnp.where(reject, following(next_sibling, child), trial.child),
             accepted=trial.accepted | accept,
             p=jnp.where(reject[:, None], _normalised(residual, otherwise=trial.p), trial.p),
             q=jnp.where(reject[:, None], _normalised(rest, otherwise=rest), trial.q),
         )
 
     start = _Trial(
-        child=following(tree.first_children(draft.parents), node),
+        child=following(first, node),
         accepted=jnp.zeros(node.shape, bool),
         p=p,
         q=_at(draft.q, node),
@@ -275,7 +276,10 @@ def _leading(passed: jax.Array) -> jax.Array:
 
 
 def _at(values: jax.Array, node: jax.Array) -> jax.Array:
-    """``values [B, N, …]`` at each row's ``node [B]``."""
+    """``values [B, N, …]`` at each row's ``node [B]``.
+
+    Said as ``values[arange(B), node]`` it would not be seen that rows do not mix, and a mesh would exchange them.
+    """
     return jnp.take_along_axis(values, node.reshape(-1, *(1,) * (values.ndim - 1)), axis=1)[:, 0]
 
 
