@@ -5,6 +5,7 @@ drafter's, x a drafted token, gamma the length of a chain.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -102,7 +103,7 @@ def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
     def visit(descent: _Descent) -> _Descent:
         depth, going, so_far = descent.depth, descent.going, descent.verdict
         node = so_far.path[:, depth]
-        below = draft.replace(valid=_drafted(draft) & going[:, None])  # a row that has stopped is offered no child
+        below = replace(draft, valid=_drafted(draft) & going[:, None])  # a row that has stopped is offered no child
         child, token = choose(below, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
         accepted = child >= 0
         path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
@@ -176,9 +177,9 @@ def recursive_rejection(
     def judge(trial: _Trial) -> _Trial:
         child = jnp.maximum(trial.child, 0)
         x, u = _at(draft.tokens, child), jax.vmap(jax.random.uniform)(_fold_in(accept_keys, child))
-        # u < p/q without the division, for q(x) can be 0 in a greedy row. Its q is one-hot, say (1, 0, 0), and its children are
-        # tokens 0, 1, 2 in this order. Once token 0 is rejected q has nothing left and is 0 everywhere; token 1 is then
-        # accepted if 0 < p(1), and p is one-hot too: if it is the target's argmax.
+        # u < p/q without the division, for q(x) can be 0 in a greedy row. There q is one-hot: say it is (1, 0, 0), and the
+        # children are tokens 0, 1 and 2 in this order. Token 0 rejected, q has nothing left and is 0 everywhere. Token 1 is
+        # then accepted if 0 < p(1), and as p is one-hot too, that is if token 1 is the target's argmax.
         accept = waiting(trial) & (u * _at(trial.q, x) < _at(trial.p, x))
         reject = waiting(trial) & ~accept
         residual = jnp.maximum(0.0, trial.p - trial.q)
