@@ -19,9 +19,9 @@ from specjax.errors import InputError
 Choices = tuple[tuple[int, ...], ...]
 """A tree as paths of ranks, one for every node but the root.
 
-The *rank* of a child says which of the drafter's tokens it holds: of the children of a node, rank 0 is the likeliest token, rank
-1 the second likeliest; where tokens are drawn, the first and the second drawn. So (0, 2) is the node that is reached from the
-root by its likeliest child, and from there by the third likeliest.
+The *rank* of a child says which of the drafter's tokens it holds. Of the children of a node, rank 0 is the likeliest token and
+rank 1 the second likeliest; where tokens are drawn, the first and the second drawn. So (0, 2) is the node that is reached from
+the root by its likeliest child, and from there by the third likeliest.
 """
 
 
@@ -113,8 +113,8 @@ class Template:
         which are     nodes    1   2   fillers     nodes    3   -   4   5
 
     Candidate 1 of level 1 is the second child of node 1: it is offered and left out. Here ``parents`` is -1, 0, 0, 1, 2, 2.
-    ``frontier`` is ((0, 1),): both candidates of level 0 are read. ``source`` is 0, 1, 4, 6, 7: level 1 is counted on from level
-    0. ``slots`` is -1, 0, 1, -1, -1, -1.
+    ``frontier`` is ((0, 1),): both candidates of level 0 are read. ``source`` is 0, 1, 4, 6, 7: level 1 is counted on from
+    level 0. ``slots`` is -1, 0, 1, -1, -1, -1.
 
     Attributes:
         parents: ``[N]`` the node that each node hangs below, -1 for the root.
