@@ -117,6 +117,8 @@ def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         token=jnp.zeros(batch, jnp.int32),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
+    if draft.depth == 0:  # plain decoding: one visit, and no loop for a device to ask its host about
+        return visit(start).verdict
     return jax.lax.while_loop(lambda descent: jnp.any(descent.going), visit, start).verdict
 
 
