@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import text
+from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding import engine
 from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
@@ -18,7 +18,6 @@ from specjax.evaluation import metrics
 from specjax.models.growth import grow
 from specjax.models.params import count
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling
 from specjax.tree import Chain, SampledTree
 
 PROMPTS = (
@@ -66,20 +65,17 @@ def methods() -> dict[str, Drafter | None]:
 
 def run_demo(config: DemoConfig) -> None:
     """``specjax demo``."""
-    if config.repeats < 1:
-        raise InputError(f"repeats={config.repeats}: must be at least 1")
+    if not 1 <= config.repeats <= 1000:
+        raise InputError(f"repeats={config.repeats}: must be at least 1 and at most 1000")
+    options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)
+    options["sampling"].rows(1)  # refuses what is out of range before any weights are read
     console = Console(highlight=False)
     directory = embedded("target")
     small = Target.from_pretrained(directory)
     target = grow(small, **GROWN)
     tokenizer = text.load_tokenizer(directory)
     drafters = methods()
-    options = {
-        "max_new_tokens": config.max_new_tokens,
-        "sampling": Sampling(temperature=config.temperature),
-        "key": jax.random.key(config.seed),
-        "eos_token_ids": target.config.eos_token_ids,
-    }
+    options["eos_token_ids"] = target.config.eos_token_ids
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
 
     console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")

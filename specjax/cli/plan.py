@@ -1,5 +1,6 @@
 """What speculation should gain before anything runs: a table and a picture, from the closed forms or from a chip's roofline."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,14 +9,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax import text
+from specjax import pipeline, text
 from specjax.drafters import check_vocabulary
-from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.shapes import PUBLISHED, published
-from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.reports import pictures
@@ -169,7 +168,7 @@ def _load_pair(config: PlanConfig) -> roofline.Pair:
 
 def _find_shape(argument: str, name: str) -> ModelConfig:
     """A published shape of that name, or else what the config.json of the directory or hub id says."""
-    elsewhere = "/" in name or Path(name).expanduser().is_dir()
+    elsewhere = "/" in name or os.path.isdir(os.path.expanduser(name))
     if elsewhere and name.lower() not in PUBLISHED:
         return huggingface.read_config(huggingface.locate(name, weights=False))
     try:
@@ -231,15 +230,14 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
     if not config.drafter or not config.prompts:
         raise InputError("measure: give --target, --drafter and --prompts FILE")
     prompts = text.read_prompts("prompts", config.prompts)
-    directory = huggingface.locate(config.target, weights=False)
-    longest = min(config.longest, _LONGEST)
-    shape = Chain(longest)
-    drafter = load_drafter(config.drafter, shape, huggingface.read_config(directory))
-    target = Target.from_pretrained(config.target)
-    tokenizer = text.load_tokenizer(directory)
-    ids = [text.encode(tokenizer, prompt) for prompt in prompts]
-    prompts_read = text.pad(ids[:_PROMPTS])
     sampling = Sampling(temperature=config.temperature)
+    sampling.rows(1)  # refuses what is out of range before any weights are read
+    longest = min(config.longest, _LONGEST)
+    pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
+    target, drafter = pair.target, pair.drafter
+    if drafter is None:
+        raise InputError("drafter='none': there is nothing to measure; name a drafter")
+    prompts_read = text.pad([pair.encode(prompt) for prompt in prompts[:_PROMPTS]])
     compared = {}
     acceptance = measure_acceptance(target, drafter, *prompts_read, sampling=sampling, longest=longest)
     for rows in config.batch:

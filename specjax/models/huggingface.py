@@ -5,6 +5,7 @@ the field, its value and the mend.
 """
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -70,8 +71,8 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     kind, _, which = str(path).partition(":")
     if kind == "embedded":
         return embedded(which or "target")
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    directory = Path(os.path.expanduser(path))  # os.path, because pathlib raises for users that do not exist, and for
+    if os.path.isdir(directory):  # names that are too long
         return directory
     text = str(path)
     if directory.is_absolute() or text.startswith(".") or text.count("/") != 1:
