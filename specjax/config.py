@@ -30,7 +30,7 @@ def load_yaml(cls: type[_Config], path: str | Path) -> _Config:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read as a text file ({error})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number or a date that is none
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold key: value pairs, not {type(content).__name__}")
@@ -43,7 +43,7 @@ def parse(cls: type[_Config], content: Mapping[str, Any], source: str) -> _Confi
     try:
         # YAML 1.1 reads 3e-4 as text and 1 as a whole number: both are meant where a float is declared.
         return dacite.from_dict(cls, content, dacite.Config(strict=True, cast=[tuple], type_hooks={float: float}))
-    except (dacite.DaciteError, ValueError) as error:
+    except (dacite.DaciteError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"{source}: {error}") from None
 
 

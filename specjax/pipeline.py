@@ -6,6 +6,7 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
@@ -158,7 +159,7 @@ class TextGenerator:
             raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
         if options.get("eos_token_ids") is None:
             options["eos_token_ids"] = self.target.config.eos_token_ids
-        check_limit(options.get("max_new_tokens", 1))
+        _check_size("max_new_tokens", options.get("max_new_tokens", 1))
         results = engine.stream(self.target, self.drafter, *text.pad(prompts), **options, steps=steps or _ALL)
         return Run(results, [_Row(self.tokenizer, prompt, stop) for prompt in prompts])
 
@@ -255,9 +256,9 @@ def settings(
     Raises:
         InputError: a number is out of its range; names it, its value and what it must be.
     """
-    check_limit(max_new_tokens)
-    if np.any(np.asarray(top_k, np.float64) > _ALL):
-        raise InputError(f"top_k={top_k}: must be at most {_ALL}; 0 is no limit")
+    _check_size("max_new_tokens", max_new_tokens)
+    _check_size("top_k", top_k)
+    _check_size("temperature", temperature, float(np.finfo(np.float32).max))
     return {
         "max_new_tokens": max_new_tokens,
         "sampling": Sampling(temperature, top_k, top_p, min_p),
@@ -267,10 +268,10 @@ def settings(
     }
 
 
-def check_limit(max_new_tokens: Any) -> None:
-    """Refuse, with an InputError, a number of new tokens that no array could hold."""
-    if np.any(np.asarray(max_new_tokens, object) > _ALL):
-        raise InputError(f"max_new_tokens={max_new_tokens}: must be at most {_ALL}")
+def _check_size(name: str, value: Any, most: float = _ALL) -> None:
+    """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
+    if any(isinstance(each, Real) and abs(each) > most for each in np.asarray(value, object).ravel()):
+        raise InputError(f"{name}={value}: must be at most {most:.10g}")
 
 
 def make_key(seed: int) -> jax.Array:

@@ -43,15 +43,18 @@ def load_tokenizer(directory: Path) -> Any:
         return AutoTokenizer.from_pretrained(directory)
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download it again") from None
+        raise InputError(
+            f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
+        ) from None
 
 
 def _damaged_file(directory: Path) -> Path:
-    """The tokenizer's file that is not JSON, or else its first one."""
+    """The tokenizer's file that is no JSON object, or else its first one."""
     for file in sorted(directory.glob("*token*.json")):
         try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, OSError):
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return file
+        except (ValueError, OSError, RecursionError):
             return file
     return next(directory / name for name in _TOKENIZER_FILES if (directory / name).is_file())
 

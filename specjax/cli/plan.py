@@ -18,7 +18,6 @@ from specjax.models.shapes import PUBLISHED, published
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.reports import pictures
-from specjax.sampling import Sampling
 from specjax.tree import Chain, StaticTree
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEARBY = (0.1, 0.0, -0.1, -0.2)  # acceptance rates that a picture shows beside the given one, as differences from it
+_MOST_ROWS, _LONGEST_CHAIN = 2**20, 256
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,13 @@ def _check_options(config: PlanConfig) -> None:
             raise InputError(f"{name}={value}: is not read {'with' if config.measure else 'without'} --measure; leave it out")
     if min(config.batch, default=0) < 1:
         raise InputError(f"batch={min(config.batch, default=())}: give at least one number of rows, each at least 1")
+    if max(config.batch) > _MOST_ROWS:
+        raise InputError(f"batch={max(config.batch)}: give at most {_MOST_ROWS} rows")
     roofline.find_chip(config.chip)
-    if config.longest < 1:
-        raise InputError(f"longest={config.longest}: the longest chain to look at has at least 1 token")
+    if not 1 <= config.longest <= _LONGEST_CHAIN:
+        raise InputError(
+            f"longest={config.longest}: the longest chain to look at has at least 1 token and at most {_LONGEST_CHAIN}"
+        )
     if (config.cost is None) == (not config.target):
         raise InputError("cost: give either --cost C, or --target MODEL and --drafter MODEL to have it reckoned")
     for name in ("operations",) if config.target else ("drafter", "draft_cache"):
@@ -230,7 +234,7 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
     if not config.drafter or not config.prompts:
         raise InputError("measure: give --target, --drafter and --prompts FILE")
     prompts = text.read_prompts("prompts", config.prompts)
-    sampling = Sampling(temperature=config.temperature)
+    sampling = pipeline.settings(temperature=config.temperature)["sampling"]
     sampling.rows(1)  # refuses what is out of range before any weights are read
     longest = min(config.longest, _LONGEST)
     pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
