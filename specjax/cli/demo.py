@@ -79,8 +79,8 @@ def run_demo(config: DemoConfig) -> None:
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
 
     console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")
-    for prompt in ids[:2]:
-        console.print(_coloured(tokenizer, target, drafters["draft model"], prompt, options))
+    for row in range(2):
+        console.print(_coloured(tokenizer, target, drafters["draft model"], ids, row, options))
         console.print()
     console.rule("what it bought")
     console.print(_measure(target, drafters, ids, options, config.repeats))
@@ -93,18 +93,19 @@ def run_demo(config: DemoConfig) -> None:
     )
 
 
-def _coloured(tokenizer, target: Target, drafter: Drafter | None, prompt: list[int], options: dict) -> Text:
-    """The prompt dim, then the output with its accepted draft tokens in green."""
+def _coloured(tokenizer, target: Target, drafter: Drafter | None, ids: list[list[int]], row: int, options: dict) -> Text:
+    """One of the prompts dim, then the output with its accepted draft tokens in green."""
+    prompt, (tokens, lengths) = ids[row], text.pad(ids)  # one width for all prompts: one compilation
     shown, accepted = len(prompt), 0
     stream = text.TextStream(tokenizer, prompt)
     line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
-    for result in engine.stream(target, drafter, *text.pad([prompt]), **options, steps=1):
-        tokens, length = result.tokens[0], int(result.lengths[0])
+    for result in engine.stream(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **options, steps=1):
+        new, length = result.tokens[0], int(result.lengths[0])
         drafts = int(result.stats.accepted[0]) - accepted
         accepted += drafts
         for index in range(shown, length):
             style = "bold green" if index < shown + drafts else "white"
-            line.append(stream.push(tokens[index : index + 1]), style=style)
+            line.append(stream.push(new[index : index + 1]), style=style)
         shown = length
     line.append(stream.push([], last=True))
     return line
