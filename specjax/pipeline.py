@@ -6,7 +6,6 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 from pathlib import Path
 from typing import Any, overload
 
@@ -64,13 +63,14 @@ def load(
             already; None is plain decoding.
         tokenizer: a tokenizer of transformers, or the directory of one; by default the target's own.
         draft: the shape of the drafts, such as ``Chain(4)`` or "chain:4"; None is the drafter's own.
-        dtype: of the params that are loaded here, as for `Target.from_pretrained`.
+        dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
 
     Raises:
         InputError: something cannot be used; names it, its value and the mend.
     """
     shape = parse_shape(draft) if isinstance(draft, str) else draft
+    dtype = None if dtype is None else _float_type(dtype)
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
@@ -123,8 +123,8 @@ class TextGenerator:
             InputError: an argument cannot be used; names it, its value and the mend.
         """
         prompts, is_list = _prompts(prompt)
-        stop, settings = _settings(options)
-        run = self.start([self.encode(each) for each in prompts], stop=stop, steps=LOOK_EVERY if stop else None, **settings)
+        stop, made = _split_options(options)
+        run = self.start([self.encode(each) for each in prompts], stop=stop, steps=LOOK_EVERY if stop else None, **made)
         for _ in run:
             pass
         return run.generations if is_list else run.generations[0]
@@ -134,8 +134,8 @@ class TextGenerator:
         prompts, is_list = _prompts(prompt)
         if is_list:
             raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
-        stop, settings = _settings(options)
-        run = self.start([self.encode(prompts[0])], stop=stop, steps=LOOK_EVERY, **settings)
+        stop, made = _split_options(options)
+        run = self.start([self.encode(prompts[0])], stop=stop, steps=LOOK_EVERY, **made)
         return (piece for (piece,) in run if piece)
 
     def encode(self, prompt: str | Messages, chat: bool = False) -> list[int]:
@@ -270,18 +270,18 @@ def settings(
 
 def _check_size(name: str, value: Any, most: float = _ALL) -> None:
     """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
-    if any(isinstance(each, Real) and abs(each) > most for each in np.asarray(value, object).ravel()):
+    if any(isinstance(each, int | float) and abs(each) > most for each in np.asarray(value).astype(object).ravel()):
         raise InputError(f"{name}={value}: must be at most {most:.10g}")
 
 
 def make_key(seed: int) -> jax.Array:
     """The random key of a seed. Raises `InputError` where it is out of range."""
-    if not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed}: must be at least 0 and below 2**63")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")
     return jax.random.key(seed)
 
 
-def _settings(options: dict[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
+def _split_options(options: dict[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
     """``stop``, and the `settings` of the others; warns of those that are not read."""
     options = dict(options)
     stop = options.pop("stop", ())
@@ -297,6 +297,16 @@ def unread_settings(sampling: Sampling) -> list[str]:
         return []
     given = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
     return [name for name, value in given.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
+
+
+def _float_type(dtype: Any) -> Any:
+    try:
+        found = jax.numpy.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in ("float32", "bfloat16", "float16"):
+        raise InputError(f"dtype={dtype!r}: must be float32, bfloat16 or float16")
+    return found
 
 
 def _prompts(prompt: Any) -> tuple[list[Any], bool]:

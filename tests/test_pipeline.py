@@ -110,6 +110,9 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
     for options in ({"seed": -1}, {"seed": 2**63}, {"max_new_tokens": 0}, {"max_new_tokens": 2**63}, {"temperature": -1}):
         with pytest.raises(InputError, match=next(iter(options))):
             generator("x", **options)
+    for dtype in ("int8", "nothing", 7):
+        with pytest.raises(InputError, match="dtype="):
+            specjax.load("embedded", dtype=dtype)
     with pytest.raises(InputError, match="drafter=3"):
         specjax.load("embedded", 3)
     with pytest.warns(UserWarning, match="top_p: not read at temperature 0"), pytest.raises(InputError):

@@ -77,19 +77,12 @@ class GenerateConfig:
 def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
     """The target with its tokenizer, and the drafter. Reads every config.json before any weight."""
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
-    dtype = _dtype(config.dtype)
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
                 raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
     shape = Chain(4) if config.draft == "auto" else parse_shape(config.draft)
-    return pipeline.load(config.target, config.drafter, draft=shape, dtype=dtype, mesh=mesh)
-
-
-def _dtype(name: str) -> Any:
-    if name not in ("", "float32", "bfloat16", "float16"):
-        raise InputError(f"dtype={name!r}: must be float32, bfloat16 or float16")
-    return jax.numpy.dtype(name) if name else None
+    return pipeline.load(config.target, config.drafter, draft=shape, dtype=config.dtype or None, mesh=mesh)
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:

@@ -176,7 +176,7 @@ FAULTS = [
     (["train", "--teacher", "x"], "objective=lm has no teacher"),
     (["train", "--objective", "distill"], "teacher=''"),
     (["dance"], "'dance' is not a command"),
-    (["generate", "--prompt", "x", "--seed", "-1"], "seed=-1: must be at least 0 and below 2**63"),
+    (["generate", "--prompt", "x", "--seed", "-1"], "seed=-1: must be a whole number, at least 0 and below 2**63"),
     (["generate", "--prompt", "x", "--seed", str(2**63)], "seed=9223372036854775808: must be"),
     (["demo", "--seed", "-1"], "seed=-1: must be"),
     (["demo", "--repeats", "0"], "repeats=0: must be"),
