@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(huggingface, "load_params", reach)
     monkeypatch.setattr(loop, "train", train)
     monkeypatch.chdir(tmp_path)
+    sys.stderr.reconfigure(errors="backslashreplace")  # as it is outside of pytest
     for seed in seeds:
         line = command_line(random.Random(seed))
         try:
