@@ -299,14 +299,18 @@ def unread_settings(sampling: Sampling) -> list[str]:
     return [name for name, value in given.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
 
 
+_FLOAT_TYPES = ("float32", "bfloat16", "float16")
+
+
 def _float_type(dtype: Any) -> Any:
+    """A data type for params, given by name or as one."""
     try:
-        found = jax.numpy.dtype(dtype)
+        name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
     except TypeError:
-        found = None
-    if found is None or found.name not in ("float32", "bfloat16", "float16"):
-        raise InputError(f"dtype={dtype!r}: must be float32, bfloat16 or float16")
-    return found
+        name = None
+    if name not in _FLOAT_TYPES:
+        raise InputError(f"dtype={dtype!r}: must be {', '.join(_FLOAT_TYPES[:-1])} or {_FLOAT_TYPES[-1]}")
+    return jax.numpy.dtype(name)
 
 
 def _prompts(prompt: Any) -> tuple[list[Any], bool]:
