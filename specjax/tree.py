@@ -404,3 +404,39 @@ _MEDUSA = """
 """
 MEDUSA_TREE: Choices = tuple(tuple(map(int, path)) for path in _MEDUSA.split())
 """Medusa's tree of 63 nodes besides the root (FasterDecoding/Medusa, ``mc_sim_7b_63``), in its own order."""
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+SHAPE_NAMES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
+SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
+
+
+def parse_shape(name: str) -> Shape:
+    """The shape called ``name``, such as ``chain:4`` or ``dynamic:10,7,60``.
+
+    Raises:
+        InputError: there is none of that name, or its numbers do not make one.
+    """
+    kind, _, rest = name.partition(":")
+    words = rest.split(",") if rest else []
+    try:
+        match kind, len(words):
+            case "chain", 1 | 2:
+                return Chain(int(words[0]), *map(float, words[1:]))
+            case "complete", count if count:
+                return StaticTree(complete_tree(tuple(map(int, words))))
+            case "sampled", count if count:
+                return SampledTree(tuple(map(int, words)))
+            case "dynamic", 0 | 3:
+                return DynamicTree(*map(int, words))
+            case "eagle", 0:
+                return StaticTree(EAGLE_TREE)
+            case "medusa", 0:
+                return StaticTree(MEDUSA_TREE)
+    except InputError:
+        raise
+    except ValueError:  # a word is no number: as wrong as another name
+        pass
+    raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}")
