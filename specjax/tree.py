@@ -197,11 +197,6 @@ class Shape:
         """Slots that the drafter's reading of drafted nodes takes above its root: ``width`` a level but the last."""
         return (self.depth - 1) * self.width
 
-    @property
-    def room(self) -> int:
-        """Slots above the committed ones that drafting and scoring take, the root's included."""
-        return max(self.nodes, 1 + self.read_slots)
-
     def check(self, vocab_size: int) -> None:
         """Refuse, with an InputError, a shape that a vocabulary cannot fill."""
         if self.branching > vocab_size:

@@ -308,7 +308,7 @@ def _draw_models(config: PlanConfig, pair: roofline.Pair) -> "Figure":
     contexts = np.unique(np.geomspace(max(1, last // 1024), last, 60).round().astype(int)).tolist()
     gammas = range(config.longest + 1)
     for rows, colour in zip(config.batch, _colours(len(config.batch)), strict=True):
-        by_gamma = [roofline.speedup(pair, rows, config.context, gamma, config.alpha) for gamma in gammas]
+        by_gamma = [roofline.chain_speedup(pair, rows, config.context, gamma, config.alpha) for gamma in gammas]
         left.plot(gammas, by_gamma, "o-", color=colour, markersize=3, label=f"{rows} row{'s' * (rows > 1)}")
         best = [roofline.best_gamma(pair, rows, s, config.alpha, config.longest, shortest=1).factor for s in contexts]
         held = sum(pair.fits(rows, s) for s in contexts)  # memory grows with context

@@ -125,7 +125,8 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
     committed, taps = lengths - 1, drafter.taps(target.config)
     # The token after each. What comes after the last one lies beyond what is committed, and does not matter.
     following = jnp.roll(tokens, -1, axis=1)
-    cache, state = target.new_cache(batch, capacity), drafter.start(target, batch, capacity)
+    # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
+    cache, state = jax.lax.optimization_barrier((target.new_cache(batch, capacity), drafter.start(target, batch, capacity)))
 
     def absorb(state: Any, tokens: jax.Array, following: jax.Array, output: Output, cache: KVCache, count: jax.Array) -> Any:
         return drafter.absorb(target, state, Seen(tokens, following, output, count, cache))

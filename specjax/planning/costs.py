@@ -183,7 +183,7 @@ def _without_stop(drafter: Any) -> Drafter:
 
 
 def predicted_speedup(costs: Costs, *batches: Stats) -> float:
-    """Speed-up over plain decoding from measured costs and what was accepted: MagicDec's quotient (`theory.speedup`).
+    """Speed-up over plain decoding from measured costs and what was accepted: MagicDec's `theory.speedup_from_times`.
 
     A batch goes on until its last row is done, so the row with the most steps counts, and for plain decoding the longest row.
 

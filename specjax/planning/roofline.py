@@ -215,9 +215,9 @@ class Pair:
         return read / self.chip.bandwidth
 
 
-def speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float) -> float:
+def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float) -> float:
     """T_T over the time a token takes with chains of ``gamma`` at acceptance rate ``alpha`` (equation 2, inverted)."""
-    return theory.speedup(
+    return theory.speedup_from_times(
         target_time=pair.target_time(batch, context),
         draft_time=pair.draft_time(batch, context),
         verify_time=pair.verify_time(batch, context, gamma),
@@ -236,7 +236,9 @@ def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int 
     """
     if not 0 <= shortest <= longest:
         raise InputError(f"shortest={shortest}, longest={longest}: chain lengths, 0 <= shortest <= longest")
-    choices = (theory.Choice(gamma, speedup(pair, batch, context, gamma, alpha)) for gamma in range(shortest, longest + 1))
+    choices = (
+        theory.Choice(gamma, chain_speedup(pair, batch, context, gamma, alpha)) for gamma in range(shortest, longest + 1)
+    )
     return max(choices, key=lambda choice: choice.factor)  # of equals, max returns the first
 
 
@@ -285,7 +287,7 @@ def break_even_context(pair: Pair, batch: int, alpha: float, longest: int = LONG
 
 
 def _pays(pair: Pair, batch: int, gamma: int, alpha: float, context: int) -> bool:
-    return speedup(pair, batch, context, gamma, alpha) > 1
+    return chain_speedup(pair, batch, context, gamma, alpha) > 1
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int | None:

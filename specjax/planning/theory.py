@@ -109,7 +109,7 @@ def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: fl
     return (gamma * draft_time + verify_time) / tokens
 
 
-def speedup(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
+def speedup_from_times(target_time: float, draft_time: float, verify_time: float, gamma: int, tokens: float) -> float:
     """Speed-up over plain decoding from times, measured or modelled: T_T over `time_per_token`.
 
     MagicDec, the inverse of equation (2). ``target_time`` is T_T, the seconds of one target forward over one token; the other

@@ -1,5 +1,6 @@
 """Measured costs, what they predict, and the off switch."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -7,9 +8,11 @@ from specjax.decoding import engine
 from specjax.decoding.stats import Stats
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.errors import InputError
+from specjax.evaluation import conformance
 from specjax.models.growth import grow
 from specjax.planning import theory
-from specjax.planning.costs import Costs, measure_costs, predicted_speedup, trial_speedup
+from specjax.planning.costs import Costs, measure_costs, predicted_speedup, trial_key, trial_speedup
+from specjax.sampling import Sampling
 from specjax.tree import Chain
 from tests.conftest import tiny_target
 
@@ -29,7 +32,7 @@ def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
 def test_the_prediction_is_magicdecs_quotient() -> None:
     costs = Costs(verify={1: 0.010, 5: 0.014}, draft=0.001)
     stats = stats_of(([5, 2, 1, 4], 16, 20))
-    expected = theory.speedup(0.010, 0.001, 0.014, gamma=4, tokens=3.0)
+    expected = theory.speedup_from_times(0.010, 0.001, 0.014, gamma=4, tokens=3.0)
     assert predicted_speedup(costs, stats) == pytest.approx(expected)
     assert predicted_speedup(costs, stats, stats) == pytest.approx(expected)
 
@@ -77,3 +80,26 @@ def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
     assert engine.generate(large, good, PROMPT, max_new_tokens=20).stats.accepted[0] == 16
     assert trial_speedup(large, good, PROMPT) > 1
     assert trial_speedup(large, bad, PROMPT) < 1
+
+
+def test_choosing_by_a_trial_leaves_the_text_alone() -> None:
+    """Of many generations, those whose trial accepted much are distributed as all are. With the generation's own key as the
+    trial's the same choice is biased: it has seen the text.
+    """
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+    target = tiny_target(seed=2, num_layers=1, **sizes)
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1, **sizes), draft=Chain(2))
+    prompt, rows = np.array([1, 3, 0, 1]), 50_000
+    keys = jax.random.split(jax.random.key(0), rows)
+
+    def run(keys):
+        return engine.generate(target, drafter, np.tile(prompt, (rows, 1)), max_new_tokens=3, sampling=Sampling(), key=keys)
+
+    text = run(keys)
+    joint = text.tokens[:, len(prompt) :] @ np.array([16, 4, 1])
+    exact = conformance.exact_joint(target, prompt, 3, Sampling())
+    for trial, biased in ((run(jax.vmap(trial_key)(keys)), False), (text, True)):
+        chosen = trial.stats.accepted > np.mean(trial.stats.accepted)
+        counts = np.bincount(joint[chosen], minlength=64)
+        distance, bound = conformance.total_variation(counts, exact), conformance.monte_carlo_bound(exact, int(chosen.sum()))
+        assert distance > 3 * bound if biased else distance < bound

@@ -87,8 +87,8 @@ def test_speedup_is_magicdecs_equation_2() -> None:
     pair, gamma, alpha = Pair(LLAMA, CHIPS["h100"], SMALL), 3, 0.7
     target, draft = pair.target_time(8, 4000), pair.draft_time(8, 4000)
     slowdown = (gamma * draft / target + pair.verify_time(8, 4000, gamma) / target) / (1 + 0.7 + 0.7**2 + 0.7**3)
-    assert roofline.speedup(pair, 8, 4000, gamma, alpha) == pytest.approx(1 / slowdown)
-    assert roofline.speedup(pair, 8, 4000, 0, alpha) == 1
+    assert roofline.chain_speedup(pair, 8, 4000, gamma, alpha) == pytest.approx(1 / slowdown)
+    assert roofline.chain_speedup(pair, 8, 4000, 0, alpha) == 1
 
 
 def test_memory_by_hand() -> None:
@@ -122,31 +122,31 @@ def test_times_grow_with_context_and_with_batch() -> None:
 @pytest.mark.parametrize("chip", ["a100", "h100"])
 def test_with_a_short_context_a_larger_batch_gains_less(chip) -> None:
     pair = Pair(LLAMA, CHIPS[chip], SMALL)
-    assert rising([-roofline.speedup(pair, rows, 256, 3, 0.8) for rows in BATCHES])
-    assert roofline.speedup(pair, 1, 256, 3, 0.8) > 1.9
-    assert roofline.speedup(pair, 256, 256, 3, 0.8) < 1
+    assert rising([-roofline.chain_speedup(pair, rows, 256, 3, 0.8) for rows in BATCHES])
+    assert roofline.chain_speedup(pair, 1, 256, 3, 0.8) > 1.9
+    assert roofline.chain_speedup(pair, 256, 256, 3, 0.8) < 1
 
 
 @pytest.mark.parametrize("chip", ["a100", "h100"])
 @pytest.mark.parametrize("context", [8000, 32_000, 100_000])
 def test_with_a_long_context_and_a_compressed_draft_cache_a_larger_batch_gains_more(chip, context) -> None:
     pair = replace(SELF, chip=CHIPS[chip])
-    assert rising([roofline.speedup(pair, rows, context, 3, 0.8) for rows in BATCHES])
-    assert roofline.speedup(pair, 1, context, 3, 0.8) < 1.2
-    assert roofline.speedup(pair, 256, context, 3, 0.8) > 1.7
+    assert rising([roofline.chain_speedup(pair, rows, context, 3, 0.8) for rows in BATCHES])
+    assert roofline.chain_speedup(pair, 1, context, 3, 0.8) < 1.2
+    assert roofline.chain_speedup(pair, 256, context, 3, 0.8) > 1.7
 
 
 def test_magicdecs_critical_length_lies_where_the_paper_puts_it() -> None:
     """Figure 2c, Llama-3.1-8B on A100, gamma = 3: a larger batch gains less below 4,000 tokens, and more above."""
     large = (64, 128, 256)
-    assert rising([-roofline.speedup(SELF, rows, 2000, 3, 0.8) for rows in large])
-    assert rising([roofline.speedup(SELF, rows, 4500, 3, 0.8) for rows in large])
+    assert rising([-roofline.chain_speedup(SELF, rows, 2000, 3, 0.8) for rows in large])
+    assert rising([roofline.chain_speedup(SELF, rows, 4500, 3, 0.8) for rows in large])
 
 
 def test_a_draft_model_with_its_whole_cache_gains_less_from_length_than_one_with_a_part_of_it() -> None:
     whole, part = Pair(LLAMA, CHIPS["h100"], SMALL), Pair(LLAMA, CHIPS["h100"], SMALL, draft_cache=512)
-    assert roofline.speedup(whole, 64, 32_000, 3, 0.8) < roofline.speedup(whole, 64, 1000, 3, 0.8)
-    assert roofline.speedup(part, 64, 32_000, 3, 0.8) > roofline.speedup(part, 64, 1000, 3, 0.8)
+    assert roofline.chain_speedup(whole, 64, 32_000, 3, 0.8) < roofline.chain_speedup(whole, 64, 1000, 3, 0.8)
+    assert roofline.chain_speedup(part, 64, 32_000, 3, 0.8) > roofline.chain_speedup(part, 64, 1000, 3, 0.8)
 
 
 MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, tokens a step, speed-up measured on H100
@@ -162,7 +162,7 @@ MEASURED = [  # MagicDec, tables 1 and 2: target, K, rows, context, gamma, token
 def test_measured_speedups_stay_below_the_roofline(target, entries, rows, context, gamma, tokens, measured) -> None:
     pair = Pair(PUBLISHED[target], CHIPS["h100"], draft_cache=entries)
     times = pair.target_time(rows, context), pair.draft_time(rows, context), pair.verify_time(rows, context, gamma)
-    assert measured < theory.speedup(*times, gamma, tokens) < 2 * measured
+    assert measured < theory.speedup_from_times(*times, gamma, tokens) < 2 * measured
 
 
 # --- searches --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_measured_speedups_stay_below_the_roofline(target, entries, rows, contex
 @pytest.mark.parametrize("alpha", [0.3, 0.8, 1.0])
 def test_best_gamma_is_the_best_of_all(rows, alpha) -> None:
     pair = Pair(LLAMA, CHIPS["h100"], SMALL)
-    factors = [roofline.speedup(pair, rows, 1000, gamma, alpha) for gamma in range(13)]
+    factors = [roofline.chain_speedup(pair, rows, 1000, gamma, alpha) for gamma in range(13)]
     assert roofline.best_gamma(pair, rows, 1000, alpha, 12) == theory.Choice(factors.index(max(factors)), max(factors))
     forced = roofline.best_gamma(pair, rows, 1000, alpha, 12, shortest=1)
     assert forced == theory.Choice(factors.index(max(factors[1:])), max(factors[1:]))
@@ -219,7 +219,7 @@ def test_best_cache_is_the_best_of_all() -> None:
     for rows, context in ((16, 8000), (64, 32_000), (256, 100_000)):
         choice = roofline.best_cache(SELF, rows, context, alphas, longest=10)
         grid = {
-            (entries, gamma): roofline.speedup(replace(SELF, draft_cache=entries), rows, context, gamma, alpha)
+            (entries, gamma): roofline.chain_speedup(replace(SELF, draft_cache=entries), rows, context, gamma, alpha)
             for entries, alpha in alphas.items()
             for gamma in range(11)
         }
@@ -234,7 +234,7 @@ FAULTS = [
     (lambda: SELF.target_time(1, 0), "context=0"),
     (lambda: Pair(LLAMA, TOY, draft_cache=0), "draft_cache=0"),
     (lambda: Pair(LLAMA, TOY, selection=1.5), "selection=1.5"),
-    (lambda: roofline.speedup(SELF, 1, 1, 3, 1.5), "alpha=1.5"),
+    (lambda: roofline.chain_speedup(SELF, 1, 1, 3, 1.5), "alpha=1.5"),
     (lambda: roofline.best_gamma(SELF, 1, 1, 0.5, longest=-1), "shortest=0, longest=-1"),
     (lambda: roofline.best_cache(SELF, 1, 1, {}), "alphas={}"),
 ]

@@ -164,12 +164,12 @@ def test_magicdec_time_per_token(alpha, gamma) -> None:
     wrong = [theory.time_per_token(draft_time, verify_time, g, omega) for g in (gamma - 1, gamma + 1)]
     wrong += [(gamma * draft_time + verify_time) / theory.expected_tokens(alpha, g) for g in (gamma - 1, gamma + 1)]
     assert_confirmed(closed, wrong, simulated, run.error(simulated))
-    assert theory.speedup(target_time, draft_time, verify_time, gamma, omega) == pytest.approx(target_time / closed)
+    assert theory.speedup_from_times(target_time, draft_time, verify_time, gamma, omega) == pytest.approx(target_time / closed)
 
 
 def test_magicdec_is_leviathan_where_verification_costs_one_forward() -> None:
     tokens = theory.expected_tokens(0.7, 5)
-    assert theory.speedup(10.0, 1.5, 10.0, 5, tokens) == pytest.approx(theory.walltime_factor(0.7, 5, 0.15))
+    assert theory.speedup_from_times(10.0, 1.5, 10.0, 5, tokens) == pytest.approx(theory.walltime_factor(0.7, 5, 0.15))
 
 
 MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, tokens a step, measured speed-up
@@ -184,7 +184,7 @@ MEASURED = [  # MagicDec, tables 1 and 2: gamma, gamma T_D, T_V and T_T in ms, t
 @pytest.mark.parametrize(("gamma", "drafting", "verify", "target", "tokens", "measured"), MEASURED)
 def test_speedup_from_measured_times_is_the_measured_one(gamma, drafting, verify, target, tokens, measured) -> None:
     """The published times leave out some 1 to 4 % of a step, such as sampling: the formula is a little above."""
-    factor = theory.speedup(target / 1e3, drafting / gamma / 1e3, verify / 1e3, gamma, tokens)
+    factor = theory.speedup_from_times(target / 1e3, drafting / gamma / 1e3, verify / 1e3, gamma, tokens)
     assert measured <= factor <= 1.04 * measured
 
 
@@ -225,9 +225,9 @@ FAULTS = [
     (lambda: theory.guaranteed_factor(0.5, -0.2), "cost=-0.2"),
     (lambda: theory.best_gamma(0.5, INF), "cost=inf"),
     (lambda: theory.operations_factor(0.5, 3, 0.0), "operations=0:"),
-    (lambda: theory.speedup(0.0, 1.0, 1.0, 3, 2.0), "target_time=0:"),
-    (lambda: theory.speedup(1.0, -1.0, 1.0, 3, 2.0), "draft_time=-1"),
-    (lambda: theory.speedup(1.0, 1.0, NAN, 3, 2.0), "verify_time=nan"),
+    (lambda: theory.speedup_from_times(0.0, 1.0, 1.0, 3, 2.0), "target_time=0:"),
+    (lambda: theory.speedup_from_times(1.0, -1.0, 1.0, 3, 2.0), "draft_time=-1"),
+    (lambda: theory.speedup_from_times(1.0, 1.0, NAN, 3, 2.0), "verify_time=nan"),
     (lambda: theory.time_per_token(1.0, 1.0, 3, 0.0), "tokens=0:"),
 ]
 
