@@ -75,7 +75,9 @@ def take_snapshot(
 
 
 @partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def _step(target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule) -> tuple[engine.DecodeState, tuple[Any, ...]]:
+def _step(
+    target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule
+) -> tuple[engine.DecodeState, tuple[Any, ...]]:
     """One step, and what the host reads of it: the draft, the accepted path, tokens emitted, the last of them, done."""
     state, info = engine.step(target, drafter, state, rule)
     return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
