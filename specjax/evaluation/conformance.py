@@ -52,14 +52,14 @@ def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
     drafter, state = _start(target, drafter, sampling)
     traced: list[Draft] = []
 
-    def propose(state: engine.DecodeState) -> tuple[Draft, jax.Array]:
+    def propose(target: Target, drafter: Drafter, state: engine.DecodeState) -> tuple[Draft, jax.Array]:
         draft, _ = engine.propose_step(target, drafter, state)
         traced.append(draft)
         return draft, state.roots
 
     for leaf in jax.tree.leaves(state):
         assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
-    draft, roots = engine.to_host(jax.jit(propose)(state), target.mesh)
+    draft, roots = engine.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
     _check_draft(draft, traced[0], drafter, target.config.vocab_size, roots)
     after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
     chex.assert_trees_all_equal_structs(state, after)
