@@ -1,14 +1,18 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-thorough lint clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
 	.venv/bin/python -m specjax demo
 
 test: .venv-test/installed
-	.venv-test/bin/python -m pytest -n 2 --dist loadfile
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal
+
+# What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And all of the above.
+test-thorough: .venv-test/installed
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "thorough or not thorough"
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .

@@ -8,6 +8,7 @@ from specjax.decoding.engine import Result, generate, stream
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
+from specjax.pipeline import Generation, TextGenerator, load
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
 from specjax.tree import EAGLE_TREE, MEDUSA_TREE, Chain, DynamicTree, SampledTree, StaticTree, complete_tree
@@ -20,15 +21,18 @@ __all__ = [
     "DraftModel",
     "DynamicTree",
     "EarlyExit",
+    "Generation",
     "PromptLookup",
     "Result",
     "SampledTree",
     "Sampling",
     "StaticTree",
     "Target",
+    "TextGenerator",
     "complete_tree",
     "conformance",
     "generate",
+    "load",
     "make_mesh",
     "stream",
 ]

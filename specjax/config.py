@@ -34,7 +34,7 @@ def load_yaml(cls: type[_Config], path: str | Path) -> _Config:
         raise ConfigError(f"--config {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read as a text file ({error})") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a number or a date that is none
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold key: value pairs, not {type(content).__name__}")

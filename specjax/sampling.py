@@ -62,6 +62,10 @@ class Sampling:
         top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
         top_p = self._row("top_p", batch, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit")
         min_p = self._row("min_p", batch, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit")
+        # Devices take numbers below float32's smallest normal one for 0, and may divide by multiplying with the reciprocal:
+        # a temperature is moved to where it and its reciprocal are normal numbers. Beyond that nothing changes any more.
+        smallest = float(np.finfo(np.float32).tiny)
+        temperature = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
         return RowSampling(
             temperature=jnp.asarray(temperature, jnp.float32),
             top_k=jnp.asarray(top_k, jnp.int32),
@@ -125,7 +129,8 @@ def _threshold(scaled: jax.Array, sampling: RowSampling, row: Any) -> jax.Array:
     nucleus = _largest(lambda t: jnp.sum(jnp.where(scaled >= t, mass, 0.0), axis=-1, keepdims=True) >= needed, shape)
     nucleus = jnp.where(row(sampling.top_p) >= 1, -jnp.inf, nucleus)
     floor = best + jnp.log(row(sampling.min_p))  # log 0 = -inf: no floor
-    return jnp.maximum(jnp.maximum(kth, nucleus), floor)
+    # The most probable token survives whatever rounding does: a top_p that the device takes for 0 asks for no mass at all.
+    return jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), floor), best)
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:

@@ -1,7 +1,8 @@
 """Between text and tokens: prompts in, a stream of text out."""
 
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,128 @@ import numpy as np
 
 from specjax.errors import InputError
 
+Messages = Sequence[Mapping[str, str]]
+"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first."""
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
+# Only transformers' tokenizers are used here, which need no PyTorch: its remark on it, made when it is imported, would stand
+# above the output of every command. Whatever else it has to say is let through.
+logging.getLogger("transformers").addFilter(_is_not_about_torch)
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint directory holds a tokenizer."""
+    return any((directory / name).is_file() for name in _TOKENIZER_FILES)
+
 
 def load_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, as transformers loads it. Raises `InputError` when it has none."""
+    """The checkpoint's tokenizer, as transformers loads it. Raises `InputError` when it has none, or one that is damaged."""
+    if not has_tokenizer(directory):
+        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
     from transformers import AutoTokenizer
 
-    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
-    return AutoTokenizer.from_pretrained(directory)
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(
+            f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
+        ) from None
+
+
+def _damaged_file(directory: Path) -> Path:
+    """The tokenizer's file that is no JSON object, or else its first one."""
+    for file in sorted(directory.glob("*token*.json")):
+        try:
+            if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+                return file
+        except (ValueError, OSError, RecursionError):
+            return file
+    return next(directory / name for name in _TOKENIZER_FILES if (directory / name).is_file())
+
+
+def check_same_tokenizer(target: Any, drafter: Any) -> None:
+    """Refuse, with an InputError, a drafter whose tokens are not the target's.
+
+    Equal sizes do not show it: two vocabularies may number their tokens differently. Every id that both have must stand for the
+    same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
+    """
+    ours, theirs = (tokenizer.get_vocab() for tokenizer in (target, drafter))
+    mend = "a drafter must share the target's tokenizer; take one of the target's family"
+    here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
+    for i in sorted(here.keys() | there.keys()):
+        left, right = here.get(i), there.get(i)
+        if left is None or right is None:  # an id of one of them: its token may not have another id in the other
+            token = left if right is None else right
+            if ours.get(token, i) == theirs.get(token, i):
+                continue
+        elif left == right:
+            continue
+        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {mend}")
+    for role in ("bos_token", "eos_token"):
+        left, right = getattr(target, role, None), getattr(drafter, role, None)
+        if left is not None and right is not None and left != right:
+            raise InputError(
+                f"tokenizers: {role} is {left!r} (id {ours.get(left)}) for the target and {right!r} (id {theirs.get(right)}) "
+                f"for the drafter: {mend}"
+            )
+
+
+def _shown(token: str | None) -> str:
+    return "no token" if token is None else repr(token)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
 
 
 def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
 
     Raises:
-        InputError: the prompt is empty, or the tokenizer has no chat template.
+        InputError: the prompt is empty or no Unicode text, or the tokenizer has no chat template.
     """
     if not prompt:
         raise InputError("prompt='': empty; give at least one character")
-    if not chat:
-        return list(tokenizer(prompt)["input_ids"])
+    if chat:
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    _check_unicode(prompt)
+    return list(tokenizer(prompt)["input_ids"])
+
+
+def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
+    """Token ids of a chat in the model's own template, up to where its answer begins.
+
+    Raises:
+        InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages.
+    """
+    if not messages:
+        raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
-        raise InputError("chat=True: this tokenizer has no chat template; leave --chat out")
-    messages = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise InputError(f"messages: the model's chat template refuses them ({error}); see the roles and their order") from None
+    _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _check_unicode(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: bytes of a command line that are not UTF-8
+        raise InputError(f"prompt: character {error.start} is no Unicode text ({error.reason}); give UTF-8") from None
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -43,6 +141,53 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return tokens, lengths
+
+
+def read_prompts(argument: str, name: str) -> list[str]:
+    r"""The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
+
+    Lines end at "\n" or "\r\n" and nowhere else: U+2028 and its like, at which Python also splits, are text.
+
+    Raises:
+        InputError: it cannot be read, or holds none; names the ``argument`` that gave it.
+    """
+    path = Path(name)
+    try:
+        if not path.is_file():
+            raise InputError(f"{argument}={name!r}: no such file")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{argument}={name!r}: not UTF-8 text ({error})") from None
+    except OSError as error:
+        raise InputError(f"{argument}={_short(name)}: cannot be read ({error.strerror})") from None
+    prompts = []
+    for number, line in enumerate((line.removesuffix("\r") for line in lines), 1):
+        if not line.strip():
+            continue
+        if path.suffix == ".jsonl":
+            try:
+                record = json.loads(line)
+                prompts.append(_text(record.get("prompt") or record["text"]))
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                raise InputError(f'{path}:{number}: not a JSON object with "prompt" or "text"') from None
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise InputError(f"{argument}={name!r}: holds no prompt")
+    return prompts
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError
+    return value
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 80 else f"{name[:77]}…")
+
+
+# --- text that grows -------------------------------------------------------------------------------------------------
 
 
 class TextStream:
@@ -74,37 +219,33 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def read_prompts(argument: str, name: str) -> list[str]:
-    """The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
+class StopStrings:
+    """Ends a text, given piece by piece, before the first of some stop strings.
 
-    Raises:
-        InputError: it cannot be read, or holds none; names the ``argument`` that gave it.
+    The first is the one that is complete first; of two that end together, the longer one. Text that may be the beginning of a
+    stop string is held back, so nothing of one is ever given out, however the text is cut into pieces.
+
+    Attributes:
+        found: whether one has been met. The text ends there.
     """
-    path = Path(name)
-    if not path.is_file():
-        raise InputError(f"{argument}={name!r}: no such file")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{argument}={name!r}: not UTF-8 text ({error})") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            try:
-                record = json.loads(line)
-                prompts.append(_text(record.get("prompt") or record["text"]))
-            except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
-                raise InputError(f'{path}:{number}: not a JSON object with "prompt" or "text"') from None
-        else:
-            prompts.append(line)
-    if not prompts:
-        raise InputError(f"{argument}={name!r}: holds no prompt")
-    return prompts
 
+    def __init__(self, stop: Sequence[str]) -> None:
+        """``stop`` may be empty: then every piece passes as it is."""
+        self._stop = tuple(stop)
+        self._held = ""
+        self.found = False
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+    def push(self, piece: str, last: bool = False) -> str:
+        """What may be given out now; ``last`` lets go of what was held back."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        ends = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        longest = 0 if last else max((len(stop) - 1 for stop in self._stop), default=0)
+        begun = (n for n in range(min(longest, len(text)), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
+        kept = len(text) - next(begun, 0)
+        self._held = text[kept:]
+        return text[:kept]

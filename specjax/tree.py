@@ -17,7 +17,12 @@ import numpy as np
 from specjax.errors import InputError
 
 Choices = tuple[tuple[int, ...], ...]
-"""A tree as choice paths: (0, 2) is the node reached from the root by its likeliest child and then by the third likeliest."""
+"""A tree as paths of ranks, one for every node but the root.
+
+The *rank* of a child says which of the drafter's tokens it holds. Of the children of a node, rank 0 is the likeliest token and
+rank 1 the second likeliest; where tokens are drawn, the first and the second drawn. So (0, 2) is the node that is reached from
+the root by its likeliest child, and from there by the third likeliest.
+"""
 
 
 # --- topology --------------------------------------------------------------------------------------------------------
@@ -87,17 +92,38 @@ def chain_parents(nodes: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Template:
-    """How to draft a tree that is known beforehand: the nodes of one depth that have children are read together.
+    """How to draft a tree that is known beforehand.
 
-    A candidate is a child offered while drafting. Level l (from 0) has ``width * branching`` of them, of which number
-    ``f * branching + r`` is the child of rank r below the f-th node read before.
+    A drafter *reads* a node: it computes how likely each token is to come next. The ``branching`` best of them are then
+    offered as the node's children. A token that is offered is a *candidate*; only some candidates are nodes of the tree. All
+    nodes of one depth that have children are read together, which offers one level of candidates: level 0 those below the
+    root, level 1 those below the nodes of depth 1, and so on.
+
+    Every level is numbered alike, so that all levels fit one array: ``width * branching`` candidates, first the children of the
+    first node read, by rank, then the children of the second. Where fewer than ``width`` nodes are read, the rest are fillers.
+
+    For example, the tree ``((0,), (1,), (0, 0), (1, 0), (1, 1))``, in which up to 2 nodes are read together and a node has up
+    to 2 children::
+
+        node          0 (root)   1      2      3        4        5
+        path          ()         (0,)   (1,)   (0, 0)   (1, 0)   (1, 1)
+
+        read          the root                     nodes 1 and 2
+        candidates    level 0: 0   1   2   3       level 1: 0   1   2   3
+        which are     nodes    1   2   fillers     nodes    3   -   4   5
+
+    Candidate 1 of level 1 is the second child of node 1: it is offered and left out. Here ``parents`` is -1, 0, 0, 1, 2, 2.
+    ``frontier`` is ((0, 1),): both candidates of level 0 are read. ``source`` is 0, 1, 4, 6, 7: level 1 is counted on from
+    level 0. ``slots`` is -1, 0, 1, -1, -1, -1.
 
     Attributes:
-        parents: ``[N]``.
-        frontier: ``[depth - 1, width]`` the candidates of each level that are read for the next, filled up with 0.
-        source: ``[N - 1]`` for each drafted node its candidate, over all levels.
-        slots: ``[N]`` its place among the nodes read, from 0; -1 for the root and for nodes that are never read.
-        width: most nodes read together.
+        parents: ``[N]`` the node that each node hangs below, -1 for the root.
+        frontier: ``[depth - 1, width]`` which candidates of each level, counted within the level, are read for the next one;
+            filled up with 0. Nothing is read below the last level.
+        source: ``[N - 1]`` which candidate each node but the root is, counted over all levels.
+        slots: ``[N]`` where each node stands among the nodes read: ``width`` places for depth 1, then ``width`` for depth 2,
+            and so on. -1 for nodes that have no child, and for the root, which is read before drafting begins.
+        width: most nodes below the root that are read together.
         branching: most children of a node, by rank: one more than the highest rank.
     """
 
@@ -290,8 +316,10 @@ class SampledTree(FixedShape):
 class DynamicTree(Shape):
     """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), grown where the drafter is confident. Children are chosen, not drawn.
 
-    Level by level, the ``top_k`` candidates with the largest product of probabilities are read, and each offers ``top_k``
-    children; of all candidates ever offered the ``nodes - 1`` best form the draft. Ties go to the one offered first.
+    A token that the drafter offers as a child is a candidate; it scores the product of the drafter's probabilities along its
+    path. Of every level's candidates the ``top_k`` best are read, that is given to the drafter, and each offers its ``top_k``
+    likeliest next tokens as candidates of the next level. Of all candidates ever offered the ``nodes - 1`` best form the
+    draft. Ties go to the one offered first.
 
     Attributes:
         top_k: children of a node, and nodes read a level.
@@ -376,3 +404,39 @@ _MEDUSA = """
 """
 MEDUSA_TREE: Choices = tuple(tuple(map(int, path)) for path in _MEDUSA.split())
 """Medusa's tree of 63 nodes besides the root (FasterDecoding/Medusa, ``mc_sim_7b_63``), in its own order."""
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+SHAPE_NAMES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
+SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
+
+
+def parse_shape(name: str) -> Shape:
+    """The shape called ``name``, such as ``chain:4`` or ``dynamic:10,7,60``.
+
+    Raises:
+        InputError: there is none of that name, or its numbers do not make one.
+    """
+    kind, _, rest = name.partition(":")
+    words = rest.split(",") if rest else []
+    try:
+        match kind, len(words):
+            case "chain", 1 | 2:
+                return Chain(int(words[0]), *map(float, words[1:]))
+            case "complete", count if count:
+                return StaticTree(complete_tree(tuple(map(int, words))))
+            case "sampled", count if count:
+                return SampledTree(tuple(map(int, words)))
+            case "dynamic", 0 | 3:
+                return DynamicTree(*map(int, words))
+            case "eagle", 0:
+                return StaticTree(EAGLE_TREE)
+            case "medusa", 0:
+                return StaticTree(MEDUSA_TREE)
+    except InputError:
+        raise
+    except ValueError:  # a word is no number: as wrong as another name
+        pass
+    raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}")

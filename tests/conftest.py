@@ -4,10 +4,17 @@ Arrays that should agree up to float32 rounding are compared within 1e-4, the bo
 scaled so that a wrong slot, mask or position is off by order 1.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # before jax is: tests count compilations
+# All tests and workers of a run share what they compile, and nothing of an earlier run. Before jax is imported.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 # Most of the time goes into compiling: machine code of medium effort takes half as long to make, and runs as fast here.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
 

@@ -12,7 +12,18 @@ from specjax.drafters import Draft, Drafter
 from specjax.tree import Chain
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE, DRAFTER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TEXT_EXAMPLE, EXAMPLE, DRAFTER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_example_of_text_in_and_out_runs(capsys) -> None:
+    names: dict = {}
+    exec(TEXT_EXAMPLE, names)
+    out = capsys.readouterr().out
+    assert names["answer"].text
+    assert "\n\n" not in names["answer"].text
+    printed = f"{names['answer'].text}\n{names['answer'].statistics.acceptance_length}\n"
+    assert out.startswith(printed + names["answer"].text)  # and what was streamed
+    assert len(out) > len(printed) + 60
 
 
 def test_the_python_example_runs(capsys) -> None:

@@ -82,6 +82,35 @@ def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:
     np.testing.assert_array_equal(probabilities(logits, Sampling(temperature=0).rows(1)), [[0, 1, 0, 0]])
 
 
+EXTREMES = [
+    {"top_p": 1e-37},
+    {"top_p": 1e-38},  # below the smallest normal float32, which devices flush to 0
+    {"top_p": 1e-45},
+    {"top_p": 1e-300},  # 0 in float32
+    {"top_p": 1e-38, "min_p": 1.0, "top_k": 1},
+    {"temperature": 1e-37, "top_p": 1e-38},
+    {"temperature": 1e-38},
+    {"temperature": 1e-45, "min_p": 1.0},
+    {"temperature": 1e-300},
+]
+
+
+def test_the_most_probable_token_survives_every_setting() -> None:
+    """And is all that is left of the smallest ones; once, they left nothing and drew token 0 for ever."""
+    names = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    rows = Sampling(**{name: [(names | setting)[name] for setting in EXTREMES] for name in names}).rows(len(EXTREMES))
+    logits = jnp.tile(jnp.array([-3.0, 1.0, 2.5, -jnp.inf, 40.0, 39.9]), (len(EXTREMES), 1))
+    p = probabilities(logits, rows)
+    np.testing.assert_array_equal(p, np.tile(np.eye(6)[4], (len(EXTREMES), 1)))
+    assert set(np.asarray(draw(p, jax.random.split(jax.random.key(0), len(EXTREMES)))).tolist()) == {4}
+
+
+def test_the_largest_temperatures_draw_evenly() -> None:
+    logits = jnp.array([[-3.0, 1.0, -jnp.inf, 40.0]])
+    for temperature in (1e38, 1e300):  # of the first the reciprocal is not normal in float32; the second is infinite
+        np.testing.assert_allclose(probabilities(logits, Sampling(temperature=temperature).rows(1)), [[1 / 3, 1 / 3, 0, 1 / 3]])
+
+
 def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert Sampling(temperature=0).rows(3).greedy
     assert not Sampling(temperature=[0, 0, 1]).rows(3).greedy

@@ -1,3 +1,8 @@
+import json
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from specjax import text
@@ -53,3 +58,103 @@ def test_empty_prompts_and_missing_tokenizers_are_refused(tokenizer, tmp_path) -
         text.encode(tokenizer, "")
     with pytest.raises(InputError, match="no tokenizer"):
         text.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b'{"version": "1.0", "added_', b"", b"[]", b"\xff\x00 garbage", b"[" * 100_000])
+def test_a_damaged_tokenizer_is_one_line_that_names_the_file(tmp_path, content) -> None:
+    shutil.copy(ASSETS / "target" / "tokenizer_config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer .*download") as caught:
+        text.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+class Tokenizer:
+    """A vocabulary and its special tokens."""
+
+    def __init__(self, *tokens: str, bos: str | None = None, eos: str | None = None) -> None:
+        self.vocabulary = {token: i for i, token in enumerate(tokens) if token}
+        self.bos_token, self.eos_token = bos, eos
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.vocabulary)
+
+
+def test_tokenizers_that_agree_but_for_padding(tokenizer) -> None:
+    text.check_same_tokenizer(tokenizer, text.load_tokenizer(ASSETS / "draft"))
+    text.check_same_tokenizer(Tokenizer("a", "b", eos="b"), Tokenizer("a", "b", "<pad>", "<pad2>", eos="b"))
+    text.check_same_tokenizer(Tokenizer("a", "b", "c"), Tokenizer("a", "b", eos="b"))
+    text.check_same_tokenizer(Tokenizer("a", "", "c"), Tokenizer("a", "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "message"),
+    [
+        (Tokenizer("a", "b", "c"), Tokenizer("a", "c", "b"), "id 1 is 'b' for the target and 'c' for the drafter"),
+        (Tokenizer("a", "b"), Tokenizer("a", "", "b"), "id 1 is 'b' for the target and no token for the drafter"),
+        (
+            Tokenizer("a", "b", eos="a"),
+            Tokenizer("a", "b", eos="b"),
+            r"eos_token is 'a' \(id 0\) for .* and 'b' \(id 1\)",
+        ),
+        (Tokenizer("a", "b", bos="a"), Tokenizer("a", "b", bos="b"), "bos_token is 'a'"),
+    ],
+)
+def test_tokenizers_that_disagree_are_refused(target, drafter, message) -> None:
+    with pytest.raises(InputError, match=message):
+        text.check_same_tokenizer(target, drafter)
+
+
+def test_only_line_ends_separate_prompts(tmp_path) -> None:
+    strange = "one\u2028two\x85three\x0cfour"
+    plain = tmp_path / "prompts.txt"
+    plain.write_bytes(f"\ufeff{strange}\r\n\n second \r\nlast".encode())
+    assert text.read_prompts("prompts", str(plain)) == [strange, " second ", "last"]
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(json.dumps({"prompt": strange.replace("\x0c", "")}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert text.read_prompts("prompts", str(lines)) == [strange.replace("\x0c", "")]
+
+
+@pytest.mark.parametrize("line", ["[]", "3", '{"prompt": 3}', '{"prompt": ""}', '{"text": null}', "{", "[" * 100_000])
+def test_lines_that_hold_no_prompt_are_named(tmp_path, line) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n' + line)
+    with pytest.raises(InputError, match=":2: not a JSON object"):
+        text.read_prompts("prompts", str(file))
+
+
+@pytest.mark.parametrize(
+    ("whole", "stop", "expected"),
+    [
+        ("one two three", ["two"], "one "),
+        ("one two three", ["three", "two"], "one "),
+        ("xabcx", ["abc", "b"], "xa"),  # "b" is complete first
+        ("xabx", ["b", "ab"], "x"),  # they end together: the longer one
+        ("aab", ["ab"], "a"),
+        ("ababac", ["abac"], "ab"),
+        ("no stop at al", ["all"], "no stop at al"),
+        ("anything", [], "anything"),
+    ],
+)
+def test_stop_strings_however_the_text_is_cut(whole, stop, expected) -> None:
+    for size in range(1, len(whole) + 1):
+        stopping = text.StopStrings(stop)
+        given = ""
+        for start in range(0, len(whole), size):
+            given += stopping.push(whole[start : start + size])
+            assert expected.startswith(given)
+        given += stopping.push("", last=True)
+        assert given == expected, size
+        assert stopping.found == (expected != whole)
+
+
+def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from specjax import text; import logging, pathlib\n"
+        f"text.load_tokenizer(pathlib.Path({str(ASSETS / 'target')!r}))\n"
+        "logging.getLogger('transformers').warning('something else')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "PyTorch" not in done.stderr
+    assert "something else" in done.stderr

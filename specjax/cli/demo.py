@@ -9,16 +9,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import text
+from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
 from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.growth import grow
 from specjax.models.params import count
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling
 from specjax.tree import Chain, SampledTree
 
 PROMPTS = (
@@ -66,25 +66,21 @@ def methods() -> dict[str, Drafter | None]:
 
 def run_demo(config: DemoConfig) -> None:
     """``specjax demo``."""
-    if config.repeats < 1:
-        raise InputError(f"repeats={config.repeats}: must be at least 1")
+    if not 1 <= config.repeats <= 1000:
+        raise InputError(f"repeats={config.repeats}: must be at least 1 and at most 1000")
+    options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)
+    options.sampling.rows(1)  # refuses what is out of range before any weights are read
     console = Console(highlight=False)
     directory = embedded("target")
     small = Target.from_pretrained(directory)
     target = grow(small, **GROWN)
     tokenizer = text.load_tokenizer(directory)
     drafters = methods()
-    options = {
-        "max_new_tokens": config.max_new_tokens,
-        "sampling": Sampling(temperature=config.temperature),
-        "key": jax.random.key(config.seed),
-        "eos_token_ids": target.config.eos_token_ids,
-    }
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
 
     console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")
-    for prompt in ids[:2]:
-        console.print(_coloured(tokenizer, target, drafters["draft model"], prompt, options))
+    for row in range(2):
+        console.print(_coloured(tokenizer, target, drafters["draft model"], ids, row, options))
         console.print()
     console.rule("what it bought")
     console.print(_measure(target, drafters, ids, options, config.repeats))
@@ -97,29 +93,34 @@ def run_demo(config: DemoConfig) -> None:
     )
 
 
-def _coloured(tokenizer, target: Target, drafter: Drafter | None, prompt: list[int], options: dict) -> Text:
-    """The prompt dim, then the output with its accepted draft tokens in green."""
+def _coloured(
+    tokenizer, target: Target, drafter: Drafter | None, ids: list[list[int]], row: int, options: GenerationOptions
+) -> Text:
+    """One of the prompts dim, then the output with its accepted draft tokens in green."""
+    prompt, (tokens, lengths) = ids[row], text.pad(ids)  # one width for all prompts: one compilation
     shown, accepted = len(prompt), 0
     stream = text.TextStream(tokenizer, prompt)
     line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
-    for result in engine.stream(target, drafter, *text.pad([prompt]), **options, steps=1):
-        tokens, length = result.tokens[0], int(result.lengths[0])
+    for result in engine.stream(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options), steps=1):
+        new, length = result.tokens[0], int(result.lengths[0])
         drafts = int(result.stats.accepted[0]) - accepted
         accepted += drafts
         for index in range(shown, length):
             style = "bold green" if index < shown + drafts else "white"
-            line.append(stream.push(tokens[index : index + 1]), style=style)
+            line.append(stream.push(new[index : index + 1]), style=style)
         shown = length
     line.append(stream.push([], last=True))
     return line
 
 
-def _measure(target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: dict, repeats: int) -> Table:
+def _measure(
+    target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: GenerationOptions, repeats: int
+) -> Table:
     """Tokens a second of each method, their runs interleaved, with speed-up over plain decoding and acceptance."""
     tokens, lengths = text.pad(ids)
 
     def run(drafter: Drafter | None, row: int) -> engine.Result:  # one width for all prompts: one compilation
-        return engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **options)
+        return engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options))
 
     for drafter in drafters.values():
         jax.block_until_ready(run(drafter, 0))  # compiles

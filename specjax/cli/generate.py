@@ -3,30 +3,23 @@
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
-from specjax import text
-from specjax.decoding import engine
+from specjax import pipeline, text
 from specjax.decoding.request import GenerationOptions
-from specjax.decoding.stats import Stats
 from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
-from specjax.drafters.registry import load_drafter, parse_shape
 from specjax.errors import InputError
-from specjax.evaluation import metrics
-from specjax.models import huggingface
-from specjax.models.transformer import Target
 from specjax.planning.choice import compare_drafts, with_draft
 from specjax.planning.costs import trial_speedup
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
-from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
-from specjax.tree import Chain
+from specjax.tree import Chain, parse_shape
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,8 @@ class GenerateConfig:
 
     Attributes:
         target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
-        drafter: directory or hub id of a draft model, "prompt-lookup", "early-exit:LAYERS", or "none" for plain decoding.
+        drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers) or prompt-lookup; or the bare
+            directory or hub id of a checkpoint, whose config.json says what it is; or "none" for plain decoding.
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.
@@ -81,25 +75,15 @@ class GenerateConfig:
     mesh: tuple[int, int] = field(default=(1, 1))
 
 
-def load_pair(config: GenerateConfig) -> tuple[Path, Target, Drafter | None]:
-    """The target's directory, the target and the drafter. Reads every config.json before any weight."""
+def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
+    """The target with its tokenizer, and the drafter. Reads every config.json before any weight."""
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
-    dtype = _dtype(config.dtype)
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
                 raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
     shape = Chain(4) if config.draft == "auto" else parse_shape(config.draft)
-    directory = huggingface.locate(config.target, weights=False)
-    model_config = huggingface.read_config(directory)
-    drafter = None if config.drafter == "none" else load_drafter(config.drafter, shape, model_config, dtype, mesh)
-    return directory, Target.from_pretrained(config.target, dtype, mesh), drafter
-
-
-def _dtype(name: str) -> Any:
-    if name not in ("", "float32", "bfloat16", "float16"):
-        raise InputError(f"dtype={name!r}: must be float32, bfloat16 or float16")
-    return jax.numpy.dtype(name) if name else None
+    return pipeline.load(config.target, config.drafter, draft=shape, dtype=config.dtype or None, mesh=mesh)
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:
@@ -111,53 +95,44 @@ def read_prompts(config: GenerateConfig) -> list[str]:
 
 def run_generate(config: GenerateConfig) -> None:
     """``specjax generate``."""
-    prompts = read_prompts(config)
+    prompts, options = read_prompts(config), read_options(config)
     if config.show_tree:
         pictures.check_path("show_tree", config.show_tree)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
-    directory, target, drafter = load_pair(config)
-    tokenizer = text.load_tokenizer(directory)
-    ids = [text.encode(tokenizer, prompt, config.chat) for prompt in prompts]
-    tokens, lengths = text.pad(ids)
-    sampling = Sampling(config.temperature, config.top_k, config.top_p, config.min_p)
-    options = GenerationOptions(
-        max_new_tokens=config.max_new_tokens,
-        sampling=sampling,
-        key=jax.random.key(config.seed),
-        eos_token_ids=() if config.ignore_eos else None,
-        rule=config.rule,
-    )
-    drafter = _settle_drafter(config, target, drafter, tokenizer, ids, options)
-    results = engine.stream(target, drafter, tokens, lengths, **vars(options))
-    started = time.perf_counter()
-    if config.json or len(prompts) > 1:
-        *_, result = results
-    else:
-        result = _print_stream(results, text.TextStream(tokenizer, ids[0]), int(lengths[0]))
-    seconds = time.perf_counter() - started
+    generator = load_generator(config)
+    ids = [generator.encode(prompt, config.chat) for prompt in prompts]
+    generator = replace(generator, drafter=_settle_drafter(config, generator, ids, options))
 
-    outputs = []
-    for row, prompt in enumerate(prompts):
-        new = result.tokens[row, lengths[row] : result.lengths[row]]
-        stream = text.TextStream(tokenizer, ids[row])
-        outputs.append(
+    streams = len(prompts) == 1 and not config.json
+    started = time.perf_counter()
+    run = generator.start(ids, options, steps=pipeline.LOOK_EVERY if streams else None)
+    for pieces in run:
+        if streams:
+            print(pieces[0], end="", flush=True)
+    seconds = time.perf_counter() - started
+    total = run.statistics
+    assert total is not None
+
+    if config.json:
+        outputs = [
             {
                 "prompt": prompt,
-                "prompt_token_ids": ids[row],
-                "token_ids": new.tolist(),
-                "text": stream.push(new, last=True),
-                "statistics": _statistics(result.stats, row),
+                "prompt_token_ids": prompt_ids,
+                "token_ids": list(made.tokens),
+                "text": made.text,
+                "statistics": asdict(made.statistics),
             }
-        )
-    if config.json:
-        whole = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": _statistics(result.stats)}
+            for prompt, prompt_ids, made in zip(prompts, ids, run.generations, strict=True)
+        ]
+        whole = outputs[0] if len(outputs) == 1 else {"outputs": outputs, "statistics": asdict(total)}
         print(json.dumps(whole | {"seconds": round(seconds, 4)}))
         return
-    if len(prompts) > 1:
-        for output in outputs:
-            print(f"--- {output['prompt']}\n{output['text']}")
-    total = metrics.summarise(result.stats)
+    if streams:
+        print()
+    else:
+        for prompt, made in zip(prompts, run.generations, strict=True):
+            print(f"--- {prompt}\n{made.text}")
     print(
         f"{total.emitted} tokens in {seconds:.1f} s (compilation included); acceptance length "
         f"{total.acceptance_length:.2f}" + (f", acceptance rate {total.acceptance_rate:.2f}" if total.drafted else ""),
@@ -165,39 +140,44 @@ def run_generate(config: GenerateConfig) -> None:
     )
 
 
+def read_options(config: GenerateConfig) -> GenerationOptions:
+    """The options of the generation. Refuses what is out of range, and says which settings will not be read."""
+    options = pipeline.settings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        seed=config.seed,
+        eos_token_ids=() if config.ignore_eos else None,
+        rule=config.rule,
+    )
+    options.sampling.rows(1)  # before any weights are read
+    if unread := pipeline.unread_settings(options.sampling):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        print(f"specjax: {names}: not read at --temperature 0, which is greedy", file=sys.stderr)
+    return options
+
+
 def _settle_drafter(
-    config: GenerateConfig,
-    target: Target,
-    drafter: Drafter | None,
-    tokenizer: Any,
-    ids: list[list[int]],
-    options: GenerationOptions,
+    config: GenerateConfig, generator: pipeline.TextGenerator, ids: list[list[int]], options: GenerationOptions
 ) -> Drafter | None:
     """The drafter to generate with, after what was asked to be measured and drawn first; None is plain decoding."""
+    target, drafter = generator.target, generator.drafter
+    if drafter is None:
+        return None
     tokens, lengths = text.pad(ids)
-    if config.draft == "auto" and drafter is not None:
+    if config.draft == "auto":
         best = compare_drafts(target, drafter, tokens, lengths, options=options).best
         print(f"draft: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x", file=sys.stderr)
         drafter = None if best.draft is None else with_draft(drafter, best.draft)
     if config.show_tree:
         if drafter is not None:
             snapshot = take_snapshot(target, drafter, ids[0], options=options)
-            pictures.save(snapshot.draw(tokenizer), "show_tree", Path(config.show_tree))
+            pictures.save(snapshot.draw(generator.tokenizer), "show_tree", Path(config.show_tree))
         print(f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly", file=sys.stderr)
     if config.only_if_faster and drafter is not None:
         speedup = trial_speedup(target, drafter, tokens, lengths, options=options)
         print(f"expected: {speedup:.2f}x with the drafter" + ("" if speedup > 1 else "; decoding plainly"), file=sys.stderr)
         drafter = drafter if speedup > 1 else None
     return drafter
-
-
-def _print_stream(results: Any, stream: text.TextStream, shown: int) -> engine.Result:
-    for result in results:
-        print(stream.push(result.tokens[0, shown : result.lengths[0]]), end="", flush=True)
-        shown = int(result.lengths[0])
-    print(stream.push([], last=True))
-    return result
-
-
-def _statistics(stats: Stats, row: int | None = None) -> dict[str, Any]:
-    return asdict(metrics.summarise(stats, row))

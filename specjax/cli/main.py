@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,59 @@ from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.training.config import TrainConfig
 
-COMMANDS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "demo": (DemoConfig, run_demo),
-    "generate": (GenerateConfig, run_generate),
-    "train": (TrainConfig, run_train),
-    "plan": (PlanConfig, run_plan),
+
+@dataclass(frozen=True)
+class Command:
+    """What the first word of a command line may be.
+
+    Attributes:
+        about: what it does, in one line.
+        config: its options, a dataclass.
+        run: does it.
+    """
+
+    about: str
+    config: type
+    run: Callable[[Any], None]
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
+    "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
+    "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train),
+    "plan": Command("reckon what speculation should gain, or measure it here", PlanConfig, run_plan),
 }
+
+USAGE = "\n".join(
+    [
+        "usage: specjax COMMAND [--config FILE.yaml] [--option VALUE …]",
+        "       specjax COMMAND --help",
+        "",
+        "Lossless speculative decoding. The commands:",
+        *(f"  {name:<9} {command.about}" for name, command in COMMANDS.items()),
+    ]
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for input that cannot be used)."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] not in COMMANDS:
-        names = ", ".join(COMMANDS)
-        print(f"usage: specjax {{{names}}} [--config FILE.yaml] [--option VALUE …]\n       specjax COMMAND --help")
-        wants_help = bool(arguments) and arguments[0] in ("-h", "--help")
-        if arguments and not wants_help:
-            print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {names}", file=sys.stderr)
-        return 0 if wants_help else 2
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] not in COMMANDS:
+        print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     _keep_compilations()
-    command, *options = arguments
-    kind, run = COMMANDS[command]
+    name, *options = arguments
+    command = COMMANDS[name]
     try:
-        run(parse_options(kind, options, prog=f"specjax {command}"))
-    except InputError as error:
-        print(f"specjax: error: {error}", file=sys.stderr)
+        command.run(parse_options(command.config, options, prog=f"specjax {name}"))
+    except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
+        print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        hint = "; the same command continues the run" if command == "train" else ""
+        hint = "; the same command continues the run" if name == "train" else ""
         print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
     return 0

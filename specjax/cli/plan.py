@@ -1,6 +1,7 @@
 """What speculation should gain before anything runs: a table and a picture, from the closed forms or from a chip's roofline."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,19 +9,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax import text
-from specjax.decoding.request import GenerationOptions
+from specjax import pipeline, text
 from specjax.drafters import check_vocabulary
-from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.shapes import PUBLISHED, published
-from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.reports import pictures
-from specjax.sampling import Sampling
 from specjax.tree import Chain, StaticTree
 
 if TYPE_CHECKING:
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEARBY = (0.1, 0.0, -0.1, -0.2)  # acceptance rates that a picture shows beside the given one, as differences from it
+_MOST_ROWS, _LONGEST_CHAIN = 2**20, 256
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,13 @@ def _check_options(config: PlanConfig) -> None:
             raise InputError(f"{name}={value}: is not read {'with' if config.measure else 'without'} --measure; leave it out")
     if min(config.batch, default=0) < 1:
         raise InputError(f"batch={min(config.batch, default=())}: give at least one number of rows, each at least 1")
+    if max(config.batch) > _MOST_ROWS:
+        raise InputError(f"batch={max(config.batch)}: give at most {_MOST_ROWS} rows")
     roofline.find_chip(config.chip)
-    if config.longest < 1:
-        raise InputError(f"longest={config.longest}: the longest chain to look at has at least 1 token")
+    if not 1 <= config.longest <= _LONGEST_CHAIN:
+        raise InputError(
+            f"longest={config.longest}: the longest chain to look at has at least 1 token and at most {_LONGEST_CHAIN}"
+        )
     if (config.cost is None) == (not config.target):
         raise InputError("cost: give either --cost C, or --target MODEL and --drafter MODEL to have it reckoned")
     for name in ("operations",) if config.target else ("drafter", "draft_cache"):
@@ -170,7 +172,7 @@ def _load_pair(config: PlanConfig) -> roofline.Pair:
 
 def _find_shape(argument: str, name: str) -> ModelConfig:
     """A published shape of that name, or else what the config.json of the directory or hub id says."""
-    elsewhere = "/" in name or Path(name).expanduser().is_dir()
+    elsewhere = "/" in name or os.path.isdir(os.path.expanduser(name))
     if elsewhere and name.lower() not in PUBLISHED:
         return huggingface.read_config(huggingface.locate(name, weights=False))
     try:
@@ -232,17 +234,16 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
     if not config.drafter or not config.prompts:
         raise InputError("measure: give --target, --drafter and --prompts FILE")
     prompts = text.read_prompts("prompts", config.prompts)
-    directory = huggingface.locate(config.target, weights=False)
+    options = pipeline.settings(temperature=config.temperature)
+    options.sampling.rows(1)  # refuses what is out of range before any weights are read
     longest = min(config.longest, _LONGEST)
-    shape = Chain(longest)
-    drafter = load_drafter(config.drafter, shape, huggingface.read_config(directory))
-    target = Target.from_pretrained(config.target)
-    tokenizer = text.load_tokenizer(directory)
-    ids = [text.encode(tokenizer, prompt) for prompt in prompts]
-    prompts_read = text.pad(ids[:_PROMPTS])
-    sampling = Sampling(temperature=config.temperature)
-    options = GenerationOptions(max_new_tokens=target.config.max_positions, sampling=sampling)
+    pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
+    target, drafter = pair.target, pair.drafter
+    if drafter is None:
+        raise InputError("drafter='none': there is nothing to measure; name a drafter")
+    prompts_read = text.pad([pair.encode(prompt) for prompt in prompts[:_PROMPTS]])
     compared = {}
+    options = replace(options, max_new_tokens=target.config.max_positions)  # trials may take all there is
     acceptance = measure_acceptance(target, drafter, *prompts_read, options=options, longest=longest)
     for rows in config.batch:
         compared[rows] = compare_drafts(

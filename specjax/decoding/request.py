@@ -47,9 +47,10 @@ class GenerationOptions:
 
     def _limits(self, batch: int) -> np.ndarray:
         limits = np.asarray(self.max_new_tokens)
-        if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1:
+        if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1 or limits.max() >= 2**31:
             raise InputError(
-                f"max_new_tokens={self.max_new_tokens}: must be at least 1, one number or one for each of the {batch} rows"
+                f"max_new_tokens={self.max_new_tokens}: must be at least 1 and below 2**31, one number or one for each of "
+                f"the {batch} rows"
             )
         return np.broadcast_to(limits, (batch,)).astype(np.int64)
 

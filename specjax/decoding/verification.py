@@ -5,7 +5,7 @@ drafter's, x a drafted token, gamma the length of a chain.
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,10 @@ from specjax.shape_checks import shape_checked
 
 Rule = Literal["block", "rejection"]
 
+Choose = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""``(draft, node [B], p [B, V], keys [B]) -> (child [B], token [B])``, p being the target's distribution after the node: which
+of its children is accepted, or -1 and the token that comes instead. Consumes the keys."""
+
 
 def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, rule: Rule = "block") -> Verdict:
     """Accept a path of the draft; consumes the row keys ``[B]``.
@@ -33,12 +37,12 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
             draft has one rule only: drawn siblings `recursive_rejection`, and tokens that were chosen `matching`.
     """
     if sampling.greedy:
-        return matching(draft, argmax(logits))
-    p = probabilities(logits, sampling)
+        return follow_argmax(draft, argmax(logits))
     if draft.q is None:
-        return matching(draft, _draw_everywhere(p, keys))
+        return descend(draft, logits, sampling, keys, matching)
     if not draft.is_chain:
-        return recursive_rejection(draft, p, keys)
+        return descend(draft, logits, sampling, keys, recursive_rejection)
+    p = probabilities(logits, sampling)
     x, drafted = draft.tokens[:, 1:], jnp.cumprod(draft.drafted, axis=1).astype(bool)
     # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
     # max(0, p - q) is p itself there, and the bonus token falls out of it.
@@ -48,113 +52,166 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     return Verdict(path=path, count=accepted + 1, token=token)
 
 
-def matching(draft: Draft, target_tokens: jax.Array) -> Verdict:
-    """Descend while a child is the token that the target itself puts there.
-
-    For greedy rows that token is the argmax. For children that were chosen, not drawn, it is a draw from p: to visit them in
-    order, accept x with probability p(x) and otherwise set p(x) = 0 and renormalise, comes to the same. Dividing by the
-    drafter's own probability would be biased.
+def follow_argmax(draft: Draft, best: jax.Array) -> Verdict:
+    """Descend while a child is the target's likeliest token: all rows are greedy, and no distribution is formed.
 
     Args:
         draft: a tree of N nodes.
-        target_tokens: ``[B, N]`` the target's token after each node.
+        best: ``[B, N]`` the target's likeliest token after each node.
     """
-    parents = jnp.asarray(draft.parents)
     batch, nodes = draft.tokens.shape
-    wanted = jnp.take_along_axis(target_tokens, jnp.broadcast_to(parents, (batch, nodes))[:, 1:], axis=1)
+    parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
+    wanted = jnp.take_along_axis(best, parents[:, 1:], axis=1)
     matches = jnp.pad((draft.tokens[:, 1:] == wanted) & draft.drafted, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
-    return _verdict(draft, last, _at(target_tokens, last))
-
-
-def _draw_everywhere(p: jax.Array, keys: jax.Array) -> jax.Array:
-    """``[B, N]`` a token drawn at each node of ``p [B, N, V]``, a node's the same whatever N; consumes the row keys."""
-    batch, nodes, vocab = p.shape
-    node_keys = jax.vmap(lambda key: jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(nodes)))(keys)
-    return draw(p.reshape(batch * nodes, vocab), node_keys.reshape(-1)).reshape(batch, nodes)
-
-
-def _verdict(draft: Draft, last: jax.Array, token: jax.Array) -> Verdict:
-    """The verdict that accepts the path to node ``last [B]``, and ``token [B]`` after it."""
-    batch, nodes = draft.tokens.shape
     paths = jnp.broadcast_to(tree.paths(draft.parents, draft.depth), (batch, nodes, draft.depth + 1))
     depth = _at(jnp.broadcast_to(draft.depths, (batch, nodes)), last)
-    return Verdict(path=_at(paths, last).astype(jnp.int32), count=depth.astype(jnp.int32) + 1, token=token)
+    return Verdict(path=_at(paths, last).astype(jnp.int32), count=depth.astype(jnp.int32) + 1, token=_at(best, last))
 
 
 @struct.dataclass
-class _Visit:
-    """Where `recursive_rejection` stands.
+class _Descent:
+    """How far `descend` has come.
 
     Attributes:
-        node: ``[B]`` the last accepted node.
-        candidate: ``[B]`` its child under judgement, -1 when there is none left.
-        p: ``[B, V]`` what the token after ``node`` is still to be drawn from.
-        q: ``[B, V]`` what the candidate was drawn from.
+        depth: scalar, of the nodes that are visited next.
+        going: ``[B]`` bool, the rows that visit one.
+        verdict: so far; its token is meaningful where a row has stopped.
     """
 
-    node: jax.Array
-    candidate: jax.Array
+    depth: jax.Array
+    going: jax.Array
+    verdict: Verdict
+
+
+def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, choose: Choose) -> Verdict:
+    """Walk down from the root: at each node form p, and let ``choose`` go on to a child or end with a token.
+
+    p is formed where a row arrives, at most D + 1 times, and not at all N nodes: for 60 nodes and 128,000 tokens those are
+    31 MB a row, and to truncate p (top-k, top-p) passes over it 64 times. The walk ends with its last row. Its random
+    numbers depend on the row's key and the depth alone, so that they are the same however many nodes and rows there are.
+
+    Args:
+        draft: a tree of N nodes.
+        logits: ``[B, N, V]`` the target's at every node.
+        sampling: the rows' settings. A greedy row's p is one-hot, so that it too goes where its argmax is.
+        keys: ``[B]``, consumed.
+        choose: `matching` or `recursive_rejection`.
+    """
+
+    def visit(descent: _Descent) -> _Descent:
+        depth, going, so_far = descent.depth, descent.going, descent.verdict
+        node = so_far.path[:, depth]
+        below = replace(draft, valid=_drafted(draft) & going[:, None])  # a row that has stopped is offered no child
+        child, token = choose(below, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
+        accepted = child >= 0
+        path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
+        verdict = Verdict(path=path, count=so_far.count + accepted, token=jnp.where(going, token, so_far.token))
+        return _Descent(depth=depth + 1, going=accepted, verdict=verdict)
+
+    batch = draft.tokens.shape[0]
+    root = Verdict(
+        path=jnp.zeros((batch, draft.depth + 1), jnp.int32),
+        count=jnp.ones(batch, jnp.int32),
+        token=jnp.zeros(batch, jnp.int32),
+    )
+    start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
+    if draft.depth == 0:  # plain decoding: one visit, and no loop for a device to ask its host about
+        return visit(start).verdict
+    return jax.lax.while_loop(lambda descent: jnp.any(descent.going), visit, start).verdict
+
+
+@shape_checked
+def matching(
+    draft: Draft, node: Int[Array, " B"], p: Float[Array, "B V"], keys: Any
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Children that were chosen, not drawn: go to the one that holds the token which the target itself draws from p.
+
+    To visit them in order, accept x with probability p(x) and otherwise set p(x) = 0 and renormalise, comes to the same.
+    Dividing by the drafter's own probability would be biased. A `Choose`.
+    """
+    y = draw(p, keys)
+    holds_y = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == y[:, None]) & _drafted(draft)
+    return jnp.max(jnp.where(holds_y, jnp.arange(holds_y.shape[1], dtype=jnp.int32), -1), axis=1), y
+
+
+@struct.dataclass
+class _Trial:
+    """The children of one node, judged one after the other.
+
+    Attributes:
+        child: ``[B]`` number of the child to be judged; -1 when there is none left.
+        accepted: ``[B]`` bool, whether ``child`` has been accepted, which ends the trial.
+        p: ``[B, V]`` what the token after the node is still to be drawn from.
+        q: ``[B, V]`` what the child was drawn from.
+    """
+
+    child: jax.Array
+    accepted: jax.Array
     p: jax.Array
     q: jax.Array
 
 
 @shape_checked
-def recursive_rejection(draft: Draft, p: Float[Array, "B N V"], keys: Any) -> Verdict:
-    """Siblings that were drawn from q without replacement: judge one after the other, and each survivor's children likewise.
+def recursive_rejection(
+    draft: Draft, node: Int[Array, " B"], p: Float[Array, "B V"], keys: Any
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Children that were drawn from q without replacement: judge one after the other, until one is accepted.
 
     Accept x with probability min(1, p(x)/q(x)); on rejection p becomes norm(max(0, p - q)) and q loses x, renormalised.
+    Where all are rejected the token is drawn from what p has become. A `Choose`.
+
     SpecInfer (Miao et al. 2023, arXiv 2305.09781, section 4.3), with siblings without replacement as in Sequoia (Chen et al.
     2024, arXiv 2402.12374, algorithm 2).
     """
     assert draft.q is not None
-    all_q, vocab = draft.q, p.shape[-1]
     accept_keys, token_keys = split_keys(keys, 2)
-    u = _uniform(accept_keys, draft.tokens.shape[1])
-    valid = jnp.pad(draft.drafted, ((0, 0), (1, 0)), constant_values=True)
+    first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
-    def follow(order: Any) -> jax.Array:  # a node that was not drafted ends its row of siblings
-        order = jnp.broadcast_to(jnp.asarray(order), draft.tokens.shape)
-        return jnp.where((order >= 0) & jnp.take_along_axis(valid, jnp.maximum(order, 0), axis=1), order, -1)
+    def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the row of siblings
+        child = _at(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
+        return jnp.where((child >= 0) & _at(_drafted(draft), jnp.maximum(child, 0)), child, -1)
 
-    child, sibling = follow(tree.first_children(draft.parents)), follow(tree.next_siblings(draft.parents))
+    def waiting(trial: _Trial) -> jax.Array:
+        return (trial.child >= 0) & ~trial.accepted
 
-    def judge(visit: _Visit) -> _Visit:
-        candidate = jnp.maximum(visit.candidate, 0)
-        judged = visit.candidate >= 0
-        x = _at(draft.tokens, candidate)
-        # u < p/q without the division. A greedy row's q is 0 from its second sibling on: p(x) > 0 accepts it.
-        accept = judged & (_at(u, candidate) * _at(visit.q, x) < _at(visit.p, x))
-        reject = judged & ~accept
-        residual = jnp.maximum(0.0, visit.p - visit.q)
-        rest = jnp.where(jnp.arange(vocab)[None] == x[:, None], 0.0, visit.q)
-        node = jnp.where(accept, candidate, visit.node)
-
-        def advance(accepted: jax.Array, rejected: jax.Array, neither: jax.Array) -> jax.Array:
-            return jnp.where(_like(accept, neither), accepted, jnp.where(_like(reject, neither), rejected, neither))
-
-        return _Visit(
-            node=node,
-            candidate=advance(_at(child, candidate), _at(sibling, candidate), visit.candidate),
-            p=advance(_at(p, node), _normalised(residual, otherwise=visit.p), visit.p),
-            q=advance(_at(all_q, node), _normalised(rest, otherwise=rest), visit.q),
+    def judge(trial: _Trial) -> _Trial:
+        child = jnp.maximum(trial.child, 0)
+        x, u = _at(draft.tokens, child), jax.vmap(jax.random.uniform)(_fold_in(accept_keys, child))
+        # u < p/q without the division, for q(x) can be 0 in a greedy row. There q is one-hot: say it is (1, 0, 0), and the
+        # children are tokens 0, 1 and 2 in this order. Token 0 rejected, q has nothing left and is 0 everywhere. Token 1 is
+        # then accepted if 0 < p(1), and as p is one-hot too, that is if token 1 is the target's argmax.
+        accept = waiting(trial) & (u * _at(trial.q, x) < _at(trial.p, x))
+        reject = waiting(trial) & ~accept
+        residual = jnp.maximum(0.0, trial.p - trial.q)
+        rest = jnp.where(jnp.arange(p.shape[-1])[None] == x[:, None], 0.0, trial.q)
+        return _Trial(
+            child=jnp.where(reject, following(next_sibling, child), trial.child),
+            accepted=trial.accepted | accept,
+            p=jnp.where(reject[:, None], _normalised(residual, otherwise=trial.p), trial.p),
+            q=jnp.where(reject[:, None], _normalised(rest, otherwise=rest), trial.q),
         )
 
-    start = _Visit(node=jnp.zeros_like(child[:, 0]), candidate=child[:, 0], p=p[:, 0], q=all_q[:, 0])
-    end = jax.lax.while_loop(lambda visit: jnp.any(visit.candidate >= 0), judge, start)
-    return _verdict(draft, end.node, draw(end.p, token_keys))
+    start = _Trial(
+        child=following(first, node),
+        accepted=jnp.zeros(node.shape, bool),
+        p=p,
+        q=_at(draft.q, node),
+    )
+    end = jax.lax.while_loop(lambda trial: jnp.any(waiting(trial)), judge, start)
+    return jnp.where(end.accepted, end.child, -1), draw(end.p, token_keys)
+
+
+def _drafted(draft: Draft) -> jax.Array:
+    """``[B, N]`` bool, the nodes that may be accepted, the root among them."""
+    return jnp.pad(draft.drafted, ((0, 0), (1, 0)), constant_values=True)
 
 
 def _normalised(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
     """``mass [B, V]`` divided by its sum; ``otherwise`` where that is 0."""
     total = jnp.sum(mass, axis=-1, keepdims=True)
     return jnp.where(total > 0, mass / jnp.where(total > 0, total, 1.0), otherwise)
-
-
-def _like(condition: jax.Array, values: jax.Array) -> jax.Array:
-    """``condition [B]`` with the trailing axes of ``values``."""
-    return condition.reshape(-1, *(1,) * (values.ndim - 1))
 
 
 @shape_checked
@@ -222,13 +279,21 @@ def _leading(passed: jax.Array) -> jax.Array:
 
 
 def _at(values: jax.Array, node: jax.Array) -> jax.Array:
-    """``values [B, N, …]`` at each row's ``node [B]``."""
-    return values[jnp.arange(values.shape[0]), node]
+    """``values [B, N, …]`` at each row's ``node [B]``.
+
+    Said as ``values[arange(B), node]`` it would not be seen that rows do not mix, and a mesh would exchange them.
+    """
+    return jnp.take_along_axis(values, node.reshape(-1, *(1,) * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def _of(values: jax.Array, x: jax.Array) -> jax.Array:
     """``[B, gamma]`` of ``values [B, N, V]``: node i's value of the token drafted below it."""
     return jnp.take_along_axis(values[:, :-1], x[..., None], axis=-1)[..., 0]
+
+
+def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """``[B]`` new keys from row keys ``[B]`` and a number, one for all rows or one a row."""
+    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(number, keys.shape))
 
 
 def _uniform(keys: jax.Array, count: int) -> jax.Array:

@@ -1,9 +1,16 @@
-"""Drafters and shapes of drafts by name, as command lines give them."""
+"""Drafters by name: ``METHOD:WHERE``, or the bare directory or hub id of a checkpoint.
 
+`METHODS` is the one table of them. A line in it makes a method known to the command line and to `specjax.load`.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh
 
+from specjax import text
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.early_exit import EarlyExit
@@ -11,56 +18,141 @@ from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
-from specjax.tree import EAGLE_TREE, MEDUSA_TREE, Chain, DynamicTree, SampledTree, Shape, StaticTree, complete_tree
-
-SHAPES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
-SHAPES += "dynamic:TOP_K,DEPTH,NODES"
+from specjax.tree import Shape
 
 
-def parse_shape(name: str) -> Shape:
-    """The shape called ``name``, such as ``chain:4`` or ``dynamic:10,7,60``.
+@dataclass(frozen=True)
+class Request:
+    """What a drafter is made from.
+
+    Attributes:
+        name: the whole name, for messages.
+        where: what follows the method in it: for some a directory or hub id, for others a number; may be empty.
+        target: the shape of the model that it is to draft for.
+        draft: the shape of its drafts; None is the method's own default.
+        dtype: of its params; None is the default of `Target.from_pretrained`.
+        mesh: the target's.
+    """
+
+    name: str
+    where: str
+    target: ModelConfig
+    draft: Shape | None = None
+    dtype: Any = None
+    mesh: Mesh | None = None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """``draft`` as a keyword argument, where there is one."""
+        return {} if self.draft is None else {"draft": self.draft}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to draft.
+
+    Attributes:
+        usage: how to write its name.
+        make: the drafter of a request. It refuses what cannot be, with an `InputError`, before it reads any weights.
+        recognises: whether a config.json is that of one of its checkpoints, by the fields in it. None: it has none, and WHERE
+            is no place.
+    """
+
+    usage: str
+    make: Callable[[Request], Drafter]
+    recognises: Callable[[Mapping[str, Any]], bool] | None = None
+
+
+# --- the methods -----------------------------------------------------------------------------------------------------
+
+
+def _make_prompt_lookup(request: Request) -> Drafter:
+    longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")} if request.where else {}
+    drafter = PromptLookup(**longest, **request.shape)
+    drafter.check_draft()
+    return drafter
+
+
+def _make_early_exit(request: Request) -> Drafter:
+    return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.shape)
+
+
+def _make_draft_model(request: Request) -> Drafter:
+    if request.draft is not None:
+        request.draft.check(request.target.vocab_size)
+    check_vocabulary(huggingface.read_config(huggingface.locate(request.where, weights=False)), request.target)
+    return DraftModel.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+
+
+def _whole(request: Request, usage: str) -> int:
+    """WHERE as a whole number of at least 1."""
+    if not (request.where.isascii() and request.where.isdecimal() and len(request.where) <= 9 and int(request.where) > 0):
+        raise InputError(f"drafter={request.name!r}: write {usage}")
+    return int(request.where)
+
+
+METHODS: dict[str, Method] = {
+    "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
+    "early-exit": Method("early-exit:LAYERS", _make_early_exit),
+    "draft-model": Method(
+        "draft-model:DIRECTORY or draft-model:OWNER/NAME",
+        _make_draft_model,
+        recognises=lambda config: config.get("model_type") in huggingface.SUPPORTED,
+    ),
+}
+"""Every method by its name. Checkpoints are recognised in this order: a method that looks for fields of its own stands before
+``draft-model``, which takes any model."""
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def load_drafter(
+    name: str,
+    draft: Shape | None,
+    target: ModelConfig,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    tokenizer: Any = None,
+) -> Drafter:
+    """The drafter called ``name``.
+
+    Args:
+        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for.
+        draft: shape of its drafts; None is the method's own default.
+        target: the shape of the target.
+        dtype: of its params, where it has any.
+        mesh: the target's.
+        tokenizer: the target's. Where the drafter's checkpoint has one too, they must agree.
 
     Raises:
-        InputError: there is none of that name, or its numbers do not make one.
+        InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
     """
-    kind, _, rest = name.partition(":")
-    words = rest.split(",") if rest else []
-    try:
-        match kind, len(words):
-            case "chain", 1 | 2:
-                return Chain(int(words[0]), *map(float, words[1:]))
-            case "complete", count if count:
-                return StaticTree(complete_tree(tuple(map(int, words))))
-            case "sampled", count if count:
-                return SampledTree(tuple(map(int, words)))
-            case "dynamic", 0 | 3:
-                return DynamicTree(*map(int, words))
-            case "eagle", 0:
-                return StaticTree(EAGLE_TREE)
-            case "medusa", 0:
-                return StaticTree(MEDUSA_TREE)
-    except InputError:
-        raise
-    except ValueError:  # a word is no number: as wrong as another name
-        pass
-    raise InputError(f"draft={name!r}: must be {SHAPES}")
+    method, where = _resolve(name)
+    if method.recognises is not None and not where:
+        raise InputError(f"drafter={name!r}: write {method.usage}")
+    if tokenizer is not None and method.recognises is not None:
+        directory = huggingface.locate(where, weights=False)
+        if text.has_tokenizer(directory):
+            text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
+    return method.make(Request(name, where, target, draft, dtype, mesh))
 
 
-def load_drafter(name: str, draft: Shape, target: ModelConfig, dtype: Any = None, mesh: Mesh | None = None) -> Drafter:
-    """The drafter called ``name``: "prompt-lookup", "early-exit:LAYERS", or the directory or hub id of a draft model.
-
-    Raises:
-        InputError: it cannot be, or its vocabulary is not that of a ``target`` so configured; says so before weights are read.
-    """
-    kind, _, layers = name.partition(":")
-    if kind == "early-exit":
-        if not layers.isdecimal():
-            raise InputError(f"drafter={name!r}: write early-exit:LAYERS, such as early-exit:4")
-        return EarlyExit(layers=int(layers), draft=draft)
-    if kind == "prompt-lookup":
-        drafter = PromptLookup(draft=draft)  # pyright: ignore[reportArgumentType]
-        drafter.check_draft()
-        return drafter
-    draft.check(target.vocab_size)
-    check_vocabulary(huggingface.read_config(huggingface.locate(name, weights=False)), target)
-    return DraftModel.from_pretrained(name, draft=draft, dtype=dtype, mesh=mesh)
+def _resolve(name: str) -> tuple[Method, str]:
+    """The method that ``name`` means, and its WHERE."""
+    kind, colon, where = name.partition(":")
+    if kind in METHODS:
+        return METHODS[kind], where
+    known = "; ".join(method.usage for method in METHODS.values())
+    is_place = kind == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
+    if not is_place:
+        raise InputError(f"drafter={name!r}: no method of that name, no directory and no hub id owner/name; methods: {known}")
+    file = huggingface.locate(name, weights=False) / "config.json"
+    config = huggingface.read_json(file)
+    for method in METHODS.values():
+        if method.recognises is not None and method.recognises(config):
+            return method, name
+    raise InputError(
+        f"drafter={name!r}: {file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
+        f"serve {', '.join(huggingface.SUPPORTED)}); methods: {known}"
+    )

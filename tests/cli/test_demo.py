@@ -2,19 +2,36 @@
 
 import re
 
-from specjax.cli.demo import PROMPTS
+import pytest
+
+from specjax.cli import demo
 from specjax.cli.main import main
+from tests.cli.conftest import save_tiny
 
 
-def test_the_demo_shows_every_method(capsys) -> None:
-    assert main(["demo", "--max-new-tokens", "32", "--repeats", "1"]) == 0
-    out = capsys.readouterr().out
+def check_shown(out: str) -> None:
     rows = {
         name: re.search(rf"{name}\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)\W+([\d.]+|-)", out)
-        for name in ("plain", "draft model", "draft model, adaptive", "prompt lookup", "early exit")
+        for name in ("plain", "draft model", "draft model, adaptive", "draft model, tree", "prompt lookup", "early exit")
     }
     assert all(rows.values()), out
     assert rows["plain"].group(2, 3, 4) == ("1.00", "1.00", "-")
     assert float(rows["draft model"].group(3)) > 1.5
     text = out[: out.index("what it bought")]
-    assert len(text.split()) > sum(len(prompt.split()) for prompt in PROMPTS[:2]) + 20  # prompts and new text
+    prompts = " ".join(demo.PROMPTS[:2]).split()
+    assert set(prompts) <= set(text.split())
+    assert len(text) > len(" ".join(prompts)) + 40  # prompts and new text
+
+
+def test_the_demo_shows_every_method(capsys, monkeypatch, tmp_path) -> None:
+    directory = save_tiny(tmp_path, num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
+    monkeypatch.setattr(demo, "embedded", lambda name: directory)
+    monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 5})
+    assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
+    check_shown(capsys.readouterr().out)
+
+
+@pytest.mark.thorough
+def test_the_demo_of_the_embedded_pair(capsys) -> None:
+    assert main(["demo", "--max-new-tokens", "32", "--repeats", "1"]) == 0
+    check_shown(capsys.readouterr().out)

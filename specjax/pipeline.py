@@ -1,0 +1,329 @@
+"""From text to text: a target, a drafter and a tokenizer bound together, as notebooks want them.
+
+`load` makes a `TextGenerator`; calling it with a prompt gives a `Generation`.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, overload
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax import text
+from specjax.decoding import engine
+from specjax.decoding.request import GenerationOptions
+from specjax.decoding.verification import Rule
+from specjax.drafters import Drafter
+from specjax.drafters.registry import load_drafter
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.models import huggingface
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.text import Messages
+from specjax.tree import Shape, parse_shape
+
+LOOK_EVERY = 4
+"""Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
+_ALL = 2**31 - 1  # more steps, tokens or candidates than any generation has
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What was generated after one prompt.
+
+    Attributes:
+        text: without the prompt, special tokens, and the stop string that ended it.
+        tokens: their ids, an end-of-sequence token included; up to the token that completed a stop string.
+        statistics: of all that was computed, also of what came after a stop string before that was seen.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    statistics: metrics.Acceptance
+
+
+def load(
+    target: str | Path | Target,
+    drafter: str | Path | Drafter | None = None,
+    *,
+    tokenizer: Any = None,
+    draft: Shape | str | None = None,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+) -> "TextGenerator":
+    """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
+
+    Args:
+        target: a directory, a hub id, "embedded", or a model that is loaded already (then give ``tokenizer`` too).
+        drafter: as on the command line, such as "Qwen/Qwen3-0.6B", "prompt-lookup" or "early-exit:4"; or a drafter that is made
+            already; None is plain decoding.
+        tokenizer: a tokenizer of transformers, or the directory of one; by default the target's own.
+        draft: the shape of the drafts, such as ``Chain(4)`` or "chain:4"; None is the drafter's own.
+        dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
+        mesh: of the params that are loaded here.
+
+    Raises:
+        InputError: something cannot be used; names it, its value and the mend.
+    """
+    shape = parse_shape(draft) if isinstance(draft, str) else draft
+    dtype = None if dtype is None else _float_type(dtype)
+    if isinstance(target, Target):
+        if tokenizer is None:
+            raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
+        config = target.config
+    else:
+        directory = huggingface.locate(target, weights=False)
+        config = huggingface.read_config(directory)
+        tokenizer = directory if tokenizer is None else tokenizer
+    if isinstance(tokenizer, str | Path):
+        tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
+    if isinstance(drafter, str | Path):
+        mesh = target.mesh if isinstance(target, Target) and mesh is None else mesh
+        drafter = None if str(drafter) == "none" else load_drafter(str(drafter), shape, config, dtype, mesh, tokenizer)
+    elif isinstance(drafter, Drafter):
+        drafter = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
+    elif drafter is not None:
+        raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
+    if not isinstance(target, Target):
+        target = Target.from_pretrained(target, dtype, mesh)
+    return TextGenerator(target, tokenizer, drafter)
+
+
+@dataclass(frozen=True)
+class TextGenerator:
+    """Generates text from text. Made by `load`.
+
+    Attributes:
+        target: the model that the text is from.
+        tokenizer: its tokenizer.
+        drafter: None is plain decoding.
+    """
+
+    target: Target
+    tokenizer: Any
+    drafter: Drafter | None = None
+
+    @overload
+    def __call__(self, prompt: str | Messages, **options: Any) -> Generation: ...
+    @overload
+    def __call__(self, prompt: Sequence[str] | Sequence[Messages], **options: Any) -> list[Generation]: ...
+    def __call__(self, prompt: Any, **options: Any) -> Any:
+        """What the target says after a prompt, a chat (a list of messages), or each of a list of either: one batch.
+
+        Args:
+            prompt: text, or messages such as ``[{"role": "user", "content": "…"}]``, which the model's chat template is put
+                around.
+            options: see `settings`, and ``stop``, a sequence of strings: the text ends before the first of them.
+
+        Raises:
+            InputError: an argument cannot be used; names it, its value and the mend.
+        """
+        prompts, is_list = _prompts(prompt)
+        stop, made = _split_options(options)
+        run = self.start([self.encode(each) for each in prompts], made, stop=stop, steps=LOOK_EVERY if stop else None)
+        for _ in run:
+            pass
+        return run.generations if is_list else run.generations[0]
+
+    def stream(self, prompt: str | Messages, **options: Any) -> Iterator[str]:
+        """The text of one prompt or chat, piece by piece as it is accepted. Arguments as for a call."""
+        prompts, is_list = _prompts(prompt)
+        if is_list:
+            raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
+        stop, made = _split_options(options)
+        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY)
+        return (piece for (piece,) in run if piece)
+
+    def encode(self, prompt: str | Messages, chat: bool = False) -> list[int]:
+        """Token ids of a prompt or a chat; with ``chat``, a prompt is the user's turn of one."""
+        if isinstance(prompt, str):
+            return text.encode(self.tokenizer, prompt, chat)
+        return text.encode_chat(self.tokenizer, prompt)
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: GenerationOptions = GenerationOptions(),
+        *,
+        stop: Sequence[str] = (),
+        steps: int | None = None,
+    ) -> "Run":
+        """Check every argument, and read the prompts: a batch to be iterated over.
+
+        Args:
+            prompts: token ids of each row.
+            options: of the generation, see `settings`.
+            stop: strings before the first of which a row's text ends.
+            steps: between two looks at what there is; None runs to the end at once.
+        """
+        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+            raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+        results = engine.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
+        return Run(results, [_Row(self.tokenizer, prompt, stop) for prompt in prompts])
+
+
+class Run:
+    """A batch that is being generated. Iterating over it goes on with it, and yields for each row the text that came in.
+
+    Attributes:
+        generations: when it is over, each row's.
+        statistics: when it is over, of all rows together.
+    """
+
+    def __init__(self, results: Iterator[engine.Result], rows: "list[_Row]") -> None:
+        """Made by `TextGenerator.start`."""
+        self._results, self._rows = results, rows
+        self.generations: list[Generation] = []
+        self.statistics: metrics.Acceptance | None = None
+
+    def __iter__(self) -> Iterator[list[str]]:
+        """The pieces, until every row is done or has met a stop string."""
+        result = None
+        for result in self._results:
+            yield [row.push(result.tokens[i], int(result.lengths[i])) for i, row in enumerate(self._rows)]
+            if all(row.stopped for row in self._rows):
+                break
+        yield [row.finish() for row in self._rows]
+        assert result is not None
+        self.statistics = metrics.summarise(result.stats)
+        self.generations = [
+            Generation("".join(row.pieces), tuple(row.tokens), metrics.summarise(result.stats, i))
+            for i, row in enumerate(self._rows)
+        ]
+
+
+class _Row:
+    """One row's text while it grows."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._text, self._stop = text.TextStream(tokenizer, prompt), text.StopStrings(stop)
+        self._seen, self._one_by_one = len(prompt), bool(stop)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._stop.found
+
+    def push(self, tokens: np.ndarray | jax.Array, length: int) -> str:
+        """The text that is new in a row's ``tokens`` of this length."""
+        new = [int(token) for token in tokens[self._seen : length]]
+        self._seen = length
+        pieces = []
+        # One by one, to know which token completed a stop string.
+        for part in [[token] for token in new] if self._one_by_one else [new]:
+            if self.stopped:
+                break
+            self.tokens += part
+            pieces.append(self._stop.push(self._text.push(part)))
+        self.pieces += pieces
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back."""
+        rest = "" if self.stopped else self._stop.push(self._text.push([], last=True), last=True)
+        self.pieces.append(rest)
+        return rest
+
+
+def settings(
+    *,
+    max_new_tokens: Any = 128,
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    seed: int = 0,
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    rule: Rule = "block",
+) -> GenerationOptions:
+    """The options of a generation from plain numbers.
+
+    Args:
+        max_new_tokens: most tokens to generate; one number, or one a row.
+        temperature: 0 is greedy: the likeliest token every time. This and the next three: one number, or one a row.
+        top_k: 0 is no limit.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: of the random draws.
+        key: a random key, or one a row, instead of a seed.
+        eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
+        rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
+
+    Raises:
+        InputError: a number is out of its range; names it, its value and what it must be.
+    """
+    _check_size("max_new_tokens", max_new_tokens)
+    _check_size("top_k", top_k)
+    _check_size("temperature", temperature, float(np.finfo(np.float32).max))
+    return GenerationOptions(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_k, top_p, min_p),
+        key=make_key(seed) if key is None else key,
+        eos_token_ids=eos_token_ids,
+        rule=rule,
+    )
+
+
+def _check_size(name: str, value: Any, most: float = _ALL) -> None:
+    """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
+    if any(isinstance(each, int | float) and abs(each) > most for each in np.asarray(value).astype(object).ravel()):
+        raise InputError(f"{name}={value}: must be at most {most:.10g}")
+
+
+def make_key(seed: int) -> jax.Array:
+    """The random key of a seed. Raises `InputError` where it is out of range."""
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")
+    return jax.random.key(seed)
+
+
+def _split_options(options: dict[str, Any]) -> tuple[Sequence[str], GenerationOptions]:
+    """``stop``, and the `settings` of the others; warns of those that are not read."""
+    options = dict(options)
+    stop = options.pop("stop", ())
+    made = settings(**options)
+    if unread := unread_settings(made.sampling):
+        warnings.warn(f"{', '.join(unread)}: not read at temperature 0, which is greedy", stacklevel=3)
+    return stop, made
+
+
+def unread_settings(sampling: Sampling) -> list[str]:
+    """Names of the settings that were given but are not read, since every row is greedy."""
+    if np.any(np.asarray(sampling.temperature) != 0):
+        return []
+    given = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
+    return [name for name, value in given.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
+
+
+_FLOAT_TYPES = ("float32", "bfloat16", "float16")
+
+
+def _float_type(dtype: Any) -> Any:
+    """A data type for params, given by name or as one."""
+    try:
+        name = dtype if isinstance(dtype, str) else jax.numpy.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in _FLOAT_TYPES:
+        raise InputError(f"dtype={dtype!r}: must be {', '.join(_FLOAT_TYPES[:-1])} or {_FLOAT_TYPES[-1]}")
+    return jax.numpy.dtype(name)
+
+
+def _prompts(prompt: Any) -> tuple[list[Any], bool]:
+    """The prompts and chats of a call, and whether they came in a list."""
+
+    def is_chat(value: Any) -> bool:
+        return isinstance(value, Sequence) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+    if isinstance(prompt, str) or is_chat(prompt):
+        return [prompt], False
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(each, str) or is_chat(each) for each in prompt):
+        return list(prompt), True
+    raise InputError(f"prompt={prompt!r}: give text, a chat such as [{{'role': 'user', 'content': '…'}}], or a list of either")

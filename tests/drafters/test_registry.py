@@ -1,0 +1,65 @@
+"""Drafters by name."""
+
+import json
+
+import pytest
+
+from specjax.drafters import DraftModel, EarlyExit, PromptLookup, registry
+from specjax.drafters.registry import Method, load_drafter
+from specjax.errors import InputError
+from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree, complete_tree, parse_shape
+from tests.conftest import tiny_config, tiny_target
+
+
+def test_methods_without_a_checkpoint() -> None:
+    target = tiny_config()
+    assert load_drafter("prompt-lookup", None, target) == PromptLookup()
+    assert load_drafter("prompt-lookup:5", Chain(2), target) == PromptLookup(max_ngram=5, draft=Chain(2))
+    assert load_drafter("early-exit:2", Chain(3), target) == EarlyExit(layers=2, draft=Chain(3))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("draft")
+    tiny_target(num_layers=1).save_pretrained(directory)
+    return str(directory)
+
+
+def test_a_checkpoint_named_or_recognised(checkpoint) -> None:
+    for name in (checkpoint, f"draft-model:{checkpoint}"):
+        drafter = load_drafter(name, Chain(2), tiny_config())
+        assert isinstance(drafter, DraftModel)
+        assert (drafter.model.config.num_layers, drafter.draft) == (1, Chain(2))
+
+
+def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint) -> None:
+    made = []
+
+    def make(request):
+        made.append(request.where)
+        return PromptLookup(**request.shape)
+
+    wizard = Method("wizard:DIRECTORY", make, recognises=lambda config: "wizard_layers" in config)
+    monkeypatch.setattr(registry, "METHODS", {"wizard": wizard} | registry.METHODS)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "wizard_layers": 2}))
+    assert load_drafter(str(tmp_path), Chain(2), tiny_config()) == PromptLookup(draft=Chain(2))
+    load_drafter("wizard:some/where", None, tiny_config())
+    assert made == [str(tmp_path), "some/where"]
+    assert isinstance(load_drafter(checkpoint, Chain(2), tiny_config()), DraftModel)  # its config.json lacks the field
+    with pytest.raises(InputError, match="methods: wizard:DIRECTORY; prompt-lookup"):
+        load_drafter("witch:3", None, tiny_config())
+
+
+def test_a_checkpoint_that_no_method_knows(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    with pytest.raises(InputError, match="model_type='abacus'; as draft models serve llama, mistral"):
+        load_drafter(str(tmp_path), None, tiny_config())
+
+
+def test_shapes_by_name() -> None:
+    assert parse_shape("chain:4") == Chain(4)
+    assert parse_shape("chain:12,0.4") == Chain(12, stop_below=0.4)
+    assert parse_shape("complete:2,1") == StaticTree(complete_tree((2, 1)))
+    assert parse_shape("sampled:3,2") == SampledTree((3, 2))
+    assert parse_shape("dynamic:4,5,16") == DynamicTree(4, 5, 16)
+    assert parse_shape("eagle") == StaticTree(EAGLE_TREE)

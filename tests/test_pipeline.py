@@ -1,0 +1,125 @@
+"""From text to text, with the embedded pair. All prompts here share one program, but for the batch of two."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import specjax
+from specjax import text
+from specjax.cli.main import main
+from specjax.errors import InputError
+from specjax.pipeline import Generation, TextGenerator
+from tests.conftest import ASSETS, tiny_target
+
+PROMPT, COUNT = "import os\nimport ", 24
+
+
+@pytest.fixture(scope="module")
+def generator() -> TextGenerator:
+    return specjax.load("embedded", "embedded:draft", draft="chain:4")
+
+
+@pytest.fixture(scope="module")
+def whole(generator) -> Generation:
+    return generator(PROMPT, max_new_tokens=COUNT)
+
+
+def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None:
+    command = ["generate", "--drafter", "embedded:draft", "--prompt", PROMPT, "--max-new-tokens", str(COUNT)]
+    assert main([*command, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (whole.text, list(whole.tokens)) == (record["text"], record["token_ids"])
+    assert whole.statistics.acceptance_length == record["statistics"]["acceptance_length"] > 1.5
+    assert main(command) == 0
+    assert capsys.readouterr().out == whole.text + "\n"
+
+
+def test_pieces_joined_are_the_whole(generator, whole) -> None:
+    pieces = list(generator.stream(PROMPT, max_new_tokens=COUNT))
+    assert len(pieces) > 1
+    assert "".join(pieces) == whole.text
+
+
+def test_text_ends_before_a_stop_string(generator, whole) -> None:
+    words = [generator.tokenizer.decode([token]) for token in whole.tokens]
+    inside = max(words[2:5], key=len)[1:3]  # within a token
+    across = (words[2] + words[3])[len(words[2]) - 1 : len(words[2]) + 1]  # its end and the next one's beginning
+    for stop in ([inside], [across], ["never there", across], [inside, across]):
+        expected = whole.text[: min(whole.text.find(each) for each in stop if each in whole.text)]
+        stopped = generator(PROMPT, max_new_tokens=COUNT, stop=stop)
+        assert stopped.text == expected, stop
+        assert stopped.tokens == whole.tokens[: len(stopped.tokens)]
+        decoded = generator.tokenizer.decode(stopped.tokens)
+        assert any(each in decoded for each in stop)
+        assert not any(each in generator.tokenizer.decode(stopped.tokens[:-1]) for each in stop)
+        assert stopped.statistics.emitted < COUNT  # generation itself stopped
+        assert "".join(generator.stream(PROMPT, max_new_tokens=COUNT, stop=stop)) == expected
+    assert generator(PROMPT, max_new_tokens=COUNT, stop=["never there"]).text == whole.text
+
+
+def test_a_list_is_a_batch(generator, whole) -> None:
+    both = generator([PROMPT, "class Queue:\n"], max_new_tokens=COUNT)
+    assert both[0].text == whole.text
+    assert len(both) == 2
+    assert both[1].text != whole.text
+
+
+def test_end_tokens_are_the_models_own_unless_told(generator, whole) -> None:
+    config = replace(generator.target.config, eos_token_ids=(int(whole.tokens[3]),))
+    ending = replace(generator, target=generator.target.replace(config=config))
+    first = whole.tokens.index(whole.tokens[3])
+    assert ending(PROMPT, max_new_tokens=COUNT).tokens == whole.tokens[: first + 1]
+    assert generator(PROMPT, max_new_tokens=COUNT, eos_token_ids=(whole.tokens[3],)).tokens == whole.tokens[: first + 1]
+
+
+def test_a_chat_goes_through_the_models_template(generator) -> None:
+    chatty = replace(generator, tokenizer=text.load_tokenizer(ASSETS / "target"))
+    with pytest.raises(InputError, match="no chat template"):
+        chatty([{"role": "user", "content": "hello"}])
+    chatty.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('a bad role') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    )
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    assert chatty.tokenizer.decode(chatty.encode(messages)) == "[system]be brief[user]hello[assistant]"
+    with pytest.raises(InputError, match="a bad role"):
+        chatty([{"role": "bad", "content": "hello"}])
+
+
+def test_a_model_that_is_loaded_already_brings_no_tokenizer(generator) -> None:
+    with pytest.raises(InputError, match="tokenizer=None"):
+        specjax.load(generator.target)
+    made = specjax.load(generator.target, "prompt-lookup", tokenizer=ASSETS / "target")
+    assert made.drafter == specjax.PromptLookup()
+    longer = specjax.load(generator.target, made.drafter, draft="chain:30", tokenizer=made.tokenizer)
+    assert longer.drafter.draft == specjax.Chain(30)
+    assert specjax.load(generator.target, "none", tokenizer=made.tokenizer).drafter is None
+
+
+def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
+    for prompt in ("", [], [""], [{"role": "user"}, "x"], 3, None, [[]]):
+        with pytest.raises(InputError, match="prompt"):
+            generator(prompt)
+    with pytest.raises(InputError, match="stream takes one prompt"):
+        generator.stream(["a", "b"])
+    for stop in ("text", [""], [3]):
+        with pytest.raises(InputError, match="stop="):
+            generator("x", stop=stop)
+    for options in ({"seed": -1}, {"seed": 2**63}, {"max_new_tokens": 0}, {"max_new_tokens": 2**63}, {"temperature": -1}):
+        with pytest.raises(InputError, match=next(iter(options))):
+            generator("x", **options)
+    for dtype in ("int8", "nothing", 7):
+        with pytest.raises(InputError, match="dtype="):
+            specjax.load("embedded", dtype=dtype)
+    with pytest.raises(InputError, match="drafter=3"):
+        specjax.load("embedded", 3)
+    with pytest.warns(UserWarning, match="top_p: not read at temperature 0"), pytest.raises(InputError):
+        generator("x", top_p=0.9, max_new_tokens=0)
+
+    tiny_target(vocab_size=3072).save_pretrained(tmp_path)  # a drafter of equal size, whose tokenizer is damaged
+    shutil.copy(ASSETS / "target" / "tokenizer_config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "added')
+    with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer"):
+        specjax.load("embedded", tmp_path)
