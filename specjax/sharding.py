@@ -2,6 +2,9 @@
 
 Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP units and the vocabulary (tensor
 parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays whole.
+
+A mesh may span several processes (`jax.distributed.initialize`, before the first array). Every process then makes the same
+calls with the same arguments, and each has the whole result.
 """
 
 import math

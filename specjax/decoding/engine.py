@@ -477,8 +477,8 @@ def _result(target: Target, state: DecodeState, width: int) -> Result:
 
 
 def to_host(arrays: Any, mesh: Mesh | None) -> Any:
-    """``arrays`` as numpy arrays, in every process that takes part, wherever their rows lie."""
-    if mesh is not None and jax.process_count() > 1:
+    """``arrays`` as numpy arrays, wherever on the ``mesh`` they lie. Every process that the mesh spans must call this."""
+    if mesh is not None and mesh.is_multi_process:
         arrays = _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
     return jax.device_get(arrays)
 

@@ -52,15 +52,15 @@ def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
     drafter, state = _start(target, drafter, sampling)
     traced: list[Draft] = []
 
-    def propose(state: engine.DecodeState) -> Draft:
+    def propose(target: Target, drafter: Drafter, state: engine.DecodeState) -> tuple[Draft, jax.Array]:
         draft, _ = engine.propose_step(target, drafter, state)
         traced.append(draft)
-        return draft
+        return draft, state.roots
 
     for leaf in jax.tree.leaves(state):
         assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
-    draft = jax.jit(propose)(state)
-    _check_draft(draft, traced[0], drafter, target.config.vocab_size, np.asarray(state.roots))
+    draft, roots = engine.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
+    _check_draft(draft, traced[0], drafter, target.config.vocab_size, roots)
     after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
     chex.assert_trees_all_equal_structs(state, after)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
@@ -212,7 +212,7 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
     tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = np.asarray(probabilities(output.logits, sampling.rows(len(tails))), np.float64)
+    p = engine.to_host(probabilities(output.logits, sampling.rows(len(tails))), target.mesh).astype(np.float64)
     joint = np.ones(len(tails))
     for i in range(horizon):
         joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]

@@ -169,11 +169,11 @@ def measure_acceptance(
         most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
         tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
         shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
-        first, stats = _watch(target, shaped, state, count, options.rule)
+        first, stats = engine.to_host(_watch(target, shaped, state, count, options.rule), target.mesh)
         steps = max(int(np.sum(stats.steps)), 1)
-        ranks = np.bincount(np.asarray(first).ravel(), minlength=shape.branching + 1)[1:]
+        ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
         emitted = float(np.sum(stats.accepted)) / steps + 1
-        return np.asarray(stats.accepted_at).sum(axis=0) / steps, ranks / steps, emitted
+        return stats.accepted_at.sum(axis=0) / steps, ranks / steps, emitted
 
     survival, _, _ = trial(Chain(depth))
     by_rank: tuple[float, ...] = ()

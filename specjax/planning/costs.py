@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.decoding import engine
 from specjax.decoding.request import GenerationOptions
@@ -104,7 +105,7 @@ def measure_costs(
         seconds["draft"].append(took)
         if repeat < 0:  # that one compiled
             seconds = {name: [] for name in seconds}
-    medians = agreed(np.array([median(values) / _PASSES for values in seconds.values()]))
+    medians = agreed(np.array([median(values) / _PASSES for values in seconds.values()]), target.mesh)
     each = dict(zip(seconds, medians.tolist(), strict=True))
     return Costs(
         verify={count: each[count] for count in counts},
@@ -255,10 +256,15 @@ def trial_key(key: jax.Array | None) -> jax.Array:
 _TRIAL = 0x747269  # no row number: those are folded into the same key, and no batch has so many rows
 
 
-def agreed(values: np.ndarray) -> np.ndarray:
-    """``values`` as process 0 has them. Clocks differ between processes, and a choice made from one must not."""
-    if jax.process_count() == 1:
-        return values
-    from jax.experimental import multihost_utils
+def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
+    """``values``, which are floats, as the process of the mesh's first device has them (process 0), in every process.
 
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
+    Clocks differ between processes. Were each to choose by its own, one could wait for ever for what another never runs.
+    Only the processes that the mesh spans take part: those that decode each for itself need not agree.
+    """
+    if mesh is None or not mesh.is_multi_process:
+        return values
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    own = values.astype(np.float32)[None]
+    every = jax.make_array_from_callback((mesh.size, *values.shape), by_device, lambda _: own)
+    return engine.to_host(every, mesh)[0]

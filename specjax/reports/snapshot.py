@@ -1,6 +1,6 @@
 """One step of decoding to look at: what was drafted, and what the target accepted of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +9,8 @@ import numpy as np
 
 from specjax.decoding import engine
 from specjax.decoding.request import GenerationOptions
-from specjax.decoding.stats import StepInfo
 from specjax.decoding.verification import Rule
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Draft, Drafter
 from specjax.models.transformer import Target
 from specjax.reports import pictures
 
@@ -65,29 +64,34 @@ def take_snapshot(
     drafter, state = engine.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in range(steps):
-        if best is not None and bool(state.done.all()):
+        state, seen = _step(target, drafter, state, options.rule)
+        draft, path, emitted, bonus, done = engine.to_host(seen, target.mesh)
+        if best is None or emitted[0] > len(best.path):
+            best = _of_row(draft, path[0, : emitted[0]], bonus[0])
+        if done[0]:
             break
-        state, info = _step(target, drafter, state, options.rule)
-        count = int(info.emitted[0])
-        if best is None or count > len(best.path):
-            best = _of_row(info, count, int(state.tokens[0, state.lengths[0] - 1]))
     assert best is not None
     return best
 
 
 @partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def _step(target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule) -> tuple[engine.DecodeState, StepInfo]:
-    return engine.step(target, drafter, state, rule)
+def _step(
+    target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule
+) -> tuple[engine.DecodeState, tuple[Any, ...]]:
+    """One step, and what the host reads of it: the draft, the accepted path, tokens emitted, the last of them, done."""
+    state, info = engine.step(target, drafter, state, rule)
+    return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
 
 
-def _of_row(info: StepInfo, count: int, bonus: int) -> Snapshot:
-    tokens = np.asarray(info.draft.tokens[0])
+def _of_row(draft: Draft, path: np.ndarray, bonus: np.integer) -> Snapshot:
+    """Row 0; ``path`` is its accepted nodes."""
+    valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
     return Snapshot(
-        tokens=tokens,
-        parents=np.broadcast_to(np.asarray(info.draft.parents), info.draft.tokens.shape)[0],
-        valid=np.ones(len(tokens), bool) if info.draft.valid is None else np.asarray(info.draft.valid[0]),
-        path=tuple(int(node) for node in info.path[0, :count]),
-        bonus=bonus,
+        tokens=np.asarray(draft.tokens)[0],
+        parents=np.broadcast_to(np.asarray(draft.parents), draft.tokens.shape)[0],
+        valid=valid[0],
+        path=tuple(path.tolist()),
+        bonus=int(bonus),
     )
 
 

@@ -1,0 +1,89 @@
+"""One of two processes that decode together: `test_processes` starts both, and decodes alone to compare.
+
+    python -m tests.decoding.two_processes DIRECTORY COORDINATOR PROCESS
+
+The directory holds the models, and takes what was found as PROCESS.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import specjax
+from specjax.decoding.request import GenerationOptions
+from specjax.drafters import DraftModel, PromptLookup
+from specjax.planning import costs
+from specjax.planning.choice import compare_drafts
+from specjax.reports.snapshot import take_snapshot
+from specjax.sampling import Sampling
+from specjax.sharding import make_mesh
+from specjax.tree import Chain
+
+# Rows end at different steps. The last one's text repeats itself, so that prompt lookup finds something to copy.
+PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 5, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]])
+LENGTHS = np.array([6, 3, 1, 6])
+NEW_TOKENS = 30
+SLOW, FREE = 1024.0, 2.0**-10  # seconds of the drafting passes, where every other one takes a second
+
+
+def decode(directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool, look: bool) -> dict[str, Any]:
+    """What the host reads of decoding over ``mesh``, as JSON.
+
+    Args:
+        directory: of the models.
+        mesh: None is one process.
+        drafting: seconds that the clock says drafting takes.
+        choose: whether to compare drafts as well.
+        look: whether to take a snapshot as well.
+    """
+    target = specjax.Target.from_pretrained(directory / "target", np.float32, mesh)
+    drafter = DraftModel.from_pretrained(directory / "draft", Chain(2), np.float32, mesh)
+    options = GenerationOptions(NEW_TOKENS, Sampling(temperature=np.array([0.0, 1.0, 0.7, 0.0])), jax.random.key(3))
+    whole = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
+    parts = list(specjax.stream(target, drafter, PROMPTS, LENGTHS, **vars(options), steps=3))
+    found = {"generate": as_lists(whole), "stream": [as_lists(part) for part in parts]}
+    if look:
+        found["snapshot"] = as_lists(vars(take_snapshot(target, drafter, PROMPTS[0].tolist(), steps=4)))
+    if not choose:
+        return found
+    timed = costs._timed
+
+    def clock(run: Any, *arguments: Any) -> tuple[float, Any]:
+        return drafting if run is costs._propose else 1.0, timed(run, *arguments)[1]
+
+    with mock.patch.object(costs, "_timed", clock):
+        greedy = GenerationOptions(NEW_TOKENS)
+        compared = compare_drafts(target, PromptLookup(), PROMPTS, LENGTHS, options=greedy, longest=2)
+    speedups = {str(candidate.draft): candidate.speedup for candidate in compared.candidates}
+    return found | {"speedups": speedups, "survival": compared.acceptance.survival}
+
+
+def as_lists(arrays: Any) -> Any:
+    """``arrays``, one a leaf, as nested lists."""
+    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(arrays)]
+
+
+def main(directory: Path, coordinator: str, process: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.distributed.initialize(coordinator, num_processes=2, process_id=process)
+    assert jax.local_device_count() == 1 and jax.device_count() == 2
+    drafting = FREE if process else SLOW
+    found = {
+        "data": decode(directory, make_mesh(data=2), drafting, choose=True, look=False),
+        "model": decode(directory, make_mesh(model=2), drafting, choose=False, look=True),
+    }
+    if process == 0:  # a model on a process's own device waits for no other process
+        assert costs.agreed(np.ones(1), make_mesh(devices=jax.local_devices())) == 1
+    (directory / f"{process}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
