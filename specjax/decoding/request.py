@@ -65,7 +65,7 @@ class GenerationOptions:
         for row in rows:
             if bad := [i for i in row if not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size]:
                 raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
-        width = max(map(len, rows))
+        width = max(1, *map(len, rows))  # 1: with and without end tokens the same program serves
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
 
     def _row_keys(self, batch: int) -> jax.Array:
