@@ -34,7 +34,7 @@ import specjax
 from benchmarks import peers, synthetic
 from specjax import text
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.errors import InputError
 from specjax.evaluation import metrics

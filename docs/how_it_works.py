@@ -42,7 +42,7 @@ def main() -> None:
     row(axes, 4.1, "propose", "the drafter: 4 cheap passes", [committed, *proposed])
     row(axes, 3.0, "score", "the target: one pass over root and draft", scored)
     row(axes, 1.9, "accept", "rejection sampling: exactly the target's p", [committed, *accepted, (".x", RED, "#fbeaea")])
-    row(axes, 0.8, "keep", "both caches: length += 4, nothing is copied", [committed, *kept, (".items", GREEN, "#e6f5ec")])
+    row(axes, 0.8, "keep", "both caches: the path of 4 is appended", [committed, *kept, (".items", GREEN, "#e6f5ec")])
     axes.text(4.6, 4.86, "root", fontsize=10, color=GREY)
     axes.text(6.05, 4.86, "draft", fontsize=10, color=BLUE)
     axes.text(10.4, 0.6, "the target's own token:\nthe next root", fontsize=10, color=GREEN, va="top")

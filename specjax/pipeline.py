@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from specjax import text
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter

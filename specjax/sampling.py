@@ -68,7 +68,7 @@ class Sampling:
         temperature = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
         return RowSampling(
             temperature=jnp.asarray(temperature, jnp.float32),
-            top_k=jnp.asarray(top_k, jnp.int32),
+            top_k=jnp.asarray(np.minimum(top_k, 2**31 - 1), jnp.int32),
             top_p=jnp.asarray(top_p, jnp.float32),
             min_p=jnp.asarray(min_p, jnp.float32),
             greedy=bool(np.all(temperature == 0)),

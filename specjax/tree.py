@@ -114,14 +114,14 @@ class Template:
 
     Candidate 1 of level 1 is the second child of node 1: it is offered and left out. Here ``parents`` is -1, 0, 0, 1, 2, 2.
     ``frontier`` is ((0, 1),): both candidates of level 0 are read. ``source`` is 0, 1, 4, 6, 7: level 1 is counted on from
-    level 0. ``slots`` is -1, 0, 1, -1, -1, -1.
+    level 0. ``places`` is -1, 0, 1, -1, -1, -1.
 
     Attributes:
         parents: ``[N]`` the node that each node hangs below, -1 for the root.
         frontier: ``[depth - 1, width]`` which candidates of each level, counted within the level, are read for the next one;
             filled up with 0. Nothing is read below the last level.
         source: ``[N - 1]`` which candidate each node but the root is, counted over all levels.
-        slots: ``[N]`` where each node stands among the nodes read: ``width`` places for depth 1, then ``width`` for depth 2,
+        places: ``[N]`` where each node stands among the nodes read: ``width`` places for depth 1, then ``width`` for depth 2,
             and so on. -1 for nodes that have no child, and for the root, which is read before drafting begins.
         width: most nodes below the root that are read together.
         branching: most children of a node, by rank: one more than the highest rank.
@@ -130,7 +130,7 @@ class Template:
     parents: np.ndarray
     frontier: np.ndarray
     source: np.ndarray
-    slots: np.ndarray
+    places: np.ndarray
     width: int
     branching: int
 
@@ -150,15 +150,15 @@ def template_of(choices: Choices) -> Template:
         return place[path[:-1]] * branching + path[-1]
 
     frontier = np.zeros((depth - 1, width), np.int32)
-    slots = np.full(len(choices) + 1, -1, np.int32)
+    places = np.full(len(choices) + 1, -1, np.int32)
     for level, nodes in enumerate(read):
         frontier[level, : len(nodes)] = [candidate(path) for path in nodes]
-        slots[[numbers[path] for path in nodes]] = level * width + np.arange(len(nodes))
+        places[[numbers[path] for path in nodes]] = level * width + np.arange(len(nodes))
     return Template(
         parents=np.array([-1] + [numbers[path[:-1]] for path in choices]),
         frontier=frontier,
         source=np.array([(len(path) - 1) * width * branching + candidate(path) for path in choices]),
-        slots=slots,
+        places=places,
         width=width,
         branching=branching,
     )

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 import specjax
 from specjax import sharding
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.errors import InputError
 from specjax.models import params

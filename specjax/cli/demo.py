@@ -12,7 +12,7 @@ from rich.text import Text
 from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import metrics

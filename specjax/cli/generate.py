@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 
 from specjax import pipeline, text
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
 from specjax.errors import InputError
@@ -19,7 +19,7 @@ from specjax.planning.costs import trial_speedup
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sharding import make_mesh
-from specjax.tree import Chain, parse_shape
+from specjax.tree import parse_shape
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class GenerateConfig:
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.
-        draft: shape of a draft: chain:LENGTH (chain:LENGTH,P ends it after its first token of a probability below P),
-            complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto, which measures and
-            takes the fastest.
+        draft: shape of a draft, by default the drafter's own: chain:LENGTH (chain:LENGTH,P ends it after its first token of a
+            probability below P), complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto,
+            which measures and takes the fastest.
         show_tree: draw the draft of which most was accepted in the first steps (of the first prompt), into this .png, .pdf or
             .svg.
         only_if_faster: measure first, and decode plainly where the drafter would not make these prompts faster.
@@ -58,7 +58,7 @@ class GenerateConfig:
     prompt: str = ""
     prompts_file: str = ""
     chat: bool = False
-    draft: str = "chain:4"
+    draft: str = ""
     show_tree: str = ""
     only_if_faster: bool = False
     max_new_tokens: int = 128
@@ -82,7 +82,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
                 raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
-    shape = Chain(4) if config.draft == "auto" else parse_shape(config.draft)
+    shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
     return pipeline.load(config.target, config.drafter, draft=shape, dtype=config.dtype or None, mesh=mesh)
 
 

@@ -16,10 +16,11 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
-from specjax.decoding.request import GenerationOptions, bucket, check_prompts
+from specjax.decoding.options import GenerationOptions, bucket, check_prompts
 from specjax.decoding.stats import Stats, StepInfo
 from specjax.decoding.verification import Rule, verify
-from specjax.drafters.base import Draft, Drafter, NoDraft, Seen, Verdict, append_tokens
+from specjax.draft import Draft, Verdict
+from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, gather_entries
 from specjax.models.transformer import Output, Target
@@ -185,9 +186,14 @@ def advance(
 ) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep what was accepted.
 
-    The draft may come from `propose_step`, or from elsewhere (another process or machine) with ``drafter`` one that keeps
-    what it needs in ``absorb`` alone.
+    The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
+    what it needs in ``absorb`` alone, and its ``draft`` says how deep the drafts are.
+
+    Raises:
+        InputError: the draft is deeper than the drafter's, for which the statistics have room.
     """
+    if draft.depth > drafter.draft.depth:
+        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {drafter.draft.depth}")
     keys, _, verify_keys = split_keys(state.keys, 3)
     scored = _score(target, drafter, draft, state, verify_keys, rule)
     accepted = scored.verdict.count - 1
@@ -275,7 +281,7 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
         )
 
     parts, full = cache_parts(cache.capacity), draft.tokens.shape[1]
-    counts = drafter.node_counts if drafter.draft.nodes == full else (full,)
+    counts = drafter.node_counts if draft.is_chain and drafter.draft.nodes == full else (full,)
     if len(parts) * len(counts) == 1:
         return branch(*parts, *counts)
     part = jnp.sum(jnp.asarray(parts) < jnp.max(jnp.where(state.done, 0, cache.length)))
@@ -319,15 +325,6 @@ def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.
 
     _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
     return _place_rows(state, target)
-
-
-@partial(jax.jit, donate_argnames="state")
-def insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
-    """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
-
-    Both must come from `start` with the same ``capacity``, drafter and number of end tokens.
-    """
-    return jax.tree.map(lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, row, axis=0), state, request)
 
 
 # --- the edge --------------------------------------------------------------------------------------------------------
@@ -411,6 +408,7 @@ def start(
     options: GenerationOptions = GenerationOptions(),
     *,
     capacity: int | None = None,
+    mixed: bool = False,
 ) -> tuple[Drafter, DecodeState]:
     """Check everything on the host, then read the prompts: the drafter and the state to `decode` on.
 
@@ -422,6 +420,7 @@ def start(
         options: as for `generate`.
         capacity: most tokens that a row may come to hold, prompt and output; by default as many as these prompts need,
             rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many lengths.
+        mixed: compile for rows of all kinds of sampling, whatever these rows ask for, so that any request can be inserted.
 
     Raises:
         InputError: as `generate`.
@@ -435,13 +434,15 @@ def start(
     drafter.check(target)
     wanted = lengths + checked.limits
     _check_positions(lengths, wanted, config.max_positions, "the target")
-    if drafter.max_positions is not None:
-        _check_positions(lengths, wanted, drafter.max_positions, "the drafter")
+    _check_positions(lengths, wanted, most_positions(target, drafter), "the drafter")
     if capacity is None:
         capacity = bucket(int(wanted.max()))
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
+    rows = options.sampling.rows(batch)
+    if mixed:
+        rows = replace(rows, greedy=False, truncated=True)
     state = prefill(
         target,
         drafter,
@@ -450,10 +451,49 @@ def start(
         jnp.asarray(wanted.astype(np.int32)),
         checked.keys,
         jnp.asarray(checked.eos),
-        options.sampling.rows(batch),
+        rows,
         capacity=capacity,
     )
     return drafter, state
+
+
+def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
+    """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
+
+    Args:
+        state: of B rows, as `start` or `decode` returned it.
+        request: of one row, from `start` with the same drafter and the ``capacity`` of ``state``, and with ``mixed`` where
+            some rows are greedy and others are not.
+        row: from 0 to B - 1.
+
+    Raises:
+        InputError: the two do not fit together.
+    """
+    batch, ends = state.eos.shape
+    if not 0 <= row < batch:
+        raise InputError(f"row={row}: the state has {batch} rows; give 0 to {batch - 1}")
+    if request.eos.shape[1] > ends:
+        raise InputError(f"eos_token_ids: {request.eos.shape[1]} of the request, but the state has room for {ends} a row")
+    padding = jnp.full((request.eos.shape[0], ends - request.eos.shape[1]), -1, request.eos.dtype)
+    request = replace(request, eos=jnp.concatenate([request.eos, padding], axis=1))
+    if jax.tree.structure(state) != jax.tree.structure(request):
+        raise InputError("request: other sampling or another drafter than the state's; start both alike, and with mixed=True")
+    for whole, one in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
+        if one.shape != (1, *whole.shape[1:]):
+            raise InputError(f"request: an array of shape {one.shape} for one of {whole.shape}; start it with one prompt, "
+                             f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
+    return _insert(state, request, jnp.asarray(row))
+
+
+@partial(jax.jit, donate_argnames="state")
+def _insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
+    return jax.tree.map(lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, row, axis=0), state, request)
+
+
+def most_positions(target: Target, drafter: Drafter) -> int:
+    """The longest text, in tokens, that both can hold."""
+    own = drafter.max_positions
+    return target.config.max_positions if own is None else min(own, target.config.max_positions)
 
 
 def _check_positions(lengths: np.ndarray, wanted: np.ndarray, positions: int, whose: str) -> None:

@@ -14,13 +14,13 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from specjax import tree
-from specjax.drafters.base import Draft, Verdict
+from specjax.draft import Draft, Verdict
 from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
 from specjax.shape_checks import shape_checked
 
 Rule = Literal["block", "rejection"]
 
-Choose = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``(draft, node [B], p [B, V], keys [B]) -> (child [B], token [B])``, p being the target's distribution after the node: which
 of its children is accepted, or -1 and the token that comes instead. Consumes the keys."""
 
@@ -85,8 +85,8 @@ class _Descent:
     verdict: Verdict
 
 
-def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, choose: Choose) -> Verdict:
-    """Walk down from the root: at each node form p, and let ``choose`` go on to a child or end with a token.
+def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, rule: NodeRule) -> Verdict:
+    """Walk down from the root: at each node form p, and let ``rule`` go on to a child or end with a token.
 
     p is formed where a row arrives, at most D + 1 times, and not at all N nodes: for 60 nodes and 128,000 tokens those are
     31 MB a row, and to truncate p (top-k, top-p) passes over it 64 times. The walk ends with its last row. Its random
@@ -97,14 +97,14 @@ def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         logits: ``[B, N, V]`` the target's at every node.
         sampling: the rows' settings. A greedy row's p is one-hot, so that it too goes where its argmax is.
         keys: ``[B]``, consumed.
-        choose: `matching` or `recursive_rejection`.
+        rule: `matching` or `recursive_rejection`.
     """
 
     def visit(descent: _Descent) -> _Descent:
         depth, going, so_far = descent.depth, descent.going, descent.verdict
         node = so_far.path[:, depth]
         below = replace(draft, valid=_drafted(draft) & going[:, None])  # a row that has stopped is offered no child
-        child, token = choose(below, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
+        child, token = rule(below, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
         accepted = child >= 0
         path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
         verdict = Verdict(path=path, count=so_far.count + accepted, token=jnp.where(going, token, so_far.token))
@@ -129,7 +129,7 @@ def matching(
     """Children that were chosen, not drawn: go to the one that holds the token which the target itself draws from p.
 
     To visit them in order, accept x with probability p(x) and otherwise set p(x) = 0 and renormalise, comes to the same.
-    Dividing by the drafter's own probability would be biased. A `Choose`.
+    Dividing by the drafter's own probability would be biased. A `NodeRule`.
     """
     y = draw(p, keys)
     holds_y = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == y[:, None]) & _drafted(draft)
@@ -160,7 +160,7 @@ def recursive_rejection(
     """Children that were drawn from q without replacement: judge one after the other, until one is accepted.
 
     Accept x with probability min(1, p(x)/q(x)); on rejection p becomes norm(max(0, p - q)) and q loses x, renormalised.
-    Where all are rejected the token is drawn from what p has become. A `Choose`.
+    Where all are rejected the token is drawn from what p has become. A `NodeRule`.
 
     SpecInfer (Miao et al. 2023, arXiv 2305.09781, section 4.3), with siblings without replacement as in Sequoia (Chen et al.
     2024, arXiv 2402.12374, algorithm 2).

@@ -1,6 +1,7 @@
 """Drafters: one file a method."""
 
-from specjax.drafters.base import Draft, Drafter, NoDraft, Verdict
+from specjax.draft import Draft, Verdict
+from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.prompt_lookup import PromptLookup

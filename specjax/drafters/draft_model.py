@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.base import Draft, Drafter, Seen, Verdict
+from specjax.draft import Draft, Verdict
+from specjax.drafters.base import Drafter, Seen
 from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, gather_entries
@@ -129,7 +130,8 @@ class DraftModel(Drafter):
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
         assert output.logits is not None and cache is not None
-        logits = output.logits[jnp.arange(root.shape[0]), state.behind.astype(jnp.int32)]
+        at_root = state.behind.astype(jnp.int32)[:, None, None]
+        logits = jnp.take_along_axis(output.logits, at_root, axis=1)[:, 0]  # by row: a mesh exchanges nothing
         vocab = target.config.vocab_size
 
         def read(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
@@ -153,7 +155,7 @@ class DraftModel(Drafter):
         if self.draft.read_slots:
             # A chain's nodes were read in the order of its path.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
-            cache = cache.append(path, accepted - behind, after=draft.tokens)
+            cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
         return DraftModelState(
             cache=cache,
             last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],

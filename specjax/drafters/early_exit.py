@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import jax
 from flax import struct
 
-from specjax.drafters.base import Draft, Drafter
+from specjax.draft import Draft
+from specjax.drafters.base import Drafter
 from specjax.drafters.expansion import expand, read_nodes
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, place_entries
@@ -49,12 +50,13 @@ class EarlyExit(Drafter):
         cache: KVCache | None = None,
     ) -> tuple[Draft, Any]:
         assert cache is not None
-        own = cache.of_layers(0, self.layers)
-        at_root, new = target.score(root[:, None], own, layers=self.layers)
+        exit_layers = (0, self.layers)
+        own = cache.of_layers(*exit_layers)
+        at_root, new = target.score(root[:, None], own, layers=exit_layers)
         assert at_root.logits is not None
         # The root is not in the target's cache yet: it has the first slot of the scratch.
-        scratch = target.new_scratch(root.shape[0], 1 + self.draft.read_slots, self.layers)
+        scratch = target.new_scratch(root.shape[0], 1 + self.draft.read_slots, exit_layers)
         scratch = place_entries(scratch, new, 0)
-        read = partial(read_nodes, target, own, layers=self.layers)
+        read = partial(read_nodes, target, own, layers=exit_layers)
         draft, _, _ = expand(self.draft, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)
         return draft, state

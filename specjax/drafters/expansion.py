@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax.drafters.base import Draft
+from specjax.draft import Draft
 from specjax.models.cache import Entry, KVCache, place_entries
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
@@ -147,8 +147,8 @@ def expand(
     if shape.depth > 1:
         growth = jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
     assert isinstance(shape, DynamicTree | FixedShape)
-    draft, slots = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
-    return draft, slots, growth.state
+    draft, places = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
+    return draft, places, growth.state
 
 
 def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
@@ -247,7 +247,7 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
     q = None
     if growth.q is not None:
         # Node by node the q of its children; a leaf has none, and is given zeros.
-        row = template.slots + shape.width
+        row = template.places + shape.width
         row[0] = 0  # the root's is the first row of the first level
         rows = jnp.moveaxis(growth.q, 0, 1).reshape(root.shape[0], shape.depth * shape.width, -1)
         has_child = np.isin(np.arange(shape.nodes), template.parents)
@@ -262,7 +262,7 @@ def _fixed(shape: FixedShape, growth: _Growth, root: jax.Array) -> tuple[Draft, 
         valid=offered if stops_early or may_lack_tokens else None,
     )
     # Where the loop ended early the newest level was never read.
-    return draft, jnp.where(draft.depths < growth.depth, template.slots, -1) if stops_early else template.slots
+    return draft, jnp.where(draft.depths < growth.depth, template.places, -1) if stops_early else template.places
 
 
 def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draft, jax.Array]:
@@ -285,7 +285,7 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
 
     own_level = jnp.take_along_axis(picked, level[:, :, None], axis=1)  # [B, N-1, F]
     was_read = (own_level == place[:, :, None]) & (level < shape.depth - 1)[:, :, None]
-    slots = jnp.max(jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1)
+    places = jnp.max(jnp.where(was_read, level[:, :, None] * shape.width + jnp.arange(shape.width), -1), axis=-1)
 
     def with_root(values: jax.Array, at_root: Any) -> jax.Array:
         return jnp.concatenate([jnp.broadcast_to(at_root, (batch, 1)).astype(values.dtype), values], axis=1)
@@ -295,11 +295,11 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
         parents=with_root(parents, -1),
         valid=with_root(jnp.take_along_axis(scores, kept, axis=1) > -jnp.inf, True),
         levels=shape.depth,
-    ), with_root(slots, -1)
+    ), with_root(places, -1)
 
 
 def read_nodes(
-    model: Target, cache: KVCache, frontier: Frontier, scratch: tuple[Entry, ...], layers: int | None = None
+    model: Target, cache: KVCache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
     """A `Read` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
 
@@ -311,7 +311,7 @@ def read_nodes(
         cache: its cache, of the layers that run.
         frontier: the nodes.
         scratch: entries of what was read since, of the layers that run.
-        layers: as in `Target.score`.
+        layers: as in `Target.run`.
     """
     count, read_slots = frontier.tokens.shape[1], frontier.seen.shape[-1]
     above = scratch[0][0].shape[2] - read_slots

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Draft, Drafter, Seen, append_tokens
+from specjax.draft import Draft
+from specjax.drafters.base import Drafter, Seen, append_tokens
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain, halvings
+
+LONGEST_NGRAM = 64
+"""Each token of the suffix that is looked for is a comparison of its own in the compiled program."""
 
 
 @struct.dataclass
@@ -43,8 +47,8 @@ class PromptLookup(Drafter):
         return (1, *halvings(self.draft.nodes))  # 1: nothing was found
 
     def check(self, target: Target) -> None:
-        if self.max_ngram < 1:
-            raise InputError(f"PromptLookup(max_ngram={self.max_ngram}): must be at least 1")
+        if not 1 <= self.max_ngram <= LONGEST_NGRAM:
+            raise InputError(f"PromptLookup(max_ngram={self.max_ngram}): must be from 1 to {LONGEST_NGRAM}")
         self.check_draft()
 
     def check_draft(self) -> None:

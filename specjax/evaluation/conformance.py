@@ -5,7 +5,7 @@
 
 Each check raises an AssertionError that says what is wrong. All but `check_distribution` take any target, in float32 (in lower
 precision near-ties may fall either way); that one enumerates the target's exact distribution and needs a tiny vocabulary.
-`tests/test_conformance.py` runs them over every drafter of the library with every shape of draft.
+`tests/evaluation/test_conformance.py` runs them over every drafter of the library with every shape of draft.
 """
 
 import itertools
@@ -21,9 +21,10 @@ import numpy as np
 
 from specjax import tree
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.decoding.verification import Rule
-from specjax.drafters.base import Draft, Drafter
+from specjax.draft import Draft
+from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.transformer import Target
@@ -50,24 +51,21 @@ def check_contract(target: Target, drafter: Drafter) -> None:
 
 def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
     drafter, state = _start(target, drafter, sampling)
-    traced: list[Draft] = []
 
     def propose(target: Target, drafter: Drafter, state: engine.DecodeState) -> tuple[Draft, jax.Array]:
         draft, _ = engine.propose_step(target, drafter, state)
-        traced.append(draft)
         return draft, state.roots
 
     for leaf in jax.tree.leaves(state):
         assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
     draft, roots = engine.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
-    _check_draft(draft, traced[0], drafter, target.config.vocab_size, roots)
+    _check_draft(draft, drafter, target.config.vocab_size, roots)
     after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
     chex.assert_trees_all_equal_structs(state, after)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
 
 
-def _check_draft(draft: Draft, traced: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -> None:
-    """``draft`` holds values; ``traced`` still knows what was static."""
+def _check_draft(draft: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -> None:
     shape, batch = drafter.draft, len(root)
     chex.assert_shape(draft.tokens, (batch, shape.nodes), custom_message="tokens [B, N]")
     tokens, parents = np.asarray(draft.tokens), np.asarray(draft.parents)
@@ -79,7 +77,7 @@ def _check_draft(draft: Draft, traced: Draft, drafter: Drafter, vocab: int, root
     assert np.all(parents[..., 0] == -1), "the root's parent must be -1"
     below = parents[..., 1:]
     assert np.all((below >= 0) & (below < np.arange(1, shape.nodes))), "parents must come before their children"
-    assert traced.depth == shape.depth, f"the draft says depth {traced.depth}, its shape {shape.depth}"
+    assert draft.depth == shape.depth, f"the draft says depth {draft.depth}, its shape {shape.depth}"
     for row, of_row in enumerate(np.broadcast_to(parents, tokens.shape)):
         assert tree.depths(np.array(of_row))[valid[row]].max() <= shape.depth, f"row {row}: a node deeper than {shape.depth}"
         assert valid[row, of_row[1:][valid[row, 1:]]].all(), f"row {row}: a valid node below one that is not"

@@ -55,7 +55,8 @@ def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: Any) -
 class KVCache:
     """The entries of committed tokens, and nothing else: slot ``i`` of a row holds the token at position ``i``.
 
-    Rolling back is a smaller ``length``: what lies at or above it has no meaning and is never read.
+    Rolling back is a smaller ``length``: what lies at or above it has no meaning. Attention reads it with weight 0, so it must
+    be finite, as zeros are.
 
     Attributes:
         layers: one `Entry` of ``S`` slots a layer. A tuple of separate buffers and not one stacked array: XLA updates those in
@@ -109,7 +110,8 @@ class KVCache:
         Args:
             new: by layer.
             count: 0 leaves a row as it is.
-            after: ``[B, …]`` any array that was worked out from everything that was read of this cache: the write waits for it.
+            after: ``[B, …]`` any array whose first element in each row was worked out from everything that was read of this
+                cache: the write waits for it.
         """
         count = _known_after(count, after)
         step = jnp.arange(new[0][0].shape[2])[None]

@@ -96,11 +96,11 @@ class Target:
             mesh=self.mesh,
         )
 
-    def new_scratch(self, batch: int, slots: int, layers: int | None = None) -> tuple[Entry, ...]:
-        """Empty entries for ``slots`` drafted tokens a row, in the first ``layers`` layers (None: all)."""
-        layers = self.config.num_layers if layers is None else layers
+    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
+        """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
+        start, stop = (0, self.config.num_layers) if layers is None else layers
         parts = self.config.entry_parts
-        return empty_entries(parts, layers=layers, batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
+        return empty_entries(parts, layers=stop - start, batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
 
     # --- slices of the model, for drafters that run a part of it ---
 
@@ -117,7 +117,6 @@ class Target:
         layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | np.ndarray | None = None,
-        visible: jax.Array | None = None,
         scratch: tuple[Sequence[Entry], jax.Array] | None = None,
         taps: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
@@ -129,7 +128,6 @@ class Target:
             layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
-            visible: ``[B, T, S]`` bool, which slots of the cache each token sees; None: all that are committed.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
                 token sees. They are read as if they were in the cache.
             taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
@@ -145,16 +143,14 @@ class Target:
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
-        if visible is None and cache is not None:
-            visible = cache.committed[:, None]
         turn = rotations(self.config.rope, self.config.head_dim, positions)
         tapped, new = [], []
         for i, layer in enumerate(self.params["layers"][start:stop]):
             if start + i in taps:
                 tapped.append(x)
             past: list[Piece] = []
-            if cache is not None and visible is not None:
-                past.append((cache.layers[i], visible))
+            if cache is not None:
+                past.append((cache.layers[i], cache.committed[:, None]))
             if scratch is not None:
                 past.append((scratch[0][i], scratch[1]))
             x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past)
@@ -185,7 +181,6 @@ class Target:
         tokens: Int[Array, "B T"],
         cache: KVCache | None = None,
         *,
-        layers: int | None = None,
         with_logits: bool = True,
         **options: Any,
     ) -> tuple[Output, tuple[Entry, ...]]:
@@ -194,15 +189,13 @@ class Target:
         Args:
             tokens: token ids.
             cache: what came before, or None.
-            layers: run only the first so many layers, then the final norm and head (early exit).
             with_logits: False spares the product with the vocabulary.
-            options: as in `run`.
+            options: as in `run`; with ``layers=(0, k)`` the first k layers, then the final norm and head (early exit).
 
         Returns:
             `Output`, and each layer's entries of the call, which `KVCache.append` commits.
         """
-        slice_ = (0, self.config.num_layers if layers is None else layers)
-        x, taps, new = self.run(self.embed(tokens), cache, layers=slice_, **options)
+        x, taps, new = self.run(self.embed(tokens), cache, **options)
         hidden = self.norm(x)
         return Output(logits=self.head(hidden) if with_logits else None, hidden=hidden, taps=taps), new
 

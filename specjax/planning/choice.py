@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions, check_prompts
+from specjax.decoding.options import GenerationOptions, check_prompts
 from specjax.decoding.verification import Rule
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
@@ -157,9 +157,9 @@ def measure_acceptance(
     What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
     chain's tokens are worth is measured depth by depth.
     """
-    vocab, positions = target.config.vocab_size, target.config.max_positions
+    vocab = target.config.vocab_size
     _, checked = check_prompts(tokens, lengths, vocab)
-    left = min(positions, drafter.max_positions or positions) - int(checked.max())
+    left = engine.most_positions(target, drafter) - int(checked.max())
     depth = min(longest, left - 1)
     if depth < 1:
         return TrialAcceptance((), (), {})
@@ -210,7 +210,7 @@ def _times(
     needed = tokens_needed(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
     options: dict[str, Any] = {
         "batch": batch,
-        "context": max(1, min(width, target.config.max_positions - needed)),
+        "context": max(1, min(width, engine.most_positions(target, drafter) - needed)),
         "new_tokens": needed,
         "sampling": _spread(sampling, batch),
         "repeats": _REPEATS,

@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
-from specjax.drafters.base import Drafter, NoDraft, Seen, Verdict, append_tokens
+from specjax.draft import Verdict
+from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
 from specjax.models.transformer import Output, Target
@@ -86,10 +87,10 @@ def measure_costs(
     needed = max(new_tokens, tokens_needed(repeats, max(counts, default=1)))
     if repeats < 1:
         raise InputError(f"repeats={repeats}: must be at least 1")
-    if context + needed > target.config.max_positions:
+    if context + needed > (positions := engine.most_positions(target, drafter)):
         raise InputError(
-            f"context={context}: with the {needed} tokens to measure with, too long for the target's "
-            f"{target.config.max_positions} positions"
+            f"context={context}: with the {needed} tokens to measure with, too long for the {positions} positions of target "
+            "and drafter"
         )
     # Any text serves: a pass takes as long whatever the tokens are.
     options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=())
@@ -228,13 +229,14 @@ def trial_speedup(
     Raises:
         InputError: as `engine.generate`.
     """
-    tokens = np.asarray(tokens)
-    batch, width = tokens.shape
-    left = target.config.max_positions - width
-    tried = replace(options, max_new_tokens=max(1, min(trial_tokens, left)), key=trial_key(options.key))
+    tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
+    batch, width = len(tokens), int(lengths.max())
+    positions = engine.most_positions(target, drafter)
+    most = min(trial_tokens, positions - width, int(np.max(options.max_new_tokens)))
+    tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))
     trial = engine.generate(target, drafter, tokens, lengths, **vars(tried))
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft.nodes)
-    context = max(1, min(width, target.config.max_positions - needed))
+    context = max(1, min(width, positions - needed))
     costs = measure_costs(
         target, drafter, batch=batch, context=context, new_tokens=needed, sampling=options.sampling, repeats=_TRIAL_REPEATS
     )
@@ -247,10 +249,7 @@ def trial_key(key: jax.Array | None) -> jax.Array:
     A choice that has seen the generation's own random numbers has seen its text, and would bias it: with the likeliest
     acceptance as the selector, by a total variation of 0.045 where chance allows 0.024.
     """
-    chosen = jax.random.key(0) if key is None else key
-    if not jnp.issubdtype(chosen.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
-        chosen = jax.random.wrap_key_data(chosen)
-    return jax.random.fold_in(chosen.ravel()[0], _TRIAL)
+    return jax.random.fold_in(as_key(key).ravel()[0], _TRIAL)
 
 
 _TRIAL = 0x747269  # no row number: those are folded into the same key, and no batch has so many rows

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.decoding.verification import Rule
-from specjax.drafters.base import Draft, Drafter
+from specjax.draft import Draft
+from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
 from specjax.reports import pictures
 

@@ -12,8 +12,7 @@ from flax import struct
 
 import specjax
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions, bucket
-from specjax.decoding.stats import Stats
+from specjax.decoding.options import GenerationOptions, bucket
 from specjax.drafters import Draft, DraftModel, EarlyExit, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
@@ -215,16 +214,26 @@ def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> 
 
 
 def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
-    """Every leaf of the state has the row axis first: inserting is one update a leaf, and nobody else notices."""
+    """Every leaf of the state has the row axis first: inserting is one update a leaf, and nobody else notices.
+
+    The request is greedy among sampling rows, and has no end token where its predecessor had two.
+    """
     drafter = drafters(target)["draft model"]
-    sampling = Sampling(temperature=np.array([1.0, 0.5, 0.8]))
-    keys = jax.random.split(jax.random.key(3), 4)
-    options = GenerationOptions(max_new_tokens=np.array([20, 3, 20]), sampling=sampling, key=keys[:3], eos_token_ids=(2,))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, options, capacity=48)
+    sampling = Sampling(temperature=np.array([1.0, 0.5, 0.8]), top_p=0.9)
+    keys = jax.random.split(jax.random.key(3), 3)
+    options = GenerationOptions(max_new_tokens=np.array([24, 3, 24]), sampling=sampling, key=keys, eos_token_ids=(2, 9))
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, options, capacity=32, mixed=True)
     state = engine.decode(target, drafter, state, 3)
     assert bool(state.done[1])
-    fresh = replace(options, max_new_tokens=25, sampling=Sampling(temperature=0.9), key=keys[3:])
-    _, request = engine.start(target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=48)
+    fresh = GenerationOptions(max_new_tokens=24, eos_token_ids=())
+    _, request = engine.start(target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True)
+    for row, other, message in (
+        (3, request, "row=3: the state has 3 rows"),
+        (1, engine.start(target, drafter, [[5]], options=fresh, capacity=32)[1], "with mixed=True"),
+        (1, engine.start(target, drafter, [[5]], options=fresh, capacity=48, mixed=True)[1], "capacity=32"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine.insert(state, other, row)
     state = engine.decode(target, drafter, engine.insert(state, request, 1), 100)
     alone = specjax.generate(target, drafter, [[5, 4, 5, 4]], **vars(fresh))
     undisturbed = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
@@ -234,16 +243,25 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
         assert int(state.stats.steps[row]) == int(expected.stats.steps[there])
 
 
+@struct.dataclass
+class FromElsewhere(NoDraft):
+    """Stands for a drafter in another place: it says how deep the drafts are that come from there."""
+
+    draft: Chain = struct.field(pytree_node=False, default=Chain(3))
+
+
 def test_a_draft_may_come_from_elsewhere(target) -> None:
     """`advance` verifies any draft: here one that was made by hand."""
     plain = specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=4)
-    _, state = engine.start(target, None, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4))
+    _, state = engine.start(target, FromElsewhere(), PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=4))
     right = np.stack([row[length:] for row, length in zip(outputs(plain), LENGTHS, strict=True)])
     right[1, 1] = (right[1, 1] + 1) % 11
     draft = Draft.chain(state.roots, jnp.asarray(right[:, :3]))
-    state = state.replace(stats=Stats.zeros(3, 3))
-    state, info = jax.jit(partial(engine.advance, target, NoDraft()))(state, draft)
+    with pytest.raises(InputError, match="3 deep, but the state was started for drafts of depth 0"):
+        engine.advance(target, NoDraft(), state, draft)
+    state, info = jax.jit(partial(engine.advance, target, FromElsewhere()))(state, draft)
     np.testing.assert_array_equal(info.emitted, [4, 2, 4])
+    np.testing.assert_array_equal(state.stats.accepted, [3, 1, 3])
     for row, length in enumerate(np.asarray(state.lengths)):
         assert state.tokens[row, :length].tolist() == outputs(plain)[row][:length]
 
@@ -407,7 +425,10 @@ BAD = [
     ({"tokens": [[1, 2], [3]]}, "right-pad them"),
     ({"eos_token_ids": 2}, r"give a sequence of ids, such as \(2,\)"),
     ({"key": 0}, "key=0: give a random key"),
-    ({"max_new_tokens": 2**32 + 3}, "512 positions"),
+    ({"max_new_tokens": 2**32 + 3}, "below 2"),
+    ({"eos_token_ids": (2, (3,))}, "ids, or one sequence of ids a row, not both"),
+    ({"key": jnp.arange(3)}, "give a random key"),
+    ({"key": jnp.ones(2)}, "give a random key"),
     ({"key": jax.random.split(jax.random.key(0), 3)}, "one for each of the 1 rows"),
 ]
 

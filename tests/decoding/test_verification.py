@@ -20,7 +20,7 @@ import pytest
 
 from specjax.decoding import verification
 from specjax.decoding.verification import CHAIN_RULES, descend, recursive_rejection, verify
-from specjax.drafters.base import Draft, Verdict
+from specjax.draft import Draft, Verdict
 from specjax.drafters.expansion import expand
 from specjax.evaluation.conformance import monte_carlo_bound, total_variation
 from specjax.sampling import RowSampling, Sampling, draw, probabilities, split_keys

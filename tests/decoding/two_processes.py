@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import specjax
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.planning import costs
 from specjax.planning.choice import compare_drafts

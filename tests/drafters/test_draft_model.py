@@ -10,7 +10,7 @@ import pytest
 import specjax
 from specjax import tree
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, EarlyExit
 from specjax.drafters.draft_model import MOST_PADDING
 from specjax.errors import InputError
@@ -62,7 +62,7 @@ def test_early_exit_drafts_with_the_first_layers(target) -> None:
     _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     for _ in range(6):
-        check_q(target, state, propose(drafter, target, state), layers=2)
+        check_q(target, state, propose(drafter, target, state), layers=(0, 2))
         state, _ = advance(state)
 
 
@@ -203,6 +203,6 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(target, kind) -> Non
     advance = jax.jit(lambda state: engine.step(target, drafter, state)[0])
     for _ in range(3):
         draft = propose(drafter, target, state)
-        layers = None if kind == "draft model" else 2
+        layers = None if kind == "draft model" else (0, 2)
         check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
         state = advance(state)

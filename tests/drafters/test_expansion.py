@@ -31,7 +31,7 @@ def read_path(table, frontier, states):
 @partial(jax.jit, static_argnames=("shape", "read", "sampling"))
 def grow(shape, read, table, root, keys, sampling):
     states = jnp.broadcast_to(root[:, None], (root.shape[0], max(shape.width, 1)))
-    draft, slots, _ = expand(
+    draft, places, _ = expand(
         shape,
         partial(read, table),
         table[root],
@@ -41,7 +41,7 @@ def grow(shape, read, table, root, keys, sampling):
         keys,
         jnp.ones(root.shape[0], bool),
     )
-    return draft.tokens, jnp.broadcast_to(draft.parents, draft.tokens.shape), draft.q, draft.valid, slots
+    return draft.tokens, jnp.broadcast_to(draft.parents, draft.tokens.shape), draft.q, draft.valid, places
 
 
 def state_after(read, state: int, token: int, size: int) -> int:
@@ -96,7 +96,9 @@ def tables(ties: bool) -> np.ndarray:
 def test_a_dynamic_tree_is_the_reference_node_for_node(shape, ties, read) -> None:
     table = tables(ties)
     roots = jnp.arange(V)
-    tokens, parents, q, valid, slots = grow(shape, read, jnp.asarray(table), roots, jax.random.split(jax.random.key(0), V), 0.0)
+    tokens, parents, q, valid, places = grow(
+        shape, read, jnp.asarray(table), roots, jax.random.split(jax.random.key(0), V), 0.0
+    )
     assert q is None
     assert np.all(valid)
     shared = equal_to_parents = 0
@@ -105,18 +107,18 @@ def test_a_dynamic_tree_is_the_reference_node_for_node(shape, ties, read) -> Non
         equal_to_parents += equal
         assert list(zip(tokens[row].tolist(), parents[row].tolist(), strict=True)) == expected
         shared += len({parent for _, parent in expected}) < len(expected)
-        check_slots(np.asarray(parents[row]), np.asarray(slots[row]), shape)
+        check_slots(np.asarray(parents[row]), np.asarray(places[row]), shape)
     assert shared == V  # every tree branches
     assert (equal_to_parents > 0) == (ties and shape.depth > 1)
 
 
-def check_slots(parents: np.ndarray, slots: np.ndarray, shape) -> None:
+def check_slots(parents: np.ndarray, places: np.ndarray, shape) -> None:
     """A node with children was read, in its level's place; no two nodes share one."""
     depths = tree.depths(parents)
-    assert set(parents[1:]) - {0} <= set(np.flatnonzero(slots >= 0))
-    read = slots[slots >= 0]
+    assert set(parents[1:]) - {0} <= set(np.flatnonzero(places >= 0))
+    read = places[places >= 0]
     assert len(set(read)) == len(read)
-    np.testing.assert_array_equal(read // shape.width, depths[slots >= 0] - 1)
+    np.testing.assert_array_equal(read // shape.width, depths[places >= 0] - 1)
 
 
 @pytest.mark.parametrize("choices", [EAGLE_TREE, MEDUSA_TREE, ((1,), (1, 2), (0,), (1, 2, 0))], ids=["eagle", "medusa", "gaps"])
@@ -125,12 +127,12 @@ def check_slots(parents: np.ndarray, slots: np.ndarray, shape) -> None:
 def test_a_static_tree_takes_each_rank_from_its_parent(choices, read, temperature) -> None:
     """At any temperature: children are chosen, not drawn."""
     table, shape = tables(ties=False), StaticTree(choices)
-    tokens, parents, q, valid, slots = grow(
+    tokens, parents, q, valid, places = grow(
         shape, read, jnp.asarray(table), jnp.arange(V), jax.random.split(jax.random.key(0), V), temperature
     )
     assert q is None
     assert valid is None
-    check_slots(np.asarray(parents[0]), np.asarray(slots), shape)
+    check_slots(np.asarray(parents[0]), np.asarray(places), shape)
     for row in range(V):
         states, token_of = {(): row}, {(): row}
         for path in choices:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import PromptLookupState
 from specjax.sampling import Sampling

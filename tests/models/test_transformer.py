@@ -127,7 +127,7 @@ def test_taps_are_what_enters_a_layer() -> None:
     target = tiny_target()
     output, _ = target.forward(jnp.array([[1, 2, 3]]), taps=(0, 1))
     np.testing.assert_array_equal(output.taps[:, :, 0], target.params["embed"][jnp.array([[1, 2, 3]])])
-    shorter, _ = target.forward(jnp.array([[1, 2, 3]]), taps=(1,), layers=1)
+    shorter, _ = target.forward(jnp.array([[1, 2, 3]]), taps=(1,), layers=(0, 1))
     np.testing.assert_array_equal(output.taps[:, :, 1], shorter.taps[:, :, 0])
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from specjax import tree
 from specjax.decoding import engine
-from specjax.drafters.base import Draft, NoDraft
+from specjax.draft import Draft
+from specjax.drafters.base import NoDraft
 from specjax.tree import EAGLE_TREE, StaticTree
 from tests.conftest import REAL_PAIRS, tiny_target
 

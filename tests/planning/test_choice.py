@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding import engine
-from specjax.decoding.request import GenerationOptions
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.planning import choice, theory
 from specjax.planning.choice import compare_drafts, measure_acceptance

@@ -56,25 +56,22 @@ class GenerationOptions:
 
     def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
         ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
-        if isinstance(ids, int | str):
+        if isinstance(ids, str) or (np.ndim(ids) == 0 and not isinstance(ids, Sequence)):
             raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as ({ids},)")
-        by_row = any(isinstance(entry, Sequence | np.ndarray) for entry in ids)
-        rows: list[list[Any]] = [list(row) for row in ids] if by_row else [list(ids)] * batch  # pyright: ignore[reportArgumentType]
+        kinds = {isinstance(entry, Sequence) or np.ndim(entry) > 0 for entry in ids}
+        if len(kinds) > 1:
+            raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids a row, not both")
+        rows = [np.asarray(row).tolist() for row in ids] if True in kinds else [np.asarray(ids).tolist()] * batch
         if len(rows) != batch:
             raise InputError(f"eos_token_ids: {len(rows)} sequences; give one, or one for each of the {batch} rows")
         for row in rows:
-            if bad := [i for i in row if not isinstance(i, int | np.integer) or not 0 <= i < config.vocab_size]:
+            if bad := [i for i in row if not isinstance(i, int) or not 0 <= i < config.vocab_size]:
                 raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
         width = max(1, *map(len, rows))  # 1: with and without end tokens the same program serves
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
 
     def _row_keys(self, batch: int) -> jax.Array:
-        key = jax.random.key(0) if self.key is None else self.key
-        if not isinstance(key, jax.Array) or (key.ndim == 0 and not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-            raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
-        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # an old-style uint32 key
-            key = jax.random.wrap_key_data(key)
-        key = _as_threefry(key)
+        key = as_key(self.key)
         if key.ndim == 0:
             return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
         if key.shape != (batch,):
@@ -95,6 +92,22 @@ class CheckedOptions:
     limits: np.ndarray
     keys: jax.Array
     eos: np.ndarray
+
+
+def as_key(key: Any) -> jax.Array:
+    """A random key, or an array of them, of JAX's default kind. None is ``jax.random.key(0)``.
+
+    Raises:
+        InputError: it is no key.
+    """
+    if key is None:
+        return jax.random.key(0)
+    is_key = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_key and isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape[-1:] == (2,):  # the old style
+        key, is_key = jax.random.wrap_key_data(key, impl="threefry2x32"), True
+    if not is_key:
+        raise InputError(f"key={key!r}: give a random key, such as jax.random.key(0)")
+    return _as_threefry(key)
 
 
 def _as_threefry(key: jax.Array) -> jax.Array:
