@@ -56,7 +56,7 @@ class GenerationOptions:
 
     def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
         ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
-        if isinstance(ids, str) or (np.ndim(ids) == 0 and not isinstance(ids, Sequence)):
+        if isinstance(ids, str) or (not isinstance(ids, Sequence) and np.ndim(ids) == 0):
             raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as ({ids},)")
         kinds = {isinstance(entry, Sequence) or np.ndim(entry) > 0 for entry in ids}
         if len(kinds) > 1:
