@@ -57,6 +57,8 @@ def parse(cls: type[_Config], content: Mapping[str, Any], source: str, prefix: s
         if prefix:
             error.update_path(prefix.removesuffix("."))
         raise ConfigError(f"{source}: {error}") from None
+    except (ValueError, TypeError, OverflowError) as error:  # a date where a list is declared, a number beyond all floats
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _section(hint: Any, value: Any, source: str, name: str) -> type | None:

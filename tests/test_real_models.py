@@ -49,14 +49,14 @@ def drafters(pair: RealPair) -> dict:
     }
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("name", ["plain", "draft model", "prompt lookup", "early exit"])
 def test_greedy_tokens_equal_transformers(case, name, batch) -> None:
     pair, tokens, lengths, expected = case
     drafter = drafters(pair)[name]
     for start in range(0, COUNT, batch):
         rows = [min(start + i, COUNT - 1) for i in range(batch)]  # the last batch repeats the last prompt
-        result = specjax.generate(pair.target, drafter, tokens[rows], lengths[rows], max_new_tokens=NEW)
+        result = specjax.generate(pair.target, drafter, tokens[rows], lengths[rows], max_new_tokens=NEW, eos_token_ids=())
         for i, row in enumerate(rows):
             got = np.asarray(result.tokens[i, : result.lengths[i]]).tolist()
             assert got == expected[row], f"row {row}: {_first_divergence(pair, got, expected[row])}"
@@ -70,6 +70,7 @@ SHAPES = {  # of one depth
 }
 
 
+@pytest.mark.thorough
 def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
     """Greedy with every kind, and the same tokens; at temperature 1 with drawn siblings, for a chain's tokens are drawn too."""
     pair, tokens, lengths, expected = case
@@ -79,7 +80,13 @@ def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
     found = {}
     for name, shape in SHAPES.items():
         result = specjax.generate(
-            pair.target, model.replace(draft=shape), tokens[rows], lengths[rows], max_new_tokens=NEW, sampling=sampling
+            pair.target,
+            model.replace(draft=shape),
+            tokens[rows],
+            lengths[rows],
+            max_new_tokens=NEW,
+            sampling=sampling,
+            eos_token_ids=(),
         )
         for row in range(8):
             assert np.asarray(result.tokens[row, : result.lengths[row]]).tolist() == expected[row]

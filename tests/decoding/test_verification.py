@@ -86,7 +86,8 @@ def propose(after: Callable, length: jax.Array, sampling: RowSampling, keys: jax
     """
     root = jnp.zeros(length.shape, jnp.int32)
     if how in SHAPES:
-        return expand(SHAPES[how], lambda nodes, _: (after(nodes.tokens), ()), after(root), (), root, sampling, keys)[0]
+        active = jnp.ones(root.shape, bool)
+        return expand(SHAPES[how], lambda nodes, _: (after(nodes.tokens), ()), after(root), (), root, sampling, keys, active)[0]
 
     def step(token: jax.Array, keys: jax.Array):
         q = probabilities(after(token), sampling)

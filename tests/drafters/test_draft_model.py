@@ -99,7 +99,7 @@ def test_a_vocabulary_of_another_width_serves(target, padding, shape) -> None:
         started, state = engine.start(target, drafter, prompts, LENGTHS, OPTIONS)
         draft = propose(started, target, state)
         assert draft.q is None or draft.q.shape[-1] == 11
-        assert np.asarray(draft.tokens[:, 1:]).max() < min(11, vocab)
+        assert np.asarray(draft.tokens[:, 1:]).max() < min(11, model.config.vocab_size)
         if padding > 0 and model is other:  # the cut logits are the same model's
             np.testing.assert_array_equal(draft.tokens, texts[0][0])
         texts.append((np.asarray(draft.tokens), specjax.generate(target, drafter, prompts, LENGTHS, max_new_tokens=40)))
@@ -153,8 +153,11 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("kind", ["unlike the target", "the target itself"])
+KEPT = [("unlike the target", name) for name in TREES] + [("the target itself", "chain")]
+KEPT += [pytest.param("the target itself", name, marks=pytest.mark.thorough) for name in TREES if name != "chain"]
+
+
+@pytest.mark.parametrize(("kind", "name"), KEPT)
 def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)

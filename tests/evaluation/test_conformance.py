@@ -70,10 +70,11 @@ def small_drafter(method: str, shape: Shape) -> Drafter:
     return METHODS[method](shape)
 
 
+@pytest.mark.parametrize("draws", [50_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("method", "shape", "rule"), LOSSLESS)
-def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule) -> None:
+def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule, draws) -> None:
     target = distribution_target()
-    conformance.check_distribution(target, small_drafter(method, SMALL[shape]), rule=rule, draws=100_000)
+    conformance.check_distribution(target, small_drafter(method, SMALL[shape]), rule=rule, draws=draws)
 
 
 def test_the_distributions_are_far_from_certain() -> None:
