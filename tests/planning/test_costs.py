@@ -67,7 +67,7 @@ def test_costs_grow_with_the_model() -> None:
 
 
 def test_a_context_beyond_the_positions_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="context=2000: .* 512 positions of target and drafter"):
+    with pytest.raises(InputError, match=r"context=2000: .* 512 positions of target and drafter"):
         measure_costs(tiny_target(), None, context=2000)
 
 
