@@ -115,7 +115,7 @@ def verified(q_tables: jax.Array, group: jax.Array, sampling: RowSampling, key: 
     results = []
     for check in checks:
         rows = slice(None, None, len(q_tables) if check in FIRST_CASE else 1)
-        fields = {name: getattr(draft, name) for name in ("tokens", "q", "valid", "parents")}
+        fields = {name: getattr(draft, name) for name in ("tokens", "q", "valid", "grown")}
         some = draft.replace(**{name: field[rows] for name, field in fields.items() if isinstance(field, jax.Array)})
         settings, keys = jax.tree.map(operator.itemgetter(rows), (sampling, verify_keys))
         verdict = CHECKS[check](some, jnp.asarray(P_TABLE)[some.tokens], settings, keys)
