@@ -29,7 +29,7 @@ from specjax.sampling import RowSampling, Sampling, split_keys
 
 @struct.dataclass
 class DecodeState:
-    """Everything the next step needs. Rows are independent slots, and every array has the row axis first: see `insert`.
+    """Everything the next step needs. Rows are independent, and every array has the row axis first: see `insert`.
 
     Attributes:
         tokens: ``[B, S]`` prompt and output; S is the capacity.
