@@ -16,13 +16,14 @@ from tests.conftest import tiny_config, tiny_target
 SMALL = {"grow": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
 
 
-def test_a_run_reports_every_method_and_their_parts(tmp_path, monkeypatch, capsys) -> None:
+def test_a_run_reports_every_method_and_their_parts(tiny_pair, tmp_path, monkeypatch, capsys) -> None:
     def two(draft, exit_layers):
         return {"plain": None, "draft model": specjax.DraftModel(draft, draft=specjax.Chain(3, stop_below=0.4))}
 
     monkeypatch.setattr(decode, "drafters_of", two)
     output = tmp_path / "results.json"
-    decode.run(decode.BenchmarkConfig(**SMALL, batch=(1, 2), output=str(output)))
+    target, draft = tiny_pair
+    decode.run(decode.BenchmarkConfig(**SMALL, target=target, draft=draft, batch=(1, 2), output=str(output)))
     results = json.loads(output.read_text())
     alone, together = results["cases"]
     assert set(alone["methods"]) == {"plain", "draft model", "transformers, greedy", *peers.ONE_ROW}

@@ -1,8 +1,14 @@
 """Trained checkpoints: our greedy tokens are transformers' greedy tokens, whatever drafts."""
 
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import specjax
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
@@ -14,30 +20,61 @@ from tests.conftest import REAL_PAIRS, RealPair
 COUNT, LONGEST, NEW = 50, 60, 128
 
 
-@pytest.fixture(scope="module", params=REAL_PAIRS, ids=lambda pair: pair.__name__)
-def case(request) -> tuple[RealPair, np.ndarray, np.ndarray, list[list[int]]]:
-    """A pair, its prompts, and transformers' greedy continuation of each prompt alone."""
-    import torch
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class Case:
+    """A pair, its prompts, and transformers' model of the target."""
 
-    torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
-    pair = request.param()
-    tokens, lengths = pair.prompts(COUNT, LONGEST)
-    model = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32)
-    expected = []
-    for row, length in zip(tokens, lengths, strict=True):
-        prompt = torch.tensor(row[None, :length].astype(np.int64))
-        generated = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+    pair: RealPair
+    tokens: np.ndarray
+    lengths: np.ndarray
+    reference: Any
+
+    @cached_property
+    def continued(self) -> list[list[int]]:
+        """Each prompt and transformers' greedy continuation of it, generated for each alone."""
+        return [self._generated(self.tokens[row, : self.lengths[row]]) for row in range(len(self.tokens))]
+
+    def _generated(self, prompt: np.ndarray) -> list[int]:
+        ids = torch.tensor(prompt[None].astype(np.int64))
+        generated = self.reference.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW,
             min_new_tokens=NEW,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
         )
-        expected.append(generated[0].tolist())
-    return pair, tokens, lengths, expected
+        return generated[0].tolist()
+
+    def check_greedy(self, output: np.ndarray, lengths: np.ndarray, rows: Any) -> None:
+        """``output [B, L]`` continues prompts ``rows [B]`` with the tokens that transformers finds likeliest, each in its turn.
+
+        One pass over the output says so: if every token is the likeliest after those before it, they are what transformers
+        would have generated.
+        """
+        with torch.no_grad():
+            logits = self.reference(torch.tensor(output.astype(np.int64))).logits.numpy()
+        for row, (of_row, tokens, length) in enumerate(zip(logits, output, lengths, strict=True)):
+            start = self.lengths[rows[row]]
+            assert length == start + NEW
+            best, got = of_row[start - 1 : length - 1].argmax(-1), tokens[start:length]
+            assert np.array_equal(got, best), f"row {row}: {_first_divergence(of_row[start - 1 :], got, best)}"
+
+
+def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> str:
+    """Where the output leaves transformers', and how close the two tokens' logits are there: a near-tie is rounding."""
+    at = int(np.argmax(got != best))
+    margin = logits[at, best[at]] - logits[at, got[at]]
+    return f"new token {at}: {got[at]} for {best[at]}, whose logit is larger by {margin:.2e}"
+
+
+@pytest.fixture(scope="module", params=REAL_PAIRS, ids=lambda pair: pair.__name__)
+def case(request) -> Case:
+    torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
+    pair = request.param()
+    reference = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32)
+    return Case(pair, *pair.prompts(COUNT, LONGEST), reference)
 
 
 def drafters(pair: RealPair) -> dict:
@@ -49,17 +86,30 @@ def drafters(pair: RealPair) -> dict:
     }
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.thorough), 8])
 @pytest.mark.parametrize("name", ["plain", "draft model", "prompt lookup", "early exit"])
-def test_greedy_tokens_equal_transformers(case, name, batch) -> None:
-    pair, tokens, lengths, expected = case
-    drafter = drafters(pair)[name]
-    for start in range(0, COUNT, batch):
-        rows = [min(start + i, COUNT - 1) for i in range(batch)]  # the last batch repeats the last prompt
-        result = specjax.generate(pair.target, drafter, tokens[rows], lengths[rows], max_new_tokens=NEW, eos_token_ids=())
-        for i, row in enumerate(rows):
-            got = np.asarray(result.tokens[i, : result.lengths[i]]).tolist()
-            assert got == expected[row], f"row {row}: {_first_divergence(pair, got, expected[row])}"
+def test_greedy_tokens_are_those_that_transformers_finds_likeliest(case, name) -> None:
+    drafter = drafters(case.pair)[name]
+    for rows in np.arange(COUNT).reshape(5, 10):
+        result = greedy(case, drafter, rows)
+        case.check_greedy(result.tokens, result.lengths, rows)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["plain", "draft model", "prompt lookup", "early exit"])
+def test_greedy_tokens_of_a_prompt_alone_are_those_that_transformers_generates(case, name) -> None:
+    drafter = drafters(case.pair)[name]
+    for row in range(COUNT):
+        assert outputs(greedy(case, drafter, [row])) == [case.continued[row]]
+
+
+def greedy(case: Case, drafter: Any, rows: Any, **settings: Any) -> specjax.Result:
+    return specjax.generate(
+        case.pair.target, drafter, case.tokens[rows], case.lengths[rows], max_new_tokens=NEW, eos_token_ids=(), **settings
+    )
+
+
+def outputs(result: specjax.Result) -> list[list[int]]:
+    return [tokens[:length].tolist() for tokens, length in zip(result.tokens, result.lengths, strict=True)]
 
 
 SHAPES = {  # of one depth
@@ -73,23 +123,12 @@ SHAPES = {  # of one depth
 @pytest.mark.thorough
 def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
     """Greedy with every kind, and the same tokens; at temperature 1 with drawn siblings, for a chain's tokens are drawn too."""
-    pair, tokens, lengths, expected = case
-    model = DraftModel.from_pretrained(pair.draft_path, dtype=np.float32)
+    model = DraftModel.from_pretrained(case.pair.draft_path, dtype=np.float32)
     rows = np.arange(16)
-    sampling = Sampling(temperature=np.repeat([0.0, 1.0], 8))
     found = {}
     for name, shape in SHAPES.items():
-        result = specjax.generate(
-            pair.target,
-            model.replace(draft=shape),
-            tokens[rows],
-            lengths[rows],
-            max_new_tokens=NEW,
-            sampling=sampling,
-            eos_token_ids=(),
-        )
-        for row in range(8):
-            assert np.asarray(result.tokens[row, : result.lengths[row]]).tolist() == expected[row]
+        result = greedy(case, model.replace(draft=shape), rows, sampling=Sampling(temperature=np.repeat([0.0, 1.0], 8)))
+        case.check_greedy(result.tokens[:8], result.lengths[:8], rows)
         halves = [jax.tree.map(lambda leaf, part=part: leaf[part], result.stats) for part in (slice(0, 8), slice(8, None))]
         found[name] = [metrics.summarise(half).acceptance_length for half in halves]
     for name in ("static", "dynamic", "sampled"):
@@ -97,22 +136,14 @@ def test_trees_accept_more_than_a_chain_of_their_depth(case) -> None:
     assert found["sampled"][1] > found["chain"][1] + 0.2, found
 
 
-def _first_divergence(pair: RealPair, got: list[int], expected: list[int]) -> str:
-    """Where two outputs part, and how close the two tokens' logits are there: a near-tie is rounding, not a bug."""
-    at = next(i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b)
-    logits = pair.target.forward(np.array([expected[:at]]))[0].logits[0, -1]
-    return f"position {at}: {got[at]} for {expected[at]}, logit margin {float(logits[expected[at]] - logits[got[at]]):.2e}"
-
-
 def test_the_draft_model_earns_its_keep(case) -> None:
     """Trained drafts are accepted far more often than random ones, greedy and sampled."""
-    pair, tokens, lengths, _ = case
     for temperature in (0.0, 1.0):
         result = specjax.generate(
-            pair.target,
-            drafters(pair)["draft model"],
-            tokens[:8],
-            lengths[:8],
+            case.pair.target,
+            drafters(case.pair)["draft model"],
+            case.tokens[:8],
+            case.lengths[:8],
             max_new_tokens=NEW,
             sampling=Sampling(temperature=temperature),
             key=jax.random.key(0),

@@ -51,7 +51,7 @@ class DemoConfig:
     repeats: int = 3
 
 
-def methods() -> dict[str, Drafter | None]:
+def methods(target: Target) -> dict[str, Drafter | None]:
     """The methods of the table, by name."""
     draft = Target.from_pretrained(embedded("draft"))
     return {
@@ -60,7 +60,7 @@ def methods() -> dict[str, Drafter | None]:
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
         "prompt lookup": PromptLookup(draft=Chain(6)),
-        "early exit": EarlyExit(layers=4, draft=Chain(2)),
+        "early exit": EarlyExit(layers=target.config.num_layers // 3, draft=Chain(2)),
     }
 
 
@@ -75,7 +75,7 @@ def run_demo(config: DemoConfig) -> None:
     small = Target.from_pretrained(directory)
     target = grow(small, **GROWN)
     tokenizer = text.load_tokenizer(directory)
-    drafters = methods()
+    drafters = methods(target)
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
 
     console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")

@@ -418,8 +418,9 @@ def start(
         tokens: as for `generate`.
         lengths: as for `generate`.
         options: as for `generate`.
-        capacity: most tokens that a row may come to hold, prompt and output; by default as many as these prompts need,
-            rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many lengths.
+        capacity: most tokens that a row may come to hold, prompt and output; by default as many as prompts of
+            this width need, rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many
+            widths.
         mixed: compile for rows of all kinds of sampling, whatever these rows ask for, so that any request can be inserted.
 
     Raises:
@@ -427,7 +428,7 @@ def start(
     """
     config = target.config
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
-    batch, width = len(tokens), int(lengths.max())
+    batch, width = tokens.shape
     checked = options.check(config, batch)
     drafter = NoDraft() if drafter is None else drafter
     drafter.draft.check(config.vocab_size)
@@ -435,11 +436,11 @@ def start(
     wanted = lengths + checked.limits
     _check_positions(lengths, wanted, config.max_positions, "the target")
     _check_positions(lengths, wanted, most_positions(target, drafter), "the drafter")
-    if capacity is None:
-        capacity = bucket(int(wanted.max()))
+    if capacity is None:  # from the shape of the prompts and not from their lengths: equal shapes share a program
+        capacity = bucket(width + int(checked.limits.max()))
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
-    padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
+    padded = np.pad(tokens, ((0, 0), (0, bucket(width) - width)))
     rows = options.sampling.rows(batch)
     if mixed:
         rows = replace(rows, greedy=False, truncated=True)

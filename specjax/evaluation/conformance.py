@@ -31,11 +31,12 @@ from specjax.models.transformer import Target
 from specjax.sampling import Sampling, probabilities
 
 _LENGTHS = np.array([6, 1, 3])
+_NEW_TOKENS = 24
 _MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.0, 0.8]), top_k=np.array([0, 5, 0]))
 _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([1.0, 0.8, 0.6]), top_k=np.array([5, 0, 2]))
 
 
-def check(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
     """All checks that any target allows: `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`."""
     check_contract(target, drafter)
     check_one_trace(target, drafter)
@@ -46,7 +47,7 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
 def check_contract(target: Target, drafter: Drafter) -> None:
     """Drafts are what `Draft` says, of the drafter's shape, and a step leaves the shapes of the state as they were."""
     _check_step(target, drafter, Sampling(temperature=0.0))
-    _check_step(target, drafter, Sampling())
+    _check_step(target, drafter, _MIXED)
 
 
 def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
@@ -109,7 +110,7 @@ def check_one_trace(target: Target, drafter: Drafter) -> None:
     assert len(traces) == 1, f"a step was traced {len(traces)} times: its state changes shape or type"
 
 
-def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
     """At temperature 0 the tokens are those of plain decoding."""
     prompts = _prompts(target)
     plain, drafted = (
@@ -119,7 +120,7 @@ def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> N
         assert got == expected, f"row {row}: greedy tokens {got} are not plain decoding's {expected}"
 
 
-def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = 24) -> None:
+def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
     """A row's tokens and statistics are the same at another place of a batch, among rows of other prompts and settings.
 
     A greedy row is compared with itself among other greedy rows.
@@ -241,7 +242,7 @@ def _prompts(target: Target, seed: int = 0) -> np.ndarray:
 
 def _start(target: Target, drafter: Drafter, sampling: Sampling, seed: int = 0) -> tuple[Drafter, engine.DecodeState]:
     return engine.start(
-        target, drafter, _prompts(target, seed), _LENGTHS, GenerationOptions(max_new_tokens=32, sampling=sampling)
+        target, drafter, _prompts(target, seed), _LENGTHS, GenerationOptions(max_new_tokens=_NEW_TOKENS, sampling=sampling)
     )
 
 

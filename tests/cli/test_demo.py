@@ -6,7 +6,7 @@ import pytest
 
 from specjax.cli import demo
 from specjax.cli.main import main
-from tests.cli.conftest import save_tiny
+from tests.conftest import save_tiny
 
 
 def check_shown(out: str) -> None:
@@ -26,7 +26,7 @@ def check_shown(out: str) -> None:
 def test_the_demo_shows_every_method(capsys, monkeypatch, tmp_path) -> None:
     directory = save_tiny(tmp_path, num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
     monkeypatch.setattr(demo, "embedded", lambda name: directory)
-    monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 5})
+    monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
     check_shown(capsys.readouterr().out)
 

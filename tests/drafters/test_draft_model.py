@@ -58,11 +58,11 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
 
 
 def test_early_exit_drafts_with_the_first_layers(target) -> None:
-    drafter = EarlyExit(layers=2, draft=Chain(3))
+    drafter = EarlyExit(layers=1, draft=Chain(3))
     _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     for _ in range(6):
-        check_q(target, state, propose(drafter, target, state), layers=(0, 2))
+        check_q(target, state, propose(drafter, target, state), layers=(0, 1))
         state, _ = advance(state)
 
 
@@ -162,13 +162,12 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=TREES[name])
-    options = replace(OPTIONS, max_new_tokens=58)
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, options)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS, capacity=64)
     advance = jax.jit(lambda state: engine.step(target, drafter, state))
     counts, behind = set(), set()
     for _ in range(8):
         kept = propose(drafter, target, state)
-        _, anew = engine.start(target, drafter, state.tokens, state.lengths, replace(options, max_new_tokens=16))
+        _, anew = engine.start(target, drafter, state.tokens, state.lengths, replace(OPTIONS, max_new_tokens=4), capacity=64)
         fresh = propose(drafter, target, anew.replace(keys=state.keys))
         np.testing.assert_array_equal(kept.tokens, fresh.tokens)
         np.testing.assert_array_equal(kept.parents, fresh.parents)
@@ -201,11 +200,11 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(target, kind) -> Non
     """Whatever was read beside that path: nodes see their ancestors alone, at their own positions."""
     shape = SampledTree((3, 2, 2, 1))
     model = tiny_target(seed=5, num_layers=1)
-    drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=2, draft=shape)
+    drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=1, draft=shape)
     _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     advance = jax.jit(lambda state: engine.step(target, drafter, state)[0])
     for _ in range(3):
         draft = propose(drafter, target, state)
-        layers = None if kind == "draft model" else (0, 2)
+        layers = None if kind == "draft model" else (0, 1)
         check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
         state = advance(state)

@@ -13,15 +13,8 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.sampling import Sampling
 from specjax.tree import Chain, DynamicTree, SampledTree, Shape, StaticTree
-from tests.conftest import tiny_target
+from tests.conftest import SHAPES, tiny_target
 
-SHAPES = {
-    "chain": Chain(3),
-    "adaptive": Chain(3, stop_below=0.3),
-    "static": StaticTree(((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0))),
-    "dynamic": DynamicTree(top_k=3, depth=3, nodes=9),
-    "sampled": SampledTree((2, 2, 1)),
-}
 METHODS = {
     "plain": lambda shape: NoDraft(),
     "draft model": lambda shape: DraftModel(tiny_target(seed=5, num_layers=1), draft=shape),
@@ -70,7 +63,7 @@ def small_drafter(method: str, shape: Shape) -> Drafter:
     return METHODS[method](shape)
 
 
-@pytest.mark.parametrize("draws", [50_000, pytest.param(500_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("method", "shape", "rule"), LOSSLESS)
 def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule, draws) -> None:
     target = distribution_target()
@@ -185,7 +178,7 @@ def test_rows_that_depend_on_each_other_are_found(target) -> None:
 def test_the_wrong_pairing_fails_the_distribution() -> None:
     model = small_drafter("draft model", Chain(1)).model
     drafter = ClaimsToHaveDrawn(model, draft=SMALL["dynamic"])
-    for found, bound in conformance.distances(distribution_target(), drafter, draws=50_000):
+    for found, bound in conformance.distances(distribution_target(), drafter, draws=25_000):
         assert found > 3 * bound
 
 

@@ -53,5 +53,5 @@ def test_text_and_acceptance_of_the_embedded_pair_stay_the_same() -> None:
 
 
 def test_shrinking_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match="num_layers=2: a model can only grow, and the target has 3"):
-        grow(tiny_target(), **LARGER | {"num_layers": 2})
+    with pytest.raises(InputError, match="num_layers=1: a model can only grow, and the target has 2"):
+        grow(tiny_target(), **LARGER | {"num_layers": 1})

@@ -17,6 +17,7 @@ from specjax.tree import Chain
 from tests.conftest import tiny_target
 
 PROMPT = np.array([[1, 4, 2, 4, 2, 7]])
+LARGE = {"hidden_size": 1024, "intermediate_size": 2560, "num_layers": 2}
 
 
 def stats_of(*rows: tuple[list[int], int, int]) -> Stats:
@@ -56,7 +57,7 @@ def test_between_measured_widths_lies_a_line() -> None:
 
 def test_costs_grow_with_the_model() -> None:
     small = tiny_target()
-    large = grow(small, hidden_size=512, intermediate_size=2048, num_layers=6)
+    large = grow(small, **LARGE)
     drafter = DraftModel(small, draft=Chain(6, stop_below=0.5))
     costs = measure_costs(large, drafter, batch=2, context=8, repeats=3)
     assert set(costs.verify) == {1, *drafter.node_counts}
@@ -74,9 +75,9 @@ def test_a_context_beyond_the_positions_is_refused_by_name() -> None:
 def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
     """The same function at a hundredth of the cost; and another one of the target's own size, which is never right."""
     small = tiny_target()
-    large = grow(small, hidden_size=512, intermediate_size=2048, num_layers=6)
+    large = grow(small, **LARGE)
     good = DraftModel(small, draft=Chain(4))
-    bad = DraftModel(grow(tiny_target(seed=7), hidden_size=512, intermediate_size=2048, num_layers=6), draft=Chain(4))
+    bad = DraftModel(grow(tiny_target(seed=7), **LARGE), draft=Chain(4))
     assert engine.generate(large, good, PROMPT, max_new_tokens=20).stats.accepted[0] == 16
     assert trial_speedup(large, good, PROMPT) > 1
     assert trial_speedup(large, bad, PROMPT) < 1
