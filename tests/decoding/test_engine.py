@@ -96,7 +96,7 @@ class DropsUnsure(DraftModel):
         return (1, *halvings(self.draft.nodes))
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
+@pytest.mark.parametrize("rule", ["block", pytest.param("rejection", marks=pytest.mark.thorough)])
 def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -> None:
     target = tiny_target(seed=2, vocab_size=4)
     drafter = DropsUnsure(tiny_target(seed=5, num_layers=1, vocab_size=4), draft=Chain(2, stop_below=0.3))
@@ -361,8 +361,9 @@ def test_a_second_call_compiles_nothing(target, name) -> None:
     other = Sampling(temperature=np.array([0.0, 2.0, 1.0]), top_k=3)
     run((PROMPTS + 1) % 11, LENGTHS[::-1].copy(), sampling=other, key=jax.random.key(9))
     assert compilations() == before
-    run(PROMPTS[:2], LENGTHS[:2], key=jax.random.key(9))
-    assert compilations() > before  # another shape: the counter counts
+    if name is None:  # another shape: the counter counts
+        run(PROMPTS[:2], LENGTHS[:2], key=jax.random.key(9))
+        assert compilations() > before
 
 
 def test_the_state_is_donated(target) -> None:

@@ -61,6 +61,8 @@ ROPES = {
         "rope_theta": 10000.0,
     },
 }
+forward = jax.jit(Target.forward, static_argnames=("taps", "layers"))
+
 CASES = [(family, "default") for family in FAMILIES] + [
     (family, rope) for family in ("llama", "mistral", "qwen2", "qwen3") for rope in ROPES if rope != "default"
 ]
@@ -101,11 +103,11 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
 def test_pieces_with_a_cache_equal_the_whole() -> None:
     target = tiny_target()
     tokens = np.random.default_rng(0).integers(0, 11, (2, 20))
-    whole, _ = target.forward(jnp.asarray(tokens), taps=(0, 2, 3))
+    whole, _ = forward(target, tokens, taps=(0, 1, 2))
     cache = target.new_cache(2, 24)
     pieces = []
     for start, stop in ((0, 7), (7, 8), (8, 20)):
-        output, cache = target.forward(jnp.asarray(tokens[:, start:stop]), cache, taps=(0, 2, 3))
+        output, cache = forward(target, tokens[:, start:stop], cache, taps=(0, 1, 2))
         pieces.append(output)
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *pieces)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), joined, whole)
@@ -115,19 +117,19 @@ def test_rejected_entries_are_never_seen() -> None:
     """Two drafts after one prefix, the first of them rejected: rollback is only a length."""
     target = tiny_target()
     prefix, wrong, right = jnp.array([[1, 2, 3]]), jnp.array([[9, 9, 9, 9]]), jnp.array([[4, 5]])
-    _, cache = target.forward(prefix, target.new_cache(1, 16))
-    _, longer = target.forward(wrong, cache)
+    _, cache = forward(target, prefix, target.new_cache(1, 16))
+    _, longer = forward(target, wrong, cache)
     cache = longer.replace(length=cache.length)
-    output, _ = target.forward(right, cache)
-    whole, _ = target.forward(jnp.concatenate([prefix, right], axis=1))
+    output, _ = forward(target, right, cache)
+    whole, _ = forward(target, jnp.concatenate([prefix, right], axis=1))
     np.testing.assert_allclose(output.logits, whole.logits[:, 3:], atol=1e-4)
 
 
 def test_taps_are_what_enters_a_layer() -> None:
     target = tiny_target()
-    output, _ = target.forward(jnp.array([[1, 2, 3]]), taps=(0, 1))
+    output, _ = forward(target, jnp.array([[1, 2, 3]]), taps=(0, 1))
     np.testing.assert_array_equal(output.taps[:, :, 0], target.params["embed"][jnp.array([[1, 2, 3]])])
-    shorter, _ = target.forward(jnp.array([[1, 2, 3]]), taps=(1,), layers=(0, 1))
+    shorter, _ = forward(target, jnp.array([[1, 2, 3]]), taps=(1,), layers=(0, 1))
     np.testing.assert_array_equal(output.taps[:, :, 1], shorter.taps[:, :, 0])
 
 
@@ -136,8 +138,8 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     target = tiny_target()
     mask = jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], bool)
     positions = jnp.array([[0, 1, 1, 2]])
-    tree, _ = target.forward(jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask)
-    left, _ = target.forward(jnp.array([[5, 6]]))
-    right, _ = target.forward(jnp.array([[5, 7, 8]]))
+    tree, _ = forward(target, jnp.array([[5, 6, 7, 8]]), target.new_cache(1, 8), positions=positions, mask=mask)
+    left, _ = forward(target, jnp.array([[5, 6]]))
+    right, _ = forward(target, jnp.array([[5, 7, 8]]))
     np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
     np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)

@@ -24,6 +24,9 @@ def case(request):
     return pair.target, pair.prompts(3, 9)[0]
 
 
+read_prompts = jax.jit(engine.read_prompts, static_argnums=4)
+
+
 def static_parents() -> np.ndarray:
     return StaticTree(EAGLE_TREE).template.parents
 
@@ -41,7 +44,7 @@ def test_tree_logits_are_those_of_each_path_alone(case, parents) -> None:
     nodes = parents.shape[-1]
     tokens = np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
     tokens[:, 0] = prompts[np.arange(3), LENGTHS - 1]  # the root is the prompt's last token
-    cache, _ = engine.read_prompts(target, NoDraft(), jnp.asarray(prompts), jnp.asarray(LENGTHS), 9 + nodes)
+    cache, _ = read_prompts(target, NoDraft(), prompts, LENGTHS, 9 + nodes)
     draft = Draft.of_tree(tokens=jnp.asarray(tokens), parents=parents)
 
     @jax.jit
