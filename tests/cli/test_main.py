@@ -48,7 +48,7 @@ def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) ->
     measured = []
     measure = generate.trial_speedup
     monkeypatch.setattr(generate, "trial_speedup", lambda *a, **o: measured.append(measure(*a, **o)) or 0.93)
-    arguments = generate_with(tiny_pair, "--drafter", "early-exit:2", "--only-if-faster", "--json")
+    arguments = generate_with(tiny_pair, "--drafter", "early-exit:1", "--only-if-faster", "--json")
     code, out, err = run(capsys, *arguments)
     assert code == 0
     assert measured[0] > 0
@@ -66,7 +66,7 @@ def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> 
 
 
 def test_every_drafter_gives_the_same_greedy_tokens(capsys, tiny_pair) -> None:
-    names = ("prompt-lookup", "prompt-lookup:2", "early-exit:2", tiny_pair[1], f"draft-model:{tiny_pair[1]}")
+    names = ("prompt-lookup", "prompt-lookup:2", "early-exit:1", tiny_pair[1], f"draft-model:{tiny_pair[1]}")
     outputs = {}
     for name in ("none", *names):
         code, out, _ = run(capsys, *generate_with(tiny_pair, "--drafter", name, "--json"))
@@ -74,7 +74,7 @@ def test_every_drafter_gives_the_same_greedy_tokens(capsys, tiny_pair) -> None:
         outputs[name] = json.loads(out)
     for name in names:
         assert outputs[name]["token_ids"] == outputs["none"]["token_ids"], name
-    assert outputs["none"]["statistics"]["drafted"] == 0 < outputs["early-exit:2"]["statistics"]["drafted"]
+    assert outputs["none"]["statistics"]["drafted"] == 0 < outputs["early-exit:1"]["statistics"]["drafted"]
 
 
 def test_a_file_of_prompts_is_one_batch(capsys, tmp_path, tiny_pair) -> None:
