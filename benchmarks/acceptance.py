@@ -55,13 +55,18 @@ class AcceptanceConfig:
     temperature: tuple[float, ...] = (0.0, 1.0)
 
 
+def read_prompts(config: AcceptanceConfig) -> np.ndarray:
+    """``[count, context]``."""
+    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
+    return prompts_of(texts, config.count, config.context)
+
+
 def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
     """One row for each shape: its name, nodes, and for each temperature the acceptance length."""
     target = specjax.Target.from_pretrained(config.target, np.float32)
     model = specjax.Target.from_pretrained(config.draft, np.float32)
-    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
-    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
-    prompts = prompts_of(texts, config.count, config.context)
+    prompts = read_prompts(config)
     rows = []
     for shape in SHAPES:
         drafter = specjax.DraftModel(model, draft=shape)
@@ -80,13 +85,23 @@ def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
     return rows
 
 
+def share_of_loops(target: specjax.Target, prompts: np.ndarray, new_tokens: int = 256) -> float:
+    """The share of greedy texts that have fallen into a loop: their last 64 tokens repeat a period of at most 16."""
+    result = specjax.generate(target, None, prompts, max_new_tokens=new_tokens, eos_token_ids=())
+    ends = result.tokens[:, -64:]
+    return float(np.mean(np.any([np.all(ends[:, n:] == ends[:, :-n], axis=1) for n in range(1, 17)], axis=0)))
+
+
 def main(config: AcceptanceConfig) -> None:
-    """Print the table."""
+    """Print the table, and how often greedy text falls into a loop."""
     rows = run(config)
     table = Table(*rows[0], title=f"acceptance length: {config.target}, {config.draft}, {config.count} prompts")
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+    console = Console(width=120)
+    console.print(table)
+    loops = share_of_loops(specjax.Target.from_pretrained(config.target, np.float32), read_prompts(config))
+    console.print(f"greedy texts of 256 tokens that end in a loop: {loops:.0%}")
 
 
 if __name__ == "__main__":

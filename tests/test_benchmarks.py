@@ -77,6 +77,15 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> Non
     jax.clear_caches()
 
 
+def test_loops_are_counted() -> None:
+    """A random model repeats itself before long; its own text is asked what the benchmark says of it."""
+    target = tiny_target(seed=2, vocab_size=4)
+    prompts = np.random.default_rng(0).integers(0, 4, (12, 4))
+    texts = specjax.generate(target, None, prompts, max_new_tokens=128).tokens.tolist()
+    loops = [any(text[-64:] == (text[-64 : -64 + n] * 64)[:64] for n in range(1, 17)) for text in texts]
+    assert 1 > acceptance.share_of_loops(target, prompts, new_tokens=128) == np.mean(loops) > 0
+
+
 def test_acceptance_is_counted_for_every_shape(monkeypatch, capsys) -> None:
     shapes = (specjax.Chain(2), specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
     monkeypatch.setattr(acceptance, "SHAPES", shapes)
