@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.decoding.verification import CHAIN_RULES, Rule
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
-from specjax.sampling import Sampling
+from specjax.sampling import RULES, Rule, Sampling
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class GenerationOptions:
             key and prompt alone. None: ``jax.random.key(0)``.
         eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None:
             the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
-        rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact.
     """
 
     max_new_tokens: Any = 64
@@ -37,8 +36,8 @@ class GenerationOptions:
 
     def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
         """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
-        if self.rule not in CHAIN_RULES:
-            raise InputError(f"rule={self.rule!r}: must be one of {', '.join(CHAIN_RULES)}")
+        if self.rule not in RULES:
+            raise InputError(f"rule={self.rule!r}: must be one of {', '.join(RULES)}")
         return CheckedOptions(
             limits=self._limits(batch),
             keys=self._row_keys(batch),

@@ -22,13 +22,12 @@ import numpy as np
 from specjax import tree
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.decoding.verification import Rule
 from specjax.draft import Draft
 from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling, probabilities
+from specjax.sampling import Rule, Sampling, probabilities
 
 _LENGTHS = np.array([6, 1, 3])
 _NEW_TOKENS = 24

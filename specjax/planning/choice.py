@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, check_prompts
-from specjax.decoding.verification import Rule
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
 from specjax.planning import theory
@@ -169,7 +168,7 @@ def measure_acceptance(
         most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
         tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
         shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
-        first, stats = engine.to_host(_watch(target, shaped, state, count, options.rule), target.mesh)
+        first, stats = engine.to_host(_watch(target, shaped, state, count), target.mesh)
         steps = max(int(np.sum(stats.steps)), 1)
         ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
         emitted = float(np.sum(stats.accepted)) / steps + 1
@@ -186,12 +185,12 @@ def measure_acceptance(
     return TrialAcceptance(tuple(survival.tolist()), by_rank, sampled)
 
 
-@partial(jax.jit, static_argnames=("steps", "rule"))
-def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int, rule: Rule) -> tuple[jax.Array, Any]:
+@partial(jax.jit, static_argnames="steps")
+def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int) -> tuple[jax.Array, Any]:
     """``[steps, B]`` the first accepted node of each step, 0 where there was none; and the statistics."""
 
     def body(state: engine.DecodeState, _: None) -> tuple[engine.DecodeState, jax.Array]:
-        state, info = engine.step(target, drafter, state, rule)
+        state, info = engine.step(target, drafter, state)
         return state, jnp.where(info.accepted > 0, info.path[:, 1], 0)
 
     state, first = jax.lax.scan(body, state, length=steps)
