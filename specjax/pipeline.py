@@ -240,7 +240,7 @@ def settings(
     seed: int = 0,
     key: jax.Array | None = None,
     eos_token_ids: Sequence[int] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
 ) -> GenerationOptions:
     """The options of a generation from plain numbers.
 
@@ -253,7 +253,8 @@ def settings(
         seed: of the random draws.
         key: a random key, or one a row, instead of a seed.
         eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
-        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`.
 
     Raises:
         InputError: a number is out of its range; names it, its value and what it must be.

@@ -45,7 +45,8 @@ class GenerateConfig:
         top_p: in (0, 1].
         min_p: in [0, 1].
         seed: of the random draws.
-        rule: how tokens are drawn and drafts verified; every one is exact, and with "coupled" no drafter changes the text.
+        rule: how tokens are drawn and drafts verified; every one is exact. By default the one that suits the shape of
+            the drafts; with "coupled" no drafter changes the text.
         ignore_eos: generate on after an end-of-sequence token.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
@@ -67,7 +68,7 @@ class GenerateConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    rule: Rule = "block"
+    rule: Rule | None = None
     ignore_eos: bool = False
     json: bool = False
     dtype: str = ""

@@ -16,7 +16,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
-from specjax.decoding.options import GenerationOptions, bucket, check_prompts
+from specjax.decoding.options import GenerationOptions, bucket, check_prompts, default_rule
 from specjax.decoding.stats import Stats, StepInfo
 from specjax.decoding.verification import verify
 from specjax.draft import Draft, Verdict
@@ -351,7 +351,7 @@ def generate(
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
 ) -> Result:
     """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
 
@@ -366,7 +366,8 @@ def generate(
             key and prompt alone. None: ``jax.random.key(0)``.
         eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
             target's own (`ModelConfig.eos_token_ids`); ``()``: none.
-        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`.
 
     Raises:
         InputError: an argument is out of its range; names it, its value and what it must be.
@@ -387,7 +388,7 @@ def stream(
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
@@ -452,7 +453,7 @@ def start(
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
     padded = np.pad(tokens, ((0, 0), (0, bucket(width) - width)))
-    rows = options.sampling.rows(batch, options.rule)
+    rows = options.sampling.rows(batch, options.rule or default_rule(drafter.draft))
     if mixed:
         rows = replace(rows, greedy=False, truncated=True)
     state = prefill(

@@ -150,7 +150,7 @@ def check_distribution(
     drafter: Drafter,
     settings: Sequence[Sampling] = SETTINGS,
     *,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     draws: int = 200_000,
 ) -> None:
     """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell."""
@@ -165,7 +165,7 @@ def distances(
     drafter: Drafter,
     settings: Sequence[Sampling] = SETTINGS,
     *,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     draws: int = 200_000,
     horizon: int = 3,
 ) -> list[tuple[float, float]]:
