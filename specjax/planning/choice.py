@@ -31,7 +31,7 @@ _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 
 @dataclass(frozen=True)
 class TrialAcceptance:
-    """What was accepted in short trials.
+    """What was accepted in short trials, each by the rule that was asked for or by the one that suits its shape.
 
     Attributes:
         survival: chance that a chain's token at each depth is accepted, those before it included.
@@ -124,7 +124,7 @@ def compare_drafts(
     if depth == 0:  # below these prompts the target has no position left for a draft
         return Comparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options.sampling)
+    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
     def reckon(shape: Shape, emitted: float) -> Candidate:
         level = float(np.interp(shape.width, sorted(draft), [draft[width] for width in sorted(draft)]))
@@ -179,7 +179,8 @@ def measure_acceptance(
     sampled: dict[SampledTree, float] = {}
     if drafter.grows_trees:
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
-        if not np.all(np.asarray(options.sampling.temperature) == 0):
+        # With coupled sampling a sampled tree's children are a static tree's.
+        if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
     return TrialAcceptance(tuple(survival.tolist()), by_rank, sampled)
@@ -198,7 +199,7 @@ def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: i
 
 
 def _times(
-    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], sampling: Sampling
+    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], options: GenerationOptions
 ) -> tuple[Costs, dict[int, float]]:
     """T_V(n) up to the largest candidate, and T_D of a level by nodes read together, for prompts of ``size`` (B, P)."""
     batch, width = size
@@ -207,17 +208,18 @@ def _times(
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
     needed = tokens_needed(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "batch": batch,
         "context": max(1, min(width, engine.most_positions(target, drafter) - needed)),
         "new_tokens": needed,
-        "sampling": _spread(sampling, batch),
+        "sampling": _spread(options.sampling, batch),
+        "rule": options.rule,
         "repeats": _REPEATS,
     }
-    costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **options)
+    costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
     draft = {1: costs.draft}
     for each in wide:
-        draft[each.draft.width] = measure_costs(target, each, verify=False, **options).draft
+        draft[each.draft.width] = measure_costs(target, each, verify=False, **settings).draft
     return costs, draft
 
 
