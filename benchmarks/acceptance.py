@@ -39,7 +39,7 @@ METHODS: tuple[tuple[Shape, Rule], ...] = (
     (SampledTree((3, 2, 1, 1, 1)), "block"),
     (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""Shapes, all but one of depth 5, with the rules that may verify them. "block" is not coupled: trees then have a rule of their own."""
+"""Shapes, all but the longer chain of depth 5, and rules. Trees that are not coupled have a rule of their own, see RULE_NAMES."""
 
 
 RULE_NAMES = {
@@ -95,9 +95,8 @@ def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
                 key=jax.random.key(0),
                 rule=rule,
             )
-            row[f"T={temperature:g}" + (f", top-p {top_p:g}" if top_p < 1 else "")] = metrics.summarise(
-                result.stats
-            ).acceptance_length
+            setting = f"T={temperature:g}" + (f", top-p {top_p:g}" if top_p < 1 else "")
+            row[setting] = metrics.summarise(result.stats).acceptance_length
         rows.append(row)
     return rows
 
