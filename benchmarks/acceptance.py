@@ -39,7 +39,7 @@ METHODS: tuple[tuple[Shape, Rule], ...] = (
     (SampledTree((3, 2, 1, 1, 1)), "block"),
     (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""Shapes, all but the longer chain of depth 5, and rules. Trees that are not coupled have a rule of their own, see RULE_NAMES."""
+"""Shapes, all but the longer chain of depth 5, and rules. Trees not coupled have a rule of their own, see RULE_NAMES."""
 
 
 RULE_NAMES = {
