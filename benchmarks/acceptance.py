@@ -20,16 +20,33 @@ from specjax import text
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
+from specjax.sampling import Rule
 from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, Shape, StaticTree
 
-SHAPES: tuple[Shape, ...] = (
-    Chain(5),
-    StaticTree(EAGLE_TREE),
-    DynamicTree(top_k=4, depth=5, nodes=26),
-    DynamicTree(top_k=10, depth=5, nodes=60),
-    SampledTree((3, 2, 1, 1, 1)),
+METHODS: tuple[tuple[Shape, Rule], ...] = (
+    (Chain(5), "block"),
+    (Chain(5), "rejection"),
+    (Chain(5), "coupled"),
+    (Chain(8), "block"),
+    (Chain(8), "rejection"),
+    (Chain(8), "coupled"),
+    (StaticTree(EAGLE_TREE), "block"),
+    (StaticTree(EAGLE_TREE), "coupled"),
+    (DynamicTree(top_k=4, depth=5, nodes=26), "block"),
+    (DynamicTree(top_k=4, depth=5, nodes=26), "coupled"),
+    (DynamicTree(top_k=10, depth=5, nodes=60), "block"),
+    (DynamicTree(top_k=10, depth=5, nodes=60), "coupled"),
+    (SampledTree((3, 2, 1, 1, 1)), "block"),
+    (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""All of depth 5."""
+"""Shapes, all but the longer chain of depth 5, and rules. Trees not coupled have a rule of their own, see RULE_NAMES."""
+
+
+RULE_NAMES = {
+    (StaticTree, "block"): "matching",
+    (DynamicTree, "block"): "matching",
+    (SampledTree, "block"): "recursive rejection",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,8 @@ class AcceptanceConfig:
         count: prompts.
         context: tokens of a prompt.
         new_tokens: for each prompt.
-        temperature: the settings to look at.
+        temperature: the settings to look at; 0 is greedy, where all rules are one.
+        top_p: as many.
     """
 
     target: str = "embedded"
@@ -52,7 +70,8 @@ class AcceptanceConfig:
     count: int = 32
     context: int = 32
     new_tokens: int = 128
-    temperature: tuple[float, ...] = (0.0, 1.0)
+    temperature: tuple[float, ...] = (0.0, 1.0, 0.7)
+    top_p: tuple[float, ...] = (1.0, 1.0, 0.9)
 
 
 def read_prompts(config: AcceptanceConfig) -> np.ndarray:
@@ -63,24 +82,26 @@ def read_prompts(config: AcceptanceConfig) -> np.ndarray:
 
 
 def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
-    """One row for each shape: its name, nodes, and for each temperature the acceptance length."""
+    """One row for each shape and rule: names, nodes, and for each setting the acceptance length."""
     target = specjax.Target.from_pretrained(config.target, np.float32)
     model = specjax.Target.from_pretrained(config.draft, np.float32)
     prompts = read_prompts(config)
     rows = []
-    for shape in SHAPES:
+    for shape, rule in METHODS:
         drafter = specjax.DraftModel(model, draft=shape)
-        row: dict[str, Any] = {"draft": str(shape), "nodes": shape.nodes}
-        for temperature in config.temperature:
+        row: dict[str, Any] = {"draft": str(shape), "rule": RULE_NAMES.get((type(shape), rule), rule), "nodes": shape.nodes}
+        for temperature, top_p in zip(config.temperature, config.top_p, strict=True):
             result = specjax.generate(
                 target,
                 drafter,
                 prompts,
                 max_new_tokens=config.new_tokens,
-                sampling=specjax.Sampling(temperature=temperature),
+                sampling=specjax.Sampling(temperature=temperature, top_p=top_p),
                 key=jax.random.key(0),
+                rule=rule,
             )
-            row[f"T={temperature:g}"] = metrics.summarise(result.stats).acceptance_length
+            setting = f"T={temperature:g}" + (f", top-p {top_p:g}" if top_p < 1 else "")
+            row[setting] = metrics.summarise(result.stats).acceptance_length
         rows.append(row)
     return rows
 

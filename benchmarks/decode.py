@@ -42,7 +42,7 @@ from specjax.models import huggingface, params
 from specjax.models.growth import grow
 from specjax.models.transformer import Target
 from specjax.planning.costs import measure_costs, predicted_speedup
-from specjax.sampling import Sampling
+from specjax.sampling import Rule, Sampling
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class BenchmarkConfig:
         prompts_per_case: at least so many different prompts, in batches one after another.
         new_tokens: to generate in every row.
         temperature: 0 is greedy. Above it the peers are left out.
+        rule: of all methods, see `specjax.sampling.Rule`; by default the one that suits each shape of draft.
         repeats: of every method.
         exit_layers: layers that draft in early exit.
         compare: run `transformers` too.
@@ -78,6 +79,7 @@ class BenchmarkConfig:
     prompts_per_case: int = 2
     new_tokens: int = 128
     temperature: float = 0.0
+    rule: Rule | None = None
     repeats: int = 5
     exit_layers: int = 2
     compare: bool = True
@@ -195,7 +197,7 @@ def measure_case(
     """One batch size and context: every method ``repeats`` times, interleaved, then the costs of its parts."""
     batch, context = prompts[0].shape
     sampling = Sampling(temperature=config.temperature)
-    methods = {name: ours(target, drafter, sampling, config.new_tokens) for name, drafter in drafters.items()}
+    methods = {name: ours(target, drafter, sampling, config.new_tokens, config.rule) for name, drafter in drafters.items()}
     methods |= {name: method for name, method in others.items() if batch == 1 or name not in peers.ONE_ROW}
     for method in methods.values():
         method(prompts[0])  # compiles
@@ -226,10 +228,10 @@ def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return seconds | {"tokens": tokens, "stats": [group.get("stats") for group in groups]}
 
 
-def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int) -> Method:
+def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int, rule: Rule | None = None) -> Method:
     """A method of this library."""
 
-    options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=())
+    options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=(), rule=rule)
 
     def generate(prompts: np.ndarray) -> dict[str, Any]:
         started = time.perf_counter()

@@ -16,14 +16,13 @@ from jax.sharding import Mesh
 from specjax import text
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling
+from specjax.sampling import Rule, Sampling
 from specjax.text import Messages
 from specjax.tree import Shape, parse_shape
 
@@ -241,7 +240,7 @@ def settings(
     seed: int = 0,
     key: jax.Array | None = None,
     eos_token_ids: Sequence[int] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
 ) -> GenerationOptions:
     """The options of a generation from plain numbers.
 
@@ -254,7 +253,8 @@ def settings(
         seed: of the random draws.
         key: a random key, or one a row, instead of a seed.
         eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
-        rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`.
 
     Raises:
         InputError: a number is out of its range; names it, its value and what it must be.

@@ -5,7 +5,8 @@ The target and every drafter warp their logits here. Losslessness is a statement
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from specjax.errors import InputError
 from specjax.shape_checks import shape_checked
+
+Rule = Literal["block", "rejection", "coupled"]
+"""How rows draw their tokens and verify drafts; every one is exact.
+
+``coupled``: target and drafter draw with the same random numbers, which belong to the row's key and the token's position
+(`position_keys`), so that the text does not depend on the drafter, and a draft is right where the two models would draw the
+same. The others draw each token with numbers of its own. They differ for chains of drawn tokens alone: ``block``
+verification, never fewer accepted in expectation, or ``rejection``.
+"""
+
+RULES: tuple[str, ...] = get_args(Rule)
 
 
 @struct.dataclass
@@ -28,6 +40,7 @@ class RowSampling:
         min_p: ``[B]``.
         greedy: known before tracing that every row is greedy: no distribution is ever formed.
         truncated: known before tracing that some row has a top_k, top_p or min_p: without one, no threshold is looked for.
+        rule: known before tracing, of all rows.
     """
 
     temperature: jax.Array
@@ -36,6 +49,12 @@ class RowSampling:
     min_p: jax.Array
     greedy: bool = struct.field(pytree_node=False)
     truncated: bool = struct.field(pytree_node=False)
+    rule: Rule = struct.field(pytree_node=False, default="block")
+
+    @property
+    def coupled(self) -> bool:
+        """Whether tokens are drawn with the random numbers of their positions. Greedy rows draw nothing."""
+        return self.rule == "coupled" and not self.greedy
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,8 @@ class Sampling:
     top_p: Any = 1.0
     min_p: Any = 0.0
 
-    def rows(self, batch: int) -> RowSampling:
-        """These settings for each of ``batch`` rows.
+    def rows(self, batch: int, rule: Rule = "block") -> RowSampling:
+        """These settings for each of ``batch`` rows, whose drafts are verified by ``rule``.
 
         Raises:
             InputError: a setting is out of its range, or has another number of rows.
@@ -73,6 +92,7 @@ class Sampling:
             min_p=jnp.asarray(min_p, jnp.float32),
             greedy=bool(np.all(temperature == 0)),
             truncated=bool(np.any(top_k > 0) or np.any(top_p < 1) or np.any(min_p > 0)),
+            rule=rule,
         )
 
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
@@ -91,20 +111,53 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
 
     A greedy row's is one-hot at its argmax (the lowest id among ties).
     """
-    logits = logits.astype(jnp.float32)
-    one_hot = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
+    one_hot = jax.nn.one_hot(argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32)
     if sampling.greedy:
         return one_hot
+    greedy = _by_row(sampling.temperature == 0, logits)
+    return jnp.where(greedy, one_hot, jax.nn.softmax(_warped(logits, sampling), axis=-1))
 
-    def row(values: jax.Array) -> jax.Array:  # [B] -> [B, 1, …, 1]
-        return values.reshape(-1, *(1,) * (logits.ndim - 1))
 
-    greedy = row(sampling.temperature) == 0
+def perturbed(
+    logits: Float[Array, "B *nodes V"], sampling: RowSampling, noise: Float[Array, "B *nodes_or_1 V"]
+) -> Float[Array, "B *nodes V"]:
+    """``log p + noise`` up to a number for each distribution p; ``noise`` is that of `position_noise`.
+
+    Where it is largest lies an exact draw from p, and the k largest are a draw of k without replacement (the Gumbel trick). A
+    greedy row's noise is left out: its draw is its argmax.
+    """
+    greedy = _by_row(sampling.temperature == 0, logits)
+    return _warped(logits, sampling) + jnp.where(greedy, 0.0, noise)
+
+
+def _warped(logits: jax.Array, sampling: RowSampling) -> jax.Array:
+    """The logarithm, up to a number, of what a row that is not greedy draws from; -inf for tokens that never come."""
+    logits = logits.astype(jnp.float32)
+    temperature = _by_row(sampling.temperature, logits)
     # The largest is moved to 0, so that a small temperature cannot carry it to infinity.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(greedy, 1.0, row(sampling.temperature))
-    if sampling.truncated:
-        scaled = jnp.where(scaled >= _threshold(scaled, sampling, row), scaled, -jnp.inf)
-    return jnp.where(greedy, one_hot, jax.nn.softmax(scaled, axis=-1))
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature == 0, 1.0, temperature)
+    if not sampling.truncated:
+        return scaled
+    return jnp.where((scaled >= _threshold(scaled, sampling)) | (temperature == 0), scaled, -jnp.inf)
+
+
+def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:
+    """``values [B]`` as ``[B, 1, …, 1]``, with as many axes as ``like``."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
+    """``[n, B]`` keys of the tokens at ``positions [n, B]`` of rows with ``keys [B]``, which are not consumed.
+
+    They depend on nothing else. A position has one key for good: use it for the token that comes to stand there, and once.
+    """
+    return jax.vmap(jax.vmap(jax.random.fold_in))(jnp.broadcast_to(keys, positions.shape), positions)
+
+
+def position_noise(keys: jax.Array, vocab: int) -> jax.Array:
+    """``[*keys, V]`` Gumbel numbers, V for each of the ``keys`` that `position_keys` gave."""
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), mode="high"))(keys.reshape(-1))
+    return noise.reshape(*keys.shape, vocab)
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -117,10 +170,11 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
-def _threshold(scaled: jax.Array, sampling: RowSampling, row: Any) -> jax.Array:
+def _threshold(scaled: jax.Array, sampling: RowSampling) -> jax.Array:
     """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``."""
     vocab = scaled.shape[-1]
     shape = (*scaled.shape[:-1], 1)
+    row = partial(_by_row, like=scaled)
     count = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
     kth = _largest(lambda t: jnp.sum(scaled >= t, axis=-1, keepdims=True) >= count, shape)
     best = jnp.max(scaled, axis=-1, keepdims=True)

@@ -88,9 +88,9 @@ def test_loops_are_counted() -> None:
 
 def test_acceptance_is_counted_for_every_shape(monkeypatch, capsys) -> None:
     shapes = (specjax.Chain(2), specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
-    monkeypatch.setattr(acceptance, "SHAPES", shapes)
-    acceptance.main(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,)))
-    rows = acceptance.run(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,)))
+    monkeypatch.setattr(acceptance, "METHODS", tuple((shape, "coupled") for shape in shapes))
+    acceptance.main(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,), top_p=(1.0,)))
+    rows = acceptance.run(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,), top_p=(1.0,)))
     assert [row["nodes"] for row in rows] == [3, 5]
     assert 1 < rows[0]["T=0"] <= rows[1]["T=0"] <= 3
     assert f"{rows[1]['T=0']:.2f}" in capsys.readouterr().out

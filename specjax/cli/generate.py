@@ -11,13 +11,13 @@ import jax
 
 from specjax import pipeline, text
 from specjax.decoding.options import GenerationOptions
-from specjax.decoding.verification import Rule
 from specjax.drafters import Drafter
 from specjax.errors import InputError
 from specjax.planning.choice import compare_drafts, with_draft
 from specjax.planning.costs import trial_speedup
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
+from specjax.sampling import Rule
 from specjax.sharding import make_mesh
 from specjax.tree import parse_shape
 
@@ -45,7 +45,8 @@ class GenerateConfig:
         top_p: in (0, 1].
         min_p: in [0, 1].
         seed: of the random draws.
-        rule: how chains of drawn tokens are verified; both are exact.
+        rule: how tokens are drawn and drafts verified; every one is exact. By default the one that suits the shape of
+            the drafts; with "coupled" no drafter changes the text.
         ignore_eos: generate on after an end-of-sequence token.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
@@ -67,7 +68,7 @@ class GenerateConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    rule: Rule = "block"
+    rule: Rule | None = None
     ignore_eos: bool = False
     json: bool = False
     dtype: str = ""

@@ -18,6 +18,7 @@ from specjax.models.shapes import PUBLISHED, published
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.reports import pictures
+from specjax.sampling import Rule
 from specjax.tree import Chain, StaticTree
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class PlanConfig:
         measure: run target and drafter here on the prompts, and compare chains with trees.
         prompts: with measure, a file with one prompt a line (plain, or JSON with "prompt" or "text"); 32 are read.
         temperature: with measure, of the generation; 0 is greedy.
+        rule: with measure, as in generate.
     """
 
     alpha: float = 0.8
@@ -64,6 +66,7 @@ class PlanConfig:
     measure: bool = False
     prompts: str = ""
     temperature: float = 0.0
+    rule: Rule | None = None
 
 
 def run_plan(config: PlanConfig) -> None:
@@ -82,7 +85,7 @@ def run_plan(config: PlanConfig) -> None:
 
 def _check_options(config: PlanConfig) -> None:
     """Refuse what cannot be used, or would not be read, before any model is looked up."""
-    unread = ("alpha", "chip", "context", "cost", "draft_cache") if config.measure else ("prompts", "temperature")
+    unread = ("alpha", "chip", "context", "cost", "draft_cache") if config.measure else ("prompts", "temperature", "rule")
     for name in unread:
         if (value := getattr(config, name)) != getattr(PlanConfig, name):
             raise InputError(f"{name}={value}: is not read {'with' if config.measure else 'without'} --measure; leave it out")
@@ -234,7 +237,7 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
     if not config.drafter or not config.prompts:
         raise InputError("measure: give --target, --drafter and --prompts FILE")
     prompts = text.read_prompts("prompts", config.prompts)
-    options = pipeline.settings(temperature=config.temperature)
+    options = pipeline.settings(temperature=config.temperature, rule=config.rule)
     options.sampling.rows(1)  # refuses what is out of range before any weights are read
     longest = min(config.longest, _LONGEST)
     pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))

@@ -16,15 +16,15 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
-from specjax.decoding.options import GenerationOptions, bucket, check_prompts
+from specjax.decoding.options import GenerationOptions, bucket, check_prompts, default_rule
 from specjax.decoding.stats import Stats, StepInfo
-from specjax.decoding.verification import Rule, verify
+from specjax.decoding.verification import verify
 from specjax.draft import Draft, Verdict
 from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, gather_entries
 from specjax.models.transformer import Output, Target
-from specjax.sampling import RowSampling, Sampling, split_keys
+from specjax.sampling import RowSampling, Rule, Sampling, position_keys, split_keys
 
 
 @struct.dataclass
@@ -167,23 +167,34 @@ def _place_rows(state: DecodeState, target: Target) -> DecodeState:
     return jax.tree.map(place, state)
 
 
-def step(target: Target, drafter: Drafter, state: DecodeState, rule: Rule = "block") -> tuple[DecodeState, StepInfo]:
+def step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done."""
     draft, state = propose_step(target, drafter, state)
-    return advance(target, drafter, state, draft, rule)
+    return advance(target, drafter, state, draft)
 
 
 def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
     """Draft below every row's root. The state is for `advance`, which ends the step."""
-    _, draft_keys, _ = split_keys(state.keys, 3)
+    _, draft_keys, _ = _keys_of_step(state, drafter.draft.depth)
     given = {"cache": state.cache} if drafter.reads_cache else {}
     draft, drafter_state = drafter.propose(target, state.drafter, state.roots, state.sampling, draft_keys, ~state.done, **given)
     return draft, replace(state, drafter=drafter_state)
 
 
-def advance(
-    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, rule: Rule = "block"
-) -> tuple[DecodeState, StepInfo]:
+def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The keys ``[B]`` that the state has after a step, those of the drafter ``[depth, B]``, and verification's.
+
+    Verification has ``[B]``, or with coupled sampling ``[depth + 1, B]``: one for each position below the root, the
+    drafter's own first.
+    """
+    if state.sampling.coupled:
+        positions = position_keys(state.keys, state.lengths + jnp.arange(depth + 1)[:, None])
+        return state.keys, positions[:-1], positions
+    keys, draft_keys, verify_keys = split_keys(state.keys, 3)
+    return keys, split_keys(draft_keys, depth), verify_keys
+
+
+def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep what was accepted.
 
     The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
@@ -194,8 +205,8 @@ def advance(
     """
     if draft.depth > drafter.draft.depth:
         raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {drafter.draft.depth}")
-    keys, _, verify_keys = split_keys(state.keys, 3)
-    scored = _score(target, drafter, draft, state, verify_keys, rule)
+    keys, _, verify_keys = _keys_of_step(state, draft.depth)
+    scored = _score(target, drafter, draft, state, verify_keys)
     accepted = scored.verdict.count - 1
     verdict, done = _cut(scored.verdict, scored.emitted, state)
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
@@ -247,7 +258,7 @@ class _Scored:
     nodes: jax.Array
 
 
-def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array, rule: Rule) -> _Scored:
+def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array) -> _Scored:
     """One pass of the target over the draft, and the verdict.
 
     Drafts may be shorter than their shape has room for, and rows than the cache: the pass runs at the smallest compiled number
@@ -261,7 +272,7 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
         positions = cache.length[:, None] + shorter.depths
         output, new = target.score(shorter.tokens, cache.first(slots), positions=positions, mask=shorter.mask, taps=taps)
         assert output.logits is not None
-        verdict = verify(shorter, output.logits, state.sampling, keys, rule)
+        verdict = verify(shorter, output.logits, state.sampling, keys)
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
             if shorter.is_chain:
@@ -311,8 +322,8 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
     return replace(verdict, count=count, token=last), done
 
 
-@partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array, *, rule: Rule = "block") -> DecodeState:
+@partial(jax.jit, donate_argnames="state")
+def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array) -> DecodeState:
     """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated."""
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
@@ -321,7 +332,7 @@ def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         steps, state = carry
-        return steps + 1, step(target, drafter, state, rule)[0]
+        return steps + 1, step(target, drafter, state)[0]
 
     _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
     return _place_rows(state, target)
@@ -340,7 +351,7 @@ def generate(
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
 ) -> Result:
     """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
 
@@ -355,14 +366,15 @@ def generate(
             key and prompt alone. None: ``jax.random.key(0)``.
         eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
             target's own (`ModelConfig.eos_token_ids`); ``()``: none.
-        rule: verification of drawn chains, ``block`` or ``rejection``; both are exact.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`.
 
     Raises:
         InputError: an argument is out of its range; names it, its value and what it must be.
     """
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
     drafter, state = start(target, drafter, tokens, lengths, options)
-    state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max, rule=rule)
+    state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max)
     return _result(target, state, _width(tokens, max_new_tokens))
 
 
@@ -376,7 +388,7 @@ def stream(
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     steps: int = 4,
 ) -> Iterator[Result]:
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
@@ -391,7 +403,7 @@ def stream(
 
     def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
         while True:
-            state = decode(target, drafter, state, steps, rule=rule)
+            state = decode(target, drafter, state, steps)
             done = to_host(state.done, target.mesh).all()
             yield _result(target, state, width)
             if done:
@@ -441,7 +453,7 @@ def start(
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
     padded = np.pad(tokens, ((0, 0), (0, bucket(width) - width)))
-    rows = options.sampling.rows(batch)
+    rows = options.sampling.rows(batch, options.rule or default_rule(drafter.draft))
     if mixed:
         rows = replace(rows, greedy=False, truncated=True)
     state = prefill(

@@ -6,7 +6,7 @@ drafter's, x a drafted token, gamma the length of a chain.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,39 +15,40 @@ from jaxtyping import Array, Float, Int
 
 from specjax import tree
 from specjax.draft import Draft, Verdict
-from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
+from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities, split_keys
 from specjax.shape_checks import shape_checked
-
-Rule = Literal["block", "rejection"]
 
 NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """``(draft, node [B], p [B, V], keys [B]) -> (child [B], token [B])``, p being the target's distribution after the node: which
 of its children is accepted, or -1 and the token that comes instead. Consumes the keys."""
 
 
-def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, rule: Rule = "block") -> Verdict:
-    """Accept a path of the draft; consumes the row keys ``[B]``.
+def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+    """Accept a path of the draft; consumes the keys.
+
+    Coupled rows have `coupled`. For the others, how a draft is accepted follows from how it was made: a chain of drawn
+    tokens by ``sampling.rule``, drawn siblings by `recursive_rejection`, and tokens that were chosen by `matching`.
 
     Args:
         draft: a tree of N nodes.
         logits: ``[B, N, V]`` the target's at every node.
         sampling: the rows' settings, warping p as they warped q.
-        keys: ``[B]``.
-        rule: how to accept a chain of drawn tokens: ``block`` (never fewer in expectation) or ``rejection``. Every other
-            draft has one rule only: drawn siblings `recursive_rejection`, and tokens that were chosen `matching`.
+        keys: ``[B]``; where ``sampling.coupled``, ``[D + 1, B]`` those of the positions below nodes of each depth.
     """
     if sampling.greedy:
         return follow_argmax(draft, argmax(logits))
+    if sampling.coupled:
+        return coupled(draft, logits, sampling, keys)
     if draft.q is None:
-        return descend(draft, logits, sampling, keys, matching)
+        return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
-        return descend(draft, logits, sampling, keys, recursive_rejection)
+        return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
     p = probabilities(logits, sampling)
     x, drafted = draft.tokens[:, 1:], jnp.cumprod(draft.drafted, axis=1).astype(bool)
     # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
     # max(0, p - q) is p itself there, and the bonus token falls out of it.
     q = jnp.where(jnp.pad(drafted, ((0, 0), (0, 1)))[..., None], draft.q, 0.0)
-    accepted, token = CHAIN_RULES[rule](p, q, x, drafted, keys)
+    accepted, token = CHAIN_RULES[sampling.rule](p, q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
     return Verdict(path=path, count=accepted + 1, token=token)
 
@@ -70,6 +71,33 @@ def follow_argmax(draft: Draft, best: jax.Array) -> Verdict:
     return Verdict(path=_at(paths, last).astype(jnp.int32), count=depth.astype(jnp.int32) + 1, token=_at(best, last))
 
 
+def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+    """Go where a child is the token that the target draws, with random numbers that belong to the position of that token.
+
+    At every node the target draws ``y = argmax(log p + G)``, G being the Gumbel numbers of the position below. That is an
+    exact draw, and what is emitted is y whatever was drafted: the text depends on the row's key and on the target alone.
+    Drafts are accepted more often than by `matching` because the drafter knows G, too, and offers what is likely given G.
+
+    Drafter-invariant decoding (Daliri et al. 2024, arXiv 2408.07978); for trees as in exponential races (arXiv 2504.15475).
+
+    Args:
+        draft: a tree of N nodes, made with the same keys, or without any.
+        logits: ``[B, N, V]`` the target's at every node.
+        sampling: the rows' settings. Greedy rows have no G.
+        keys: ``[D + 1, B]``, from `position_keys`.
+    """
+    noise = jnp.moveaxis(position_noise(keys, logits.shape[-1]), 1, 0)  # [B, D + 1, V]
+    if not sampling.truncated:
+        depths = jnp.broadcast_to(draft.depths, draft.tokens.shape)
+        at_node = jnp.take_along_axis(noise, depths[..., None], axis=1)
+        return follow_argmax(draft, argmax(perturbed(logits, sampling, at_node)))
+
+    def draw_at(node: jax.Array, depth: jax.Array) -> jax.Array:
+        return argmax(perturbed(_at(logits, node), sampling, jnp.take(noise, depth, axis=1)))
+
+    return descend(draft, lambda below, node, depth: _holding(below, node, draw_at(node, depth)))
+
+
 @struct.dataclass
 class _Descent:
     """How far `descend` has come.
@@ -85,26 +113,26 @@ class _Descent:
     verdict: Verdict
 
 
-def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, rule: NodeRule) -> Verdict:
-    """Walk down from the root: at each node form p, and let ``rule`` go on to a child or end with a token.
+Visit = Callable[[Draft, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""``(draft, node [B], depth) -> (child [B], token [B])``: which child of the node, of that depth, is accepted, or -1 and the
+token that comes instead."""
 
-    p is formed where a row arrives, at most D + 1 times, and not at all N nodes: for 60 nodes and 128,000 tokens those are
-    31 MB a row, and to truncate p (top-k, top-p) passes over it 64 times. The walk ends with its last row. Its random
-    numbers depend on the row's key and the depth alone, so that they are the same however many nodes and rows there are.
+
+def descend(draft: Draft, visit: Visit) -> Verdict:
+    """Walk down from the root: at each node let ``visit`` go on to a child or end with a token.
+
+    So p is formed where a row arrives, at most D + 1 times, and not at all N nodes: for 60 nodes and 128,000 tokens those are
+    31 MB a row, and to truncate p (top-k, top-p) passes over it 64 times. The walk ends with its last row.
 
     Args:
         draft: a tree of N nodes.
-        logits: ``[B, N, V]`` the target's at every node.
-        sampling: the rows' settings. A greedy row's p is one-hot, so that it too goes where its argmax is.
-        keys: ``[B]``, consumed.
-        rule: `matching` or `recursive_rejection`.
+        visit: where to go from a node. Rows that have stopped are offered no child.
     """
 
-    def visit(descent: _Descent) -> _Descent:
+    def go(descent: _Descent) -> _Descent:
         depth, going, so_far = descent.depth, descent.going, descent.verdict
-        node = so_far.path[:, depth]
-        below = replace(draft, valid=_drafted(draft) & going[:, None])  # a row that has stopped is offered no child
-        child, token = rule(below, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
+        below = replace(draft, valid=_drafted(draft) & going[:, None])
+        child, token = visit(below, so_far.path[:, depth], depth)
         accepted = child >= 0
         path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
         verdict = Verdict(path=path, count=so_far.count + accepted, token=jnp.where(going, token, so_far.token))
@@ -118,8 +146,21 @@ def descend(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
     if draft.depth == 0:  # plain decoding: one visit, and no loop for a device to ask its host about
-        return visit(start).verdict
-    return jax.lax.while_loop(lambda descent: jnp.any(descent.going), visit, start).verdict
+        return go(start).verdict
+    return jax.lax.while_loop(lambda descent: jnp.any(descent.going), go, start).verdict
+
+
+def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Visit:
+    """A visit that forms p, of ``logits [B, N, V]``, and judges by ``rule``; consumes the row keys ``[B]``.
+
+    Its random numbers depend on the row's key and the depth alone, so that they are the same however many nodes and rows there
+    are. A greedy row's p is one-hot, so that it too goes where its argmax is.
+    """
+
+    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return rule(draft, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
+
+    return visit
 
 
 @shape_checked
@@ -131,9 +172,13 @@ def matching(
     To visit them in order, accept x with probability p(x) and otherwise set p(x) = 0 and renormalise, comes to the same.
     Dividing by the drafter's own probability would be biased. A `NodeRule`.
     """
-    y = draw(p, keys)
-    holds_y = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == y[:, None]) & _drafted(draft)
-    return jnp.max(jnp.where(holds_y, jnp.arange(holds_y.shape[1], dtype=jnp.int32), -1), axis=1), y
+    return _holding(draft, node, draw(p, keys))
+
+
+def _holding(draft: Draft, node: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The child of ``node [B]`` that holds ``token [B]``, -1 where there is none; and the token."""
+    holds = (jnp.asarray(draft.parents) == node[:, None]) & (draft.tokens == token[:, None]) & _drafted(draft)
+    return jnp.max(jnp.where(holds, jnp.arange(holds.shape[1], dtype=jnp.int32), -1), axis=1), token
 
 
 @struct.dataclass

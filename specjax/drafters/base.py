@@ -91,10 +91,12 @@ class Drafter:
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, Any]:
-        """Draft below ``root [B]``; consumes the row keys ``[B]``.
+        """Draft below ``root [B]``; consumes ``keys [D, B]``, one for each level of the draft and row.
 
         Rows that are not ``active [B]`` have finished: what they draft does not matter, and nothing may wait for them.
-        Tokens that are drawn are drawn from exactly the ``q`` handed over. An autoregressive drafter leaves that, and the
+        Tokens that are drawn are drawn from exactly the ``q`` handed over. Where ``sampling.coupled`` nothing is drawn: the
+        keys are those that the target draws with at these positions, and the children to offer are what the drafter would draw
+        with them. An autoregressive drafter leaves that, and the
         shape of the tree, to `specjax.drafters.expansion.expand`.
 
         Returns:

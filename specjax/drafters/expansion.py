@@ -17,7 +17,7 @@ from flax import struct
 from specjax.draft import Draft
 from specjax.models.cache import Entry, KVCache, place_entries
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, argmax, draw, probabilities, split_keys
+from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities
 from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape
 
 
@@ -94,7 +94,7 @@ def expand(
         state: the drafter's, for ``read``.
         root: ``[B]``.
         sampling: the rows' settings.
-        keys: ``[B]``, consumed.
+        keys: ``[D, B]``, one for each level, as `Drafter.propose` is given them; consumed.
         active: ``[B]`` bool, the rows that have not finished.
 
     Returns:
@@ -104,13 +104,14 @@ def expand(
     batch, vocab = logits.shape
     width, branching = shape.width, shape.branching
     candidates = width * branching
-    is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy
-    level_keys = split_keys(keys, shape.depth)
+    is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
 
     def offer(growth: _Growth, logits: jax.Array, above: jax.Array) -> _Growth:
         """The children of nodes with ``logits [B, n, V]`` and scores ``above [B, n]``, and which of them to read."""
         logits, count = logits.astype(jnp.float32), logits.shape[1]
-        tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, level_keys[growth.depth])
+        if sampling.coupled:  # likeliest is now what the drafter would draw with the random numbers that the target draws with
+            logits = perturbed(logits, sampling, position_noise(keys[growth.depth], vocab)[:, None])
+        tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, keys[growth.depth])
         going = growth.going
         if isinstance(shape, Chain) and shape.stop_below:
             confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)

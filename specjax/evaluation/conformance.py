@@ -22,13 +22,12 @@ import numpy as np
 from specjax import tree
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.decoding.verification import Rule
 from specjax.draft import Draft
 from specjax.drafters.base import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling, probabilities
+from specjax.sampling import Rule, Sampling, probabilities
 
 _LENGTHS = np.array([6, 1, 3])
 _NEW_TOKENS = 24
@@ -151,7 +150,7 @@ def check_distribution(
     drafter: Drafter,
     settings: Sequence[Sampling] = SETTINGS,
     *,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     draws: int = 200_000,
 ) -> None:
     """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell."""
@@ -166,7 +165,7 @@ def distances(
     drafter: Drafter,
     settings: Sequence[Sampling] = SETTINGS,
     *,
-    rule: Rule = "block",
+    rule: Rule | None = None,
     draws: int = 200_000,
     horizon: int = 3,
 ) -> list[tuple[float, float]]:

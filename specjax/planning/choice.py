@@ -15,7 +15,6 @@ import numpy as np
 
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, check_prompts
-from specjax.decoding.verification import Rule
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
 from specjax.planning import theory
@@ -32,7 +31,7 @@ _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 
 @dataclass(frozen=True)
 class TrialAcceptance:
-    """What was accepted in short trials.
+    """What was accepted in short trials, each by the rule that was asked for or by the one that suits its shape.
 
     Attributes:
         survival: chance that a chain's token at each depth is accepted, those before it included.
@@ -125,7 +124,7 @@ def compare_drafts(
     if depth == 0:  # below these prompts the target has no position left for a draft
         return Comparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options.sampling)
+    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
     def reckon(shape: Shape, emitted: float) -> Candidate:
         level = float(np.interp(shape.width, sorted(draft), [draft[width] for width in sorted(draft)]))
@@ -169,7 +168,7 @@ def measure_acceptance(
         most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
         tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
         shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
-        first, stats = engine.to_host(_watch(target, shaped, state, count, options.rule), target.mesh)
+        first, stats = engine.to_host(_watch(target, shaped, state, count), target.mesh)
         steps = max(int(np.sum(stats.steps)), 1)
         ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
         emitted = float(np.sum(stats.accepted)) / steps + 1
@@ -180,18 +179,19 @@ def measure_acceptance(
     sampled: dict[SampledTree, float] = {}
     if drafter.grows_trees:
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
-        if not np.all(np.asarray(options.sampling.temperature) == 0):
+        # With coupled sampling a sampled tree's children are a static tree's.
+        if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
     return TrialAcceptance(tuple(survival.tolist()), by_rank, sampled)
 
 
-@partial(jax.jit, static_argnames=("steps", "rule"))
-def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int, rule: Rule) -> tuple[jax.Array, Any]:
+@partial(jax.jit, static_argnames="steps")
+def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int) -> tuple[jax.Array, Any]:
     """``[steps, B]`` the first accepted node of each step, 0 where there was none; and the statistics."""
 
     def body(state: engine.DecodeState, _: None) -> tuple[engine.DecodeState, jax.Array]:
-        state, info = engine.step(target, drafter, state, rule)
+        state, info = engine.step(target, drafter, state)
         return state, jnp.where(info.accepted > 0, info.path[:, 1], 0)
 
     state, first = jax.lax.scan(body, state, length=steps)
@@ -199,7 +199,7 @@ def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: i
 
 
 def _times(
-    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], sampling: Sampling
+    target: Target, drafter: Drafter, depth: int, ranks: int, nodes: int, size: tuple[int, int], options: GenerationOptions
 ) -> tuple[Costs, dict[int, float]]:
     """T_V(n) up to the largest candidate, and T_D of a level by nodes read together, for prompts of ``size`` (B, P)."""
     batch, width = size
@@ -208,17 +208,18 @@ def _times(
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
     needed = tokens_needed(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "batch": batch,
         "context": max(1, min(width, engine.most_positions(target, drafter) - needed)),
         "new_tokens": needed,
-        "sampling": _spread(sampling, batch),
+        "sampling": _spread(options.sampling, batch),
+        "rule": options.rule,
         "repeats": _REPEATS,
     }
-    costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **options)
+    costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
     draft = {1: costs.draft}
     for each in wide:
-        draft[each.draft.width] = measure_costs(target, each, verify=False, **options).draft
+        draft[each.draft.width] = measure_costs(target, each, verify=False, **settings).draft
     return costs, draft
 
 

@@ -24,7 +24,7 @@ from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
 from specjax.models.transformer import Output, Target
-from specjax.sampling import Sampling, argmax
+from specjax.sampling import Rule, Sampling, argmax
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ def measure_costs(
     context: int = 64,
     new_tokens: int = 64,
     sampling: Sampling = Sampling(temperature=0.0),
+    rule: Rule | None = None,
     repeats: int = 5,
     nodes: Sequence[int] = (),
     verify: bool = True,
@@ -73,6 +74,7 @@ def measure_costs(
         context: tokens in each row's cache.
         new_tokens: room beyond them, which makes the capacity of the caches; measuring may take more.
         sampling: the settings that the drafter draws with.
+        rule: the rule that it drafts for, as in `engine.generate`.
         repeats: of each compiled loop, interleaved; the median counts.
         nodes: further numbers of nodes to time T_V at.
         verify: False times T_D alone.
@@ -93,7 +95,7 @@ def measure_costs(
             "and drafter"
         )
     # Any text serves: a pass takes as long whatever the tokens are.
-    options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=())
+    options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule)
     drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
     slots = next(part for part in engine.cache_parts(cache.capacity) if part >= context)
@@ -238,7 +240,14 @@ def trial_speedup(
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft.nodes)
     context = max(1, min(width, positions - needed))
     costs = measure_costs(
-        target, drafter, batch=batch, context=context, new_tokens=needed, sampling=options.sampling, repeats=_TRIAL_REPEATS
+        target,
+        drafter,
+        batch=batch,
+        context=context,
+        new_tokens=needed,
+        sampling=options.sampling,
+        rule=options.rule,
+        repeats=_TRIAL_REPEATS,
     )
     return predicted_speedup(costs, trial.stats)
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.decoding.verification import Rule
 from specjax.draft import Draft
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
@@ -65,7 +64,7 @@ def take_snapshot(
     drafter, state = engine.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in range(steps):
-        state, seen = _step(target, drafter, state, options.rule)
+        state, seen = _step(target, drafter, state)
         draft, path, emitted, bonus, done = engine.to_host(seen, target.mesh)
         if best is None or emitted[0] > len(best.path):
             best = _of_row(draft, path[0, : emitted[0]], bonus[0])
@@ -75,12 +74,10 @@ def take_snapshot(
     return best
 
 
-@partial(jax.jit, static_argnames="rule", donate_argnames="state")
-def _step(
-    target: Target, drafter: Drafter, state: engine.DecodeState, rule: Rule
-) -> tuple[engine.DecodeState, tuple[Any, ...]]:
+@partial(jax.jit, donate_argnames="state")
+def _step(target: Target, drafter: Drafter, state: engine.DecodeState) -> tuple[engine.DecodeState, tuple[Any, ...]]:
     """One step, and what the host reads of it: the draft, the accepted path, tokens emitted, the last of them, done."""
-    state, info = engine.step(target, drafter, state, rule)
+    state, info = engine.step(target, drafter, state)
     return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
 
 

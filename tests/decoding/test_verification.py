@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding import verification
-from specjax.decoding.verification import CHAIN_RULES, descend, recursive_rejection, verify
+from specjax.decoding.verification import CHAIN_RULES, by_rule, descend, recursive_rejection, verify
 from specjax.draft import Draft, Verdict
 from specjax.drafters.expansion import expand
 from specjax.evaluation.conformance import monte_carlo_bound, total_variation
@@ -86,8 +86,9 @@ def propose(after: Callable, length: jax.Array, sampling: RowSampling, keys: jax
     """
     root = jnp.zeros(length.shape, jnp.int32)
     if how in SHAPES:
-        active = jnp.ones(root.shape, bool)
-        return expand(SHAPES[how], lambda nodes, _: (after(nodes.tokens), ()), after(root), (), root, sampling, keys, active)[0]
+        shape, active = SHAPES[how], jnp.ones(root.shape, bool)
+        keys = split_keys(keys, shape.depth)
+        return expand(shape, lambda nodes, _: (after(nodes.tokens), ()), after(root), (), root, sampling, keys, active)[0]
 
     def step(token: jax.Array, keys: jax.Array):
         q = probabilities(after(token), sampling)
@@ -204,7 +205,7 @@ def continued(emitted: np.ndarray, count: np.ndarray, p: np.ndarray) -> np.ndarr
 
 
 def as_tree(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    return descend(draft, logits, sampling, keys, recursive_rejection)
+    return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
 
 
 def as_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
@@ -222,13 +223,13 @@ def without_residual(draft: Draft, logits: jax.Array, sampling: RowSampling, key
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CHAIN_RULES, "rejection", rule)
-        return verify(draft, logits, sampling, keys, rule="rejection")
+        return verify(draft, logits, sampling.replace(rule="rejection"), keys)
 
 
 def ratio_on_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
     """Broken: divides by the drafter's own probability of tokens that it chose."""
     q = probabilities(jnp.asarray(Q_TABLES["unlike"])[draft.tokens], sampling)
-    return verify(draft.replace(q=q), logits, sampling, keys, rule="rejection")
+    return verify(draft.replace(q=q), logits, sampling.replace(rule="rejection"), keys)
 
 
 def same_q(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
@@ -248,7 +249,11 @@ def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.A
     return verify(draft.replace(valid=jnp.pad(kept, ((0, 0), (1, 0)), constant_values=True)), logits, sampling, keys)
 
 
-CHECKS = {rule: partial(verify, rule=rule) for rule in CHAIN_RULES} | {
+def by_chain_rule(rule: str) -> Callable:
+    return lambda draft, logits, sampling, keys: verify(draft, logits, sampling.replace(rule=rule), keys)
+
+
+CHECKS = {rule: by_chain_rule(rule) for rule in CHAIN_RULES} | {
     check.__name__: check for check in (verify, as_tree, as_chosen, without_residual, ratio_on_chosen, same_q, dropping)
 }
 PROGRAMS = {

@@ -10,7 +10,7 @@ import pytest
 from specjax import tree
 from specjax.drafters.expansion import expand
 from specjax.evaluation.conformance import monte_carlo_bound, total_variation
-from specjax.sampling import Sampling, probabilities
+from specjax.sampling import Sampling, probabilities, split_keys
 from specjax.tree import EAGLE_TREE, MEDUSA_TREE, DynamicTree, SampledTree, StaticTree
 
 V = 12
@@ -38,7 +38,7 @@ def grow(shape, read, table, root, keys, sampling):
         states,
         root,
         Sampling(sampling).rows(root.shape[0]),
-        keys,
+        split_keys(keys, shape.depth),
         jnp.ones(root.shape[0], bool),
     )
     return draft.tokens, jnp.broadcast_to(draft.parents, draft.tokens.shape), draft.q, draft.valid, places

@@ -1,0 +1,180 @@
+"""Coupled sampling: the text is a function of the target, the prompt, the key and the settings alone."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from flax import struct
+
+import specjax
+from specjax.decoding import engine, verification
+from specjax.decoding.options import GenerationOptions, default_rule
+from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.evaluation import conformance, metrics
+from specjax.sampling import Sampling
+from specjax.tree import Chain, DynamicTree, StaticTree
+from tests.conftest import SHAPES, tiny_target
+
+# Every temperature with every kind of truncation, and a greedy row among them.
+SETTINGS = [(0.0, 1.0, 0, 0.0)]
+SETTINGS += [(t, *cut) for t in (0.6, 1.0, 1.5) for cut in ((1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 5, 0.05))]
+MIXED = Sampling(*map(np.array, zip(*[(t, k, p, m) for t, p, k, m in SETTINGS], strict=True)))
+ROWS, NEW = len(SETTINGS), 24
+PROMPTS = np.random.default_rng(0).integers(0, 11, (ROWS, 6))
+LENGTHS = np.resize([6, 1, 3], ROWS)
+KEYS = jax.random.split(jax.random.key(5), ROWS)
+
+
+def drafters() -> dict:
+    small = tiny_target(seed=5, num_layers=1)
+    return {
+        **{f"draft model, {name}": DraftModel(small, draft=shape) for name, shape in SHAPES.items()},
+        "early exit": EarlyExit(layers=1, draft=SHAPES["static"]),
+        "prompt lookup": PromptLookup(draft=Chain(3)),
+    }
+
+
+def outputs(result) -> list[list[int]]:
+    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def run(target):
+    return partial(specjax.generate, target, rule="coupled", max_new_tokens=NEW, sampling=MIXED)
+
+
+@pytest.fixture(scope="module")
+def plain(run) -> list[list[int]]:
+    return outputs(run(None, PROMPTS, LENGTHS, key=KEYS))
+
+
+@pytest.mark.parametrize("name", drafters())
+def test_no_drafter_changes_the_text(run, plain, name) -> None:
+    """At every setting; and it is accepted more often than tokens that were chosen without knowing the noise."""
+    result = run(drafters()[name], PROMPTS, LENGTHS, key=KEYS)
+    assert outputs(result) == plain
+    assert metrics.summarise(result.stats).acceptance_length > 1.1
+
+
+def test_rows_differ_and_keys_matter(run, plain) -> None:
+    again = outputs(run(None, PROMPTS, LENGTHS, key=jax.random.split(jax.random.key(6), ROWS)))
+    assert again[0] == plain[0]  # the greedy row
+    assert sum(a == b for a, b in zip(again[1:], plain[1:], strict=True)) <= 1
+
+
+@pytest.mark.parametrize("name", [None, "draft model, dynamic"])
+def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> None:
+    drafter = drafters()[name] if name else None
+    order = np.random.default_rng(1).permutation(ROWS)
+    settings = Sampling(*(np.asarray(getattr(MIXED, field))[order] for field in Sampling.__dataclass_fields__))
+    moved = outputs(run(drafter, PROMPTS[order], LENGTHS[order], key=KEYS[order], sampling=settings))
+    assert moved == [plain[row] for row in order]
+    for row in (0, 2, 6):
+        one, (temperature, top_p, top_k, min_p) = slice(row, row + 1), SETTINGS[row]
+        alone = run(drafter, PROMPTS[one], LENGTHS[one], key=KEYS[one], sampling=Sampling(temperature, top_k, top_p, min_p))
+        assert outputs(alone)[0] == plain[row]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_streaming_gives_the_same_text(target, plain, steps) -> None:
+    options = {"max_new_tokens": NEW, "sampling": MIXED, "key": KEYS, "rule": "coupled"}
+    *_, last = specjax.stream(target, drafters()["draft model, static"], PROMPTS, LENGTHS, **options, steps=steps)
+    assert outputs(last) == plain
+
+
+def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> None:
+    """From its own output, with the same keys: what is drawn belongs to the position."""
+    cut = LENGTHS + np.resize([1, 7, 12], ROWS)
+    prompts = np.zeros((ROWS, cut.max()), int)
+    for row, length in enumerate(cut):
+        prompts[row, :length] = plain[row][:length]
+    rest = run(drafters()["draft model, chain"], prompts, cut, key=KEYS, max_new_tokens=LENGTHS + NEW - cut)
+    assert outputs(rest) == plain
+
+
+@pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", [None, "draft model", "prompt lookup"])
+def test_the_text_has_the_exact_distribution(name, draws) -> None:
+    conformance.check_distribution(few(), {None: None, **small()}[name], rule="coupled", draws=draws)
+
+
+SIZES = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+
+
+def few() -> specjax.Target:
+    """A target of few tokens, of which every continuation can be counted."""
+    return tiny_target(seed=2, **SIZES)
+
+
+def small() -> dict:
+    model = tiny_target(seed=5, num_layers=1, **SIZES)
+    return {"draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)), "prompt lookup": PromptLookup()}
+
+
+def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> None:
+    keys = engine.position_keys
+    monkeypatch.setattr(engine, "position_keys", lambda row_keys, positions: keys(row_keys, positions // 2))
+    jax.clear_caches()  # of the engine as it was
+    for found, bound in conformance.distances(few(), None, rule="coupled", draws=25_000):
+        assert found > 3 * bound
+    jax.clear_caches()
+
+
+@struct.dataclass
+class OtherNoise(DraftModel):
+    """Drafts with numbers that are not the target's."""
+
+    def propose(self, target, state, root, sampling, keys, active):
+        other = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1)))(keys)
+        return super().propose(target, state, root, sampling, other, active)
+
+
+def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(run, plain) -> None:
+    drafter = drafters()["draft model, static"]
+    other = run(OtherNoise(drafter.model, draft=drafter.draft), PROMPTS, LENGTHS, key=KEYS)
+    assert outputs(other) == plain
+    same = run(drafter, PROMPTS, LENGTHS, key=KEYS)
+    assert metrics.summarise(other.stats).acceptance_length < metrics.summarise(same.stats).acceptance_length - 0.2
+
+
+def test_a_perfect_drafter_is_always_right(target, run) -> None:
+    result = run(DraftModel(target, draft=Chain(3)), PROMPTS, LENGTHS, key=KEYS)
+    assert metrics.summarise(result.stats).acceptance_length == 4.0
+
+
+def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch) -> None:
+    """Equal noise is exact only where nothing but equality is asked. Here a rejected token's numbers draw the next one too."""
+    keys_of_step, split = engine._keys_of_step, verification.split_keys
+
+    def shared(state, depth):
+        keys, draft_keys, _ = keys_of_step(state, depth)
+        return keys, draft_keys, draft_keys[0]
+
+    def as_the_drafter_does(keys, count):
+        accept_keys, _ = split(keys, count)
+        return accept_keys, split(keys, 1)[0]
+
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1, **SIZES), draft=Chain(1))
+    for patched in (False, True):
+        jax.clear_caches()  # of the engine as it was
+        if patched:
+            monkeypatch.setattr(engine, "_keys_of_step", shared)
+            monkeypatch.setattr(verification, "split_keys", as_the_drafter_does)
+        for found, bound in conformance.distances(few(), drafter, [Sampling()], rule="rejection", draws=50_000):
+            assert found > 2 * bound if patched else found < bound
+    jax.clear_caches()
+
+
+def test_each_shape_has_the_rule_by_which_it_is_accepted_most(target) -> None:
+    assert {name: default_rule(shape) for name, shape in SHAPES.items()} == {
+        "chain": "block",
+        "adaptive": "block",
+        "static": "coupled",
+        "dynamic": "coupled",
+        "sampled": "block",
+    }
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1), draft=StaticTree(((0,), (1,))))
+    for rule, expected in ((None, "coupled"), ("block", "block")):
+        _, state = engine.start(target, drafter, [[1]], options=GenerationOptions(sampling=Sampling(), rule=rule))
+        assert state.sampling.rule == expected
