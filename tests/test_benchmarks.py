@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks import acceptance, decode, peers, synthetic
+from benchmarks import acceptance, decode, peers, synthetic, verification
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
@@ -94,3 +94,9 @@ def test_acceptance_is_counted_for_every_shape(monkeypatch, capsys) -> None:
     assert [row["nodes"] for row in rows] == [3, 5]
     assert 1 < rows[0]["T=0"] <= rows[1]["T=0"] <= 3
     assert f"{rows[1]['T=0']:.2f}" in capsys.readouterr().out
+
+
+def test_every_rule_is_timed(capsys) -> None:
+    verification.main(verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1))
+    out = capsys.readouterr().out
+    assert all(rule in out for rule, *_ in verification.CASES)

@@ -86,16 +86,12 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         sampling: the rows' settings. Greedy rows have no G.
         keys: ``[D + 1, B]``, from `position_keys`.
     """
-    noise = jnp.moveaxis(position_noise(keys, logits.shape[-1]), 1, 0)  # [B, D + 1, V]
-    if not sampling.truncated:
-        depths = jnp.broadcast_to(draft.depths, draft.tokens.shape)
-        at_node = jnp.take_along_axis(noise, depths[..., None], axis=1)
-        return follow_argmax(draft, argmax(perturbed(logits, sampling, at_node)))
 
-    def draw_at(node: jax.Array, depth: jax.Array) -> jax.Array:
-        return argmax(perturbed(_at(logits, node), sampling, jnp.take(noise, depth, axis=1)))
+    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+        noise = position_noise(keys[depth], logits.shape[-1])
+        return _holding(draft, node, argmax(perturbed(_at(logits, node), sampling, noise)))
 
-    return descend(draft, lambda below, node, depth: _holding(below, node, draw_at(node, depth)))
+    return descend(draft, visit)
 
 
 @struct.dataclass

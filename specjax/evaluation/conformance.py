@@ -155,8 +155,8 @@ def check_distribution(
 ) -> None:
     """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell.
 
-    By ``block``, or the rule that drawn and chosen trees have beside it: they trust what the drafter says of its q. With coupled
-    sampling nothing that a drafter does can matter, so it would say nothing about the drafter.
+    By ``block``, or the rule that drawn and chosen trees have beside it: they trust what the drafter says of its q. With
+    coupled sampling nothing that a drafter does can matter, so it would say nothing about the drafter.
     """
     for sampling, (found, bound) in zip(settings, distances(target, drafter, settings, rule=rule, draws=draws), strict=True):
         assert found < bound, (
