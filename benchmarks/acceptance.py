@@ -39,7 +39,7 @@ METHODS: tuple[tuple[Shape, Rule], ...] = (
     (SampledTree((3, 2, 1, 1, 1)), "block"),
     (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""Shapes, all but the longer chain of depth 5, and rules. Trees not coupled have a rule of their own, see RULE_NAMES."""
+"""Shapes of depth 5, and a longer chain, by every rule. "block" of a tree is its own rule beside coupling: RULE_NAMES."""
 
 
 RULE_NAMES = {
@@ -61,7 +61,7 @@ class AcceptanceConfig:
         context: tokens of a prompt.
         new_tokens: for each prompt.
         temperature: the settings to look at; 0 is greedy, where all rules are one.
-        top_p: as many.
+        top_p: one for each of `temperature`.
     """
 
     target: str = "embedded"
@@ -83,6 +83,8 @@ def read_prompts(config: AcceptanceConfig) -> np.ndarray:
 
 def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
     """One row for each shape and rule: names, nodes, and for each setting the acceptance length."""
+    if len(config.temperature) != len(config.top_p):
+        raise InputError(f"top_p={config.top_p}: give one for each temperature, of which there are {len(config.temperature)}")
     target = specjax.Target.from_pretrained(config.target, np.float32)
     model = specjax.Target.from_pretrained(config.draft, np.float32)
     prompts = read_prompts(config)

@@ -118,27 +118,31 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
     return jnp.where(greedy, one_hot, jax.nn.softmax(_warped(logits, sampling), axis=-1))
 
 
-def perturbed(
-    logits: Float[Array, "B *nodes V"], sampling: RowSampling, noise: Float[Array, "B *nodes_or_1 V"]
-) -> Float[Array, "B *nodes V"]:
-    """``log p + noise`` up to a number for each distribution p; ``noise`` is that of `position_noise`.
+def perturbed(logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf) -> jax.Array:
+    """``[B, …, V]`` log p plus a constant plus ``noise [B, …, V]``, which is that of `position_noise`.
 
     Where it is largest lies an exact draw from p, and the k largest are a draw of k without replacement (the Gumbel trick). A
     greedy row's noise is left out: its draw is its argmax.
+
+    Args:
+        logits: ``[B, …, V]``.
+        sampling: the rows' settings.
+        noise: of the position that the token is for.
+        beyond: added to tokens that truncation takes away. A finite number puts them behind the others, in order.
     """
     greedy = _by_row(sampling.temperature == 0, logits)
-    return _warped(logits, sampling) + jnp.where(greedy, 0.0, noise)
+    return _warped(logits, sampling, beyond) + jnp.where(greedy, 0.0, noise)
 
 
-def _warped(logits: jax.Array, sampling: RowSampling) -> jax.Array:
-    """The logarithm, up to a number, of what a row that is not greedy draws from; -inf for tokens that never come."""
+def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -> jax.Array:
+    """log p plus a constant, of the p that a row which is not greedy draws from; ``beyond`` as in `perturbed`."""
     logits = logits.astype(jnp.float32)
     temperature = _by_row(sampling.temperature, logits)
     # The largest is moved to 0, so that a small temperature cannot carry it to infinity.
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature == 0, 1.0, temperature)
     if not sampling.truncated:
         return scaled
-    return jnp.where((scaled >= _threshold(scaled, sampling)) | (temperature == 0), scaled, -jnp.inf)
+    return jnp.where((scaled >= _threshold(scaled, sampling)) | (temperature == 0), scaled, scaled + beyond)
 
 
 def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:

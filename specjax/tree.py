@@ -224,6 +224,7 @@ class Chain(FixedShape):
     """A draft of ``length`` tokens in a row (gamma in the papers): a tree with one branch. Tokens are drawn from q.
 
     With ``stop_below`` a row's draft ends early, after its first token to which the drafter gives a probability below that.
+    (With coupled sampling: a probability that the target draws it too, given the random numbers of its position.)
     The token itself stays in the draft: to drop a token because of what it is would bias the output.
 
     Raises:
@@ -312,8 +313,9 @@ class DynamicTree(Shape):
     """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), grown where the drafter is confident. Children are chosen, not drawn.
 
     A token that the drafter offers as a child is a candidate; it scores the product of the drafter's probabilities along its
-    path. Of every level's candidates the ``top_k`` best are read, that is given to the drafter, and each offers its ``top_k``
-    likeliest next tokens as candidates of the next level. Of all candidates ever offered the ``nodes - 1`` best form the
+    path. (With coupled sampling, of its probabilities given the random numbers.) Of every level's candidates the ``top_k`` best
+    are read, that is given to the drafter, and each offers its ``top_k`` likeliest next tokens as candidates of the next level.
+    Of all candidates ever offered the ``nodes - 1`` best form the
     draft. Ties go to the one offered first.
 
     Attributes:

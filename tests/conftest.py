@@ -18,7 +18,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 # Most of the time goes into compiling. Machine code of medium effort, from XLA's older emitters, takes a third of the time to
 # make and runs as fast here.
 _FAST_COMPILATION = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAST_COMPILATION}"
+os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)  # `make test-thorough` sets it to nothing: as users compile
 
 import ast
 import json
@@ -86,6 +86,10 @@ SHAPES = {  # one of every kind; tests that share a target, a shape of draft and
     "dynamic": DynamicTree(top_k=3, depth=3, nodes=9),
     "sampled": SampledTree((2, 2, 1)),
 }
+
+
+FEW_TOKENS = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+"""A model of which every continuation can be counted, as small as can be: tens of thousands of rows are drawn from it."""
 
 
 @pytest.fixture(scope="session")

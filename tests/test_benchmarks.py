@@ -86,17 +86,24 @@ def test_loops_are_counted() -> None:
     assert 1 > acceptance.share_of_loops(target, prompts, new_tokens=128) == np.mean(loops) > 0
 
 
-def test_acceptance_is_counted_for_every_shape(monkeypatch, capsys) -> None:
-    shapes = (specjax.Chain(2), specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
-    monkeypatch.setattr(acceptance, "METHODS", tuple((shape, "coupled") for shape in shapes))
-    acceptance.main(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,), top_p=(1.0,)))
-    rows = acceptance.run(acceptance.AcceptanceConfig(count=4, context=8, new_tokens=24, temperature=(0.0,), top_p=(1.0,)))
-    assert [row["nodes"] for row in rows] == [3, 5]
-    assert 1 < rows[0]["T=0"] <= rows[1]["T=0"] <= 3
-    assert f"{rows[1]['T=0']:.2f}" in capsys.readouterr().out
+def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, capsys) -> None:
+    """A model that drafts for itself: coupled, all is accepted; and chosen children less often."""
+    tree = specjax.StaticTree(((0,), (1,), (0, 0), (1, 0)))
+    monkeypatch.setattr(acceptance, "METHODS", ((specjax.Chain(2), "coupled"), (tree, "block"), (tree, "coupled")))
+    settings = {"count": 4, "context": 8, "new_tokens": 24, "temperature": (0.0, 1.5), "top_p": (1.0, 0.9)}
+    rows = acceptance.run(acceptance.AcceptanceConfig(target=tiny_pair[0], draft=tiny_pair[0], **settings))
+    assert [(row["rule"], row["nodes"], row["T=0"]) for row in rows] == [
+        ("coupled", 3, 3.0),
+        ("matching", 5, 3.0),
+        ("coupled", 5, 3.0),
+    ]
+    matching, coupled = (row["T=1.5, top-p 0.9"] for row in rows[1:])
+    assert matching < coupled == 3.0
+    with pytest.raises(InputError, match="one for each temperature, of which there are 3"):
+        acceptance.main(acceptance.AcceptanceConfig(top_p=(1.0,)))
 
 
 def test_every_rule_is_timed(capsys) -> None:
     verification.main(verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1))
     out = capsys.readouterr().out
-    assert all(rule in out for rule, *_ in verification.CASES)
+    assert [line.split("│")[1].strip() for line in out.splitlines() if "│" in line] == [rule for rule, *_ in verification.CASES]

@@ -182,10 +182,11 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
 
 
 def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The keys ``[B]`` that the state has after a step, those of the drafter ``[depth, B]``, and verification's.
+    """The random keys of a step.
 
-    Verification has ``[B]``, or with coupled sampling ``[depth + 1, B]``: one for each position below the root, the
-    drafter's own first.
+    Returns:
+        The state's next ones ``[B]``; the drafter's ``[depth, B]``; and verification's: ``[B]``, or with coupled sampling
+        ``[depth + 1, B]``, one for each position below the root, of which the first are the drafter's.
     """
     if state.sampling.coupled:
         positions = position_keys(state.keys, state.lengths + jnp.arange(depth + 1)[:, None])
@@ -358,12 +359,12 @@ def generate(
     Args:
         target: the model to generate from.
         drafter: proposes tokens; None is plain autoregressive decoding.
-        tokens: ``[B, P]`` prompts as token ids, right-padded.
+        tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
         lengths: ``[B]`` prompt lengths; None: all are P.
         max_new_tokens: most tokens to emit; one number, or one a row.
         sampling: how to draw; the default is greedy.
         key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
-            key and prompt alone. None: ``jax.random.key(0)``.
+            key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.
         eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
             target's own (`ModelConfig.eos_token_ids`); ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
@@ -430,9 +431,8 @@ def start(
         tokens: as for `generate`.
         lengths: as for `generate`.
         options: as for `generate`.
-        capacity: most tokens that a row may come to hold, prompt and output; by default as many as prompts of
-            this width need, rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many
-            widths.
+        capacity: most tokens that a row may come to hold, prompt and output; by default as many as prompts of this width need,
+            rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many widths.
         mixed: compile for rows of all kinds of sampling, whatever these rows ask for, so that any request can be inserted.
 
     Raises:
@@ -441,6 +441,7 @@ def start(
     config = target.config
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
+    width = width if capacity is None else min(width, capacity)
     checked = options.check(config, batch)
     drafter = NoDraft() if drafter is None else drafter
     drafter.draft.check(config.vocab_size)
@@ -452,7 +453,7 @@ def start(
         capacity = bucket(width + int(checked.limits.max()))
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
-    padded = np.pad(tokens, ((0, 0), (0, bucket(width) - width)))
+    padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rows = options.sampling.rows(batch, options.rule or default_rule(drafter.draft))
     if mixed:
         rows = replace(rows, greedy=False, truncated=True)
@@ -475,8 +476,8 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
 
     Args:
         state: of B rows, as `start` or `decode` returned it.
-        request: of one row, from `start` with the same drafter and the ``capacity`` of ``state``, and with ``mixed`` where
-            some rows are greedy and others are not.
+        request: of one row, from `start` with the same drafter and rule and the ``capacity`` of ``state``, and with ``mixed``
+            where some rows are greedy and others are not. Give it a key of its own.
         row: from 0 to B - 1.
 
     Raises:

@@ -26,8 +26,8 @@ of its children is accepted, or -1 and the token that comes instead. Consumes th
 def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
     """Accept a path of the draft; consumes the keys.
 
-    Coupled rows have `coupled`. For the others, how a draft is accepted follows from how it was made: a chain of drawn
-    tokens by ``sampling.rule``, drawn siblings by `recursive_rejection`, and tokens that were chosen by `matching`.
+    With coupled sampling, by `coupled`, whatever the draft. Otherwise by what the draft says of itself: a chain of drawn tokens
+    by ``sampling.rule``, drawn siblings by `recursive_rejection`, and tokens that were chosen by `matching`.
 
     Args:
         draft: a tree of N nodes.

@@ -91,13 +91,12 @@ class Drafter:
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, Any]:
-        """Draft below ``root [B]``; consumes ``keys [D, B]``, one for each level of the draft and row.
+        """Draft below ``root [B]``; consumes ``keys [D, B]``, one for each level and row.
 
         Rows that are not ``active [B]`` have finished: what they draft does not matter, and nothing may wait for them.
-        Tokens that are drawn are drawn from exactly the ``q`` handed over. Where ``sampling.coupled`` nothing is drawn: the
-        keys are those that the target draws with at these positions, and the children to offer are what the drafter would draw
-        with them. An autoregressive drafter leaves that, and the
-        shape of the tree, to `specjax.drafters.expansion.expand`.
+        Tokens that are drawn are drawn from exactly the ``q`` handed over. Where ``sampling.coupled``, nothing is drawn: add
+        `position_noise` of the level's keys, the target's own, to log q, and offer the largest. An autoregressive drafter
+        leaves all that, and the shape of the tree, to `specjax.drafters.expansion.expand`.
 
         Returns:
             The draft, and the state for `update`, which may hold what drafting has worked out.

@@ -55,7 +55,7 @@ class _Growth:
     Attributes:
         depth: scalar, levels of candidates so far.
         tokens: ``[D, B, C]`` candidates.
-        scores: ``[D, B, C]`` sums of log probabilities from the root, -inf where there is no candidate.
+        scores: ``[D, B, C]`` sums of the candidates' own scores from the root (see `_children`), -inf where there is none.
         q: ``[D, B, F, V]`` what the candidates below each read node were drawn from; None where they were chosen.
         picked: ``[D, B, F]`` candidates of each level that were read.
         going: ``[B]`` bool, rows that draft on.
@@ -109,8 +109,11 @@ def expand(
     def offer(growth: _Growth, logits: jax.Array, above: jax.Array) -> _Growth:
         """The children of nodes with ``logits [B, n, V]`` and scores ``above [B, n]``, and which of them to read."""
         logits, count = logits.astype(jnp.float32), logits.shape[1]
-        if sampling.coupled:  # likeliest is now what the drafter would draw with the random numbers that the target draws with
-            logits = perturbed(logits, sampling, position_noise(keys[growth.depth], vocab)[:, None])
+        if sampling.coupled:
+            # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
+            # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.
+            noise = position_noise(keys[growth.depth], vocab)[:, None]
+            logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
         tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, keys[growth.depth])
         going = growth.going
         if isinstance(shape, Chain) and shape.stop_below:
@@ -183,6 +186,9 @@ def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branch
     )
 
 
+_BEHIND_ALL = -1e4  # larger than logits and noise together; a probability of 0
+
+
 def _children(
     logits: jax.Array, count: int, sampling: RowSampling | None, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -196,7 +202,8 @@ def _children(
 
     Returns:
         ``[B, n, k]`` tokens, ``[B, n, k]`` their scores, -inf where q has no further token to draw, and the q ``[B, n, V]``.
-        The scores of chosen tokens are log probabilities, at temperature 1.
+        The score of a chosen token is its log probability in the softmax of ``logits``: the drafter's own, at temperature 1, or
+        with coupled sampling that of the perturbed ones, which says how likely the target is to draw it, too.
     """
     batch, nodes, vocab = logits.shape
     if sampling is None:

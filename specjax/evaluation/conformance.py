@@ -36,11 +36,15 @@ _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([
 
 
 def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """All checks that any target allows: `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`."""
+    """All checks that any target allows.
+
+    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows` and `check_coupled`.
+    """
     check_contract(target, drafter)
     check_one_trace(target, drafter)
     check_greedy(target, drafter, new_tokens=new_tokens)
     check_rows(target, drafter, new_tokens=new_tokens)
+    check_coupled(target, drafter, new_tokens=new_tokens)
 
 
 def check_contract(target: Target, drafter: Drafter) -> None:
@@ -125,13 +129,22 @@ def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKEN
     A greedy row is compared with itself among other greedy rows.
     """
     prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), 4)
-    run = partial(engine.generate, target, drafter, max_new_tokens=new_tokens)
+    run = partial(engine.generate, target, drafter, max_new_tokens=new_tokens, rule="block")
     together = run(prompts, _LENGTHS, sampling=_MIXED, key=keys[:3])
     _check_same(together, 0, run(prompts, _LENGTHS), 0)
     moved = np.array([1, 2, 0])
     others = run(prompts[moved], np.append(_LENGTHS[[1, 2]], 2), sampling=_AMONG_OTHERS, key=keys[np.array([1, 2, 3])])
     _check_same(together, 1, others, 0)
     _check_same(together, 2, others, 1)
+
+
+def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+    """With coupled sampling the text is plain decoding's: see `specjax.sampling.Rule`."""
+    run = partial(engine.generate, target, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
+    prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), len(_LENGTHS))
+    plain, drafted = (_outputs(run(each, prompts, _LENGTHS, key=keys)) for each in (None, drafter))
+    for row, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
+        assert got == expected, f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
 
 
 def _check_same(result: engine.Result, row: int, elsewhere: engine.Result, there: int) -> None:
@@ -155,8 +168,8 @@ def check_distribution(
 ) -> None:
     """Generated tokens have the target's own joint distribution, as far as ``draws`` of each setting can tell.
 
-    By ``block``, or the rule that drawn and chosen trees have beside it: they trust what the drafter says of its q. With
-    coupled sampling nothing that a drafter does can matter, so it would say nothing about the drafter.
+    The default ``block`` judges drawn tokens by the drafter's own q, so that a wrong q shows. Coupled sampling never reads q:
+    it would say nothing about the drafter.
     """
     for sampling, (found, bound) in zip(settings, distances(target, drafter, settings, rule=rule, draws=draws), strict=True):
         assert found < bound, (

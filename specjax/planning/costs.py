@@ -232,7 +232,7 @@ def trial_speedup(
         InputError: as `engine.generate`.
     """
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
-    batch, width = len(tokens), int(lengths.max())
+    batch, width = tokens.shape
     positions = engine.most_positions(target, drafter)
     most = min(trial_tokens, positions - width, int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))

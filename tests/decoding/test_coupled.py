@@ -10,11 +10,11 @@ from flax import struct
 import specjax
 from specjax.decoding import engine, verification
 from specjax.decoding.options import GenerationOptions, default_rule
-from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.drafters import DraftModel, PromptLookup
 from specjax.evaluation import conformance, metrics
 from specjax.sampling import Sampling
 from specjax.tree import Chain, DynamicTree, StaticTree
-from tests.conftest import SHAPES, tiny_target
+from tests.conftest import FEW_TOKENS, SHAPES, tiny_target
 
 # Every temperature with every kind of truncation, and a greedy row among them.
 SETTINGS = [(0.0, 1.0, 0, 0.0)]
@@ -30,7 +30,6 @@ def drafters() -> dict:
     small = tiny_target(seed=5, num_layers=1)
     return {
         **{f"draft model, {name}": DraftModel(small, draft=shape) for name, shape in SHAPES.items()},
-        "early exit": EarlyExit(layers=1, draft=SHAPES["static"]),
         "prompt lookup": PromptLookup(draft=Chain(3)),
     }
 
@@ -49,15 +48,16 @@ def plain(run) -> list[list[int]]:
     return outputs(run(None, PROMPTS, LENGTHS, key=KEYS))
 
 
-@pytest.mark.parametrize("name", drafters())
-def test_no_drafter_changes_the_text(run, plain, name) -> None:
-    """At every setting; and it is accepted more often than tokens that were chosen without knowing the noise."""
-    result = run(drafters()[name], PROMPTS, LENGTHS, key=KEYS)
-    assert outputs(result) == plain
-    assert metrics.summarise(result.stats).acceptance_length > 1.1
+@pytest.mark.parametrize("name", ["draft model, dynamic", "prompt lookup"])
+def test_no_drafter_changes_the_text_at_any_setting(run, plain, name) -> None:
+    """At fewer settings no drafter of the library does: `conformance.check_coupled`."""
+    assert outputs(run(drafters()[name], PROMPTS, LENGTHS, key=KEYS)) == plain
 
 
 def test_rows_differ_and_keys_matter(run, plain) -> None:
+    alike = Sampling(temperature=np.ones(ROWS), top_p=0.99)
+    one = run(None, np.tile(PROMPTS[:1], (ROWS, 1)), key=jax.random.key(5), sampling=alike)
+    assert len({tuple(text) for text in outputs(one)}) == ROWS
     again = outputs(run(None, PROMPTS, LENGTHS, key=jax.random.split(jax.random.key(6), ROWS)))
     assert again[0] == plain[0]  # the greedy row
     assert sum(a == b for a, b in zip(again[1:], plain[1:], strict=True)) <= 1
@@ -99,26 +99,29 @@ def test_the_text_has_the_exact_distribution(name, draws) -> None:
     conformance.check_distribution(few(), {None: None, **small()}[name], rule="coupled", draws=draws)
 
 
-SIZES = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
-
-
 def few() -> specjax.Target:
-    """A target of few tokens, of which every continuation can be counted."""
-    return tiny_target(seed=2, **SIZES)
+    return tiny_target(seed=2, **FEW_TOKENS)
 
 
 def small() -> dict:
-    model = tiny_target(seed=5, num_layers=1, **SIZES)
+    model = tiny_target(seed=5, num_layers=1, **FEW_TOKENS)
     return {"draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)), "prompt lookup": PromptLookup()}
 
 
+@pytest.fixture
+def compiled_anew():
+    """For tests that patch the engine: nothing compiled before them serves them, and nothing of theirs serves others."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("compiled_anew")
 def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> None:
     keys = engine.position_keys
     monkeypatch.setattr(engine, "position_keys", lambda row_keys, positions: keys(row_keys, positions // 2))
-    jax.clear_caches()  # of the engine as it was
     for found, bound in conformance.distances(few(), None, rule="coupled", draws=25_000):
         assert found > 3 * bound
-    jax.clear_caches()
 
 
 @struct.dataclass
@@ -138,11 +141,24 @@ def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(ru
     assert metrics.summarise(other.stats).acceptance_length < metrics.summarise(same.stats).acceptance_length - 0.2
 
 
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)])
+def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling) -> None:
+    """What the target keeps may be what the drafter does not. Here they keep two tokens each, or about as few."""
+    drafter = drafters()["draft model, static"]
+    lengths = {}
+    for rule in ("block", "coupled"):
+        prompts = np.tile(PROMPTS, (4, 1))
+        result = specjax.generate(target, drafter, prompts, max_new_tokens=64, sampling=sampling, rule=rule)
+        lengths[rule] = metrics.summarise(result.stats).acceptance_length
+    assert lengths["coupled"] > lengths["block"], lengths
+
+
 def test_a_perfect_drafter_is_always_right(target, run) -> None:
     result = run(DraftModel(target, draft=Chain(3)), PROMPTS, LENGTHS, key=KEYS)
     assert metrics.summarise(result.stats).acceptance_length == 4.0
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch) -> None:
     """Equal noise is exact only where nothing but equality is asked. Here a rejected token's numbers draw the next one too."""
     keys_of_step, split = engine._keys_of_step, verification.split_keys
@@ -155,16 +171,14 @@ def test_numbers_that_draft_and_residual_share_bias_the_other_rules(monkeypatch)
         accept_keys, _ = split(keys, count)
         return accept_keys, split(keys, 1)[0]
 
-    drafter = DraftModel(tiny_target(seed=5, num_layers=1, **SIZES), draft=Chain(1))
+    drafter = DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(1))
     monkeypatch.setattr(engine, "_keys_of_step", shared)
     monkeypatch.setattr(verification, "split_keys", as_the_drafter_does)
-    jax.clear_caches()  # of the engine as it was
-    for found, bound in conformance.distances(few(), drafter, [Sampling()], rule="rejection", draws=50_000):
-        assert found > 2 * bound
-    jax.clear_caches()
+    for found, bound in conformance.distances(few(), drafter, [Sampling()], rule="rejection", draws=50_000, horizon=1):
+        assert found > 2 * bound  # of the first token, which is the draft or what is drawn in its place
 
 
-def test_each_shape_has_the_rule_by_which_it_is_accepted_most(target) -> None:
+def test_the_default_rules(target) -> None:
     assert {name: default_rule(shape) for name, shape in SHAPES.items()} == {
         "chain": "block",
         "adaptive": "block",

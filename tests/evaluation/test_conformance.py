@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.sampling import Sampling
 from specjax.tree import Chain, DynamicTree, SampledTree, Shape, StaticTree
-from tests.conftest import SHAPES, tiny_target
+from tests.conftest import FEW_TOKENS, SHAPES, tiny_target
 
 METHODS = {
     "plain": lambda shape: NoDraft(),
@@ -48,16 +48,12 @@ LOSSLESS += [pytest.param("early exit", "dynamic", "block", marks=pytest.mark.th
 
 
 def distribution_target():
-    """As small as can be: hundreds of thousands of rows are drawn from it."""
-    return tiny_target(seed=2, vocab_size=4, num_layers=2, **SIZES)
-
-
-SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "num_kv_heads": 1}
+    return tiny_target(seed=2, **FEW_TOKENS)
 
 
 def small_drafter(method: str, shape: Shape) -> Drafter:
     if method == "draft model":
-        return DraftModel(tiny_target(seed=5, num_layers=1, vocab_size=4, **SIZES), draft=shape)
+        return DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=shape)
     return METHODS[method](shape)
 
 
