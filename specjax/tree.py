@@ -315,8 +315,7 @@ class DynamicTree(Shape):
     A token that the drafter offers as a child is a candidate; it scores the product of the drafter's probabilities along its
     path. (With coupled sampling, of its probabilities given the random numbers.) Of every level's candidates the ``top_k`` best
     are read, that is given to the drafter, and each offers its ``top_k`` likeliest next tokens as candidates of the next level.
-    Of all candidates ever offered the ``nodes - 1`` best form the
-    draft. Ties go to the one offered first.
+    Of all candidates ever offered the ``nodes - 1`` best form the draft. Ties go to the one offered first.
 
     Attributes:
         top_k: children of a node, and nodes read a level.

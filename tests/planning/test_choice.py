@@ -67,7 +67,7 @@ def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     ("temperature", "rule", "tolerance"), [(0.0, None, 0.08), (1.0, "block", 0.04), (1.0, "coupled", 0.04)]
 )
 def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -> None:
-    """Against the two models' own distributions at the places where drafts began. Greedy texts repeat themselves, and say less."""
+    """Against the two models' own distributions at the places where drafts began. Greedy texts repeat themselves."""
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
     sampling = Sampling(temperature=temperature)
     prompts = np.tile(PROMPTS, (100, 1))
