@@ -156,4 +156,6 @@ class StoriesPair(RealPair):
         return [json.loads(line)["text"] for line in (SHARED / "tinystories.jsonl").read_text().splitlines()[:60]]
 
 
-REAL_PAIRS = [EmbeddedPair] + ([StoriesPair] if (SHARED / "stories260k").is_dir() else [])
+REAL_PAIRS = [pytest.param(EmbeddedPair, id="embedded")]
+if (SHARED / "stories260k").is_dir():
+    REAL_PAIRS.append(pytest.param(StoriesPair, id="stories", marks=pytest.mark.thorough))

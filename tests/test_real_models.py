@@ -69,7 +69,7 @@ def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> 
     return f"new token {at}: {got[at]} for {best[at]}, whose logit is larger by {margin:.2e}"
 
 
-@pytest.fixture(scope="module", params=REAL_PAIRS, ids=lambda pair: pair.__name__)
+@pytest.fixture(scope="module", params=REAL_PAIRS)
 def case(request) -> Case:
     torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
     pair = request.param()

@@ -15,7 +15,7 @@ from tests.conftest import REAL_PAIRS, tiny_target
 LENGTHS = np.array([9, 2, 5])
 
 
-@pytest.fixture(scope="module", params=["tiny", *REAL_PAIRS], ids=lambda kind: getattr(kind, "__name__", kind))
+@pytest.fixture(scope="module", params=["tiny", *REAL_PAIRS])
 def case(request):
     """A target, and prompts of different lengths."""
     if request.param == "tiny":

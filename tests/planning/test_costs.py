@@ -58,7 +58,7 @@ def test_between_measured_widths_lies_a_line() -> None:
 def test_costs_grow_with_the_model() -> None:
     small = tiny_target()
     large = grow(small, **LARGE)
-    drafter = DraftModel(small, draft=Chain(6, stop_below=0.5))
+    drafter = DraftModel(small, draft=Chain(3, stop_below=0.5))
     costs = measure_costs(large, drafter, batch=2, context=8, repeats=3)
     assert set(costs.verify) == {1, *drafter.node_counts}
     assert costs.target == costs.verify[1]
