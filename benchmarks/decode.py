@@ -59,7 +59,7 @@ class BenchmarkConfig:
         prompts_per_case: at least so many different prompts, in batches one after another.
         new_tokens: to generate in every row.
         temperature: 0 is greedy. Above it the peers are left out.
-        rule: of all methods, see `specjax.sampling.Rule`; by default the one that suits each shape of draft.
+        rules: every method by each of these, see `specjax.sampling.Rule`; by default by the one that suits its drafts.
         repeats: of every method.
         exit_layers: layers that draft in early exit.
         compare: run `transformers` too.
@@ -79,7 +79,7 @@ class BenchmarkConfig:
     prompts_per_case: int = 2
     new_tokens: int = 128
     temperature: float = 0.0
-    rule: Rule | None = None
+    rules: tuple[Rule, ...] = ()
     repeats: int = 5
     exit_layers: int = 2
     compare: bool = True
@@ -197,7 +197,12 @@ def measure_case(
     """One batch size and context: every method ``repeats`` times, interleaved, then the costs of its parts."""
     batch, context = prompts[0].shape
     sampling = Sampling(temperature=config.temperature)
-    methods = {name: ours(target, drafter, sampling, config.new_tokens, config.rule) for name, drafter in drafters.items()}
+    if config.rules:
+        own = {f"{name}, {rule}": (drafter, rule) for name, drafter in drafters.items() for rule in config.rules}
+    else:
+        own = {name: (drafter, None) for name, drafter in drafters.items()}
+    plain, *_ = own
+    methods = {name: ours(target, drafter, sampling, config.new_tokens, rule) for name, (drafter, rule) in own.items()}
     methods |= {name: method for name, method in others.items() if batch == 1 or name not in peers.ONE_ROW}
     for method in methods.values():
         method(prompts[0])  # compiles
@@ -208,14 +213,14 @@ def measure_case(
         for name, method in order:
             runs[name].append(_joined([method(group) for group in prompts]))
     emitted = len(prompts) * batch * config.new_tokens
-    reference = runs["plain"][0]["tokens"]
+    reference = runs[plain][0]["tokens"]
     case: dict[str, Any] = {"batch": batch, "context": context, "prompts": len(prompts) * batch, "methods": {}}
     for name, results in runs.items():
         rates = [emitted / result["seconds"] for result in results]
         row = {"tokens_per_second": median(rates), "spread": [min(rates), max(rates)]}
         row["same_tokens"] = float(np.mean(np.all(results[0]["tokens"] == reference, axis=1)))
-        if name in drafters:
-            row |= _realised(config, target, drafters[name], sampling, (batch, context), results, runs["plain"])
+        if name in own:
+            row |= _realised(config, target, *own[name], (batch, context), results, runs[plain])
         case["methods"][name] = row
     Console(width=140).print(table(case, config, note))
     return case
@@ -255,7 +260,7 @@ def _realised(
     config: BenchmarkConfig,
     target: Target,
     drafter: Drafter | None,
-    sampling: Sampling,
+    rule: Rule | None,
     shape: tuple[int, int],
     results: list[dict[str, Any]],
     plain: list[dict[str, Any]],
@@ -271,7 +276,8 @@ def _realised(
         batch=batch,
         context=context + config.new_tokens // 2,
         new_tokens=config.new_tokens // 2,
-        sampling=sampling,
+        sampling=Sampling(temperature=config.temperature),
+        rule=rule,
         repeats=config.repeats,
     )
     predicted = predicted_speedup(costs, *stats)
