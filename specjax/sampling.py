@@ -92,7 +92,7 @@ class Sampling:
             min_p=jnp.asarray(min_p, jnp.float32),
             greedy=bool(np.all(temperature == 0)),
             truncated=bool(np.any(top_k > 0) or np.any(top_p < 1) or np.any(min_p > 0)),
-            rule=rule,
+            rule=rule if np.any(temperature > 0) else "block",  # greedy rows draw nothing: one program for all rules
         )
 
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:

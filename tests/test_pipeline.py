@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.pipeline import Generation, TextGenerator
 from tests.conftest import ASSETS, tiny_target
 
-PROMPT, COUNT = "import os\nimport ", 24
+PROMPT, COUNT = "import os\nimport ", 48  # the README's, which shares the program
 
 
 @pytest.fixture(scope="module")

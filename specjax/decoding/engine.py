@@ -454,9 +454,10 @@ def start(
     elif capacity < wanted.max():
         raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
-    rows = options.sampling.rows(batch, options.rule or default_rule(drafter.draft))
+    rule = options.rule or default_rule(drafter.draft)
+    rows = options.sampling.rows(batch, rule)
     if mixed:
-        rows = replace(rows, greedy=False, truncated=True)
+        rows = replace(rows, greedy=False, truncated=True, rule=rule)
     state = prefill(
         target,
         drafter,

@@ -42,6 +42,7 @@ def test_a_grown_checkpoint_is_an_ordinary_one(tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.params, large.params)
 
 
+@pytest.mark.thorough
 def test_text_and_acceptance_of_the_embedded_pair_stay_the_same() -> None:
     small = Target.from_pretrained(ASSETS / "target", np.float32)
     drafter = DraftModel.from_pretrained(ASSETS / "draft", dtype=np.float32)

@@ -155,8 +155,8 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
 
 HEADER_FAULTS = [
     ({"vocab_size": 12}, "vocab_size=12 and hidden_size=16, but the embedding is 11 x 16"),
-    ({"num_hidden_layers": 10_000}, "num_hidden_layers=10000, but the tensors are of 3 layers"),
-    ({"num_hidden_layers": 2}, "num_hidden_layers=2, but the tensors are of 3 layers"),
+    ({"num_hidden_layers": 10_000}, "num_hidden_layers=10000, but the tensors are of 2 layers"),
+    ({"num_hidden_layers": 1}, "num_hidden_layers=1, but the tensors are of 2 layers"),
     ({"intermediate_size": 25}, r"'model.layers.0.mlp.down_proj.weight' has shape \(16, 24\)"),
 ]
 
