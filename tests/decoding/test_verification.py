@@ -4,8 +4,8 @@ Many drafts of one kind are verified, and the joint distribution of the next thr
 bound is `conformance.monte_carlo_bound`; rules that are broken on purpose must exceed three times it.
 
 Compiling costs as much as drawing. So one compiled program verifies each draft by several rules, and its rows belong in turn to
-the cases (`cases_of`), each a drafter and settings of its own. The run of every change takes 64,000 drafts of a case: three times the
-bound is then 0.09, and the mildest of the broken rules is 0.12 away. The thorough run takes a million.
+the cases (`cases_of`), each a drafter and settings of its own. The run of every change takes 64,000 drafts of a case: three
+times the bound is then 0.09, and the mildest of the broken rules is 0.12 away. The thorough run takes a million.
 """
 
 import operator
