@@ -64,7 +64,7 @@ def test_what_cannot_be_measured_is_refused_by_name(changes, words) -> None:
         decode.run(decode.BenchmarkConfig(**(SMALL | {"compare": False} | changes)))
 
 
-@pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("acceptance", [*(pytest.param(value, marks=pytest.mark.thorough) for value in (0.0, 1.0)), 0.6])
 def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> None:
     monkeypatch.setitem(shapes.PUBLISHED, "tiny", tiny_config(vocab_size=500))
     target, drafters = synthetic.models("tiny", "", acceptance, "float32")
