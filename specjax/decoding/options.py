@@ -82,8 +82,8 @@ class GenerationOptions:
 def default_rule(draft: Shape) -> Rule:
     """The rule by which drafts of this shape are accepted most often.
 
-    Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it accepts.
-    Drawn siblings come out even. The README, "Chains and trees", has the figures (`benchmarks.acceptance`).
+    Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it
+    accepts. Drawn siblings come out even. The README, "Chains and trees", has the figures (`benchmarks.acceptance`).
     """
     return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "block"
 
