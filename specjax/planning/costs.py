@@ -234,7 +234,7 @@ def trial_speedup(
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
     positions = engine.most_positions(target, drafter)
-    most = min(trial_tokens, positions - width, int(np.max(options.max_new_tokens)))
+    most = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))
     trial = engine.generate(target, drafter, tokens, lengths, **vars(tried))
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft.nodes)
