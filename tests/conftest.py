@@ -97,6 +97,11 @@ def target() -> Target:
     return tiny_target()
 
 
+def outputs(result) -> list[list[int]]:
+    """Each row's prompt and output, without the filler."""
+    return [row[:length].tolist() for row, length in zip(result.tokens, result.lengths, strict=True)]
+
+
 def save_tiny(directory: Path, **sizes) -> Path:
     """A checkpoint that compiles fast: random weights, the embedded tokenizer."""
     tiny_target(vocab_size=3072, eos_token_ids=(2,), **sizes).save_pretrained(directory)

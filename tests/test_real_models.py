@@ -15,7 +15,7 @@ from specjax.drafters import DraftModel, EarlyExit, PromptLookup
 from specjax.evaluation import metrics
 from specjax.sampling import Sampling, perturbed, position_keys, position_noise
 from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree
-from tests.conftest import REAL_PAIRS, RealPair
+from tests.conftest import REAL_PAIRS, RealPair, outputs
 
 COUNT, LONGEST, NEW = 50, 60, 64
 
@@ -106,10 +106,6 @@ def generated(case: Case, drafter: Any, rows: Any, **settings: Any) -> specjax.R
     return specjax.generate(
         case.pair.target, drafter, case.tokens[rows], case.lengths[rows], max_new_tokens=NEW, eos_token_ids=(), **settings
     )
-
-
-def outputs(result: specjax.Result) -> list[list[int]]:
-    return [tokens[:length].tolist() for tokens, length in zip(result.tokens, result.lengths, strict=True)]
 
 
 SHAPES = {  # of one depth

@@ -14,7 +14,7 @@ from specjax.drafters import DraftModel, PromptLookup
 from specjax.evaluation import conformance, metrics
 from specjax.sampling import Sampling
 from specjax.tree import Chain, DynamicTree, StaticTree
-from tests.conftest import FEW_TOKENS, SHAPES, tiny_target
+from tests.conftest import FEW_TOKENS, SHAPES, outputs, tiny_target
 
 # Every temperature with every kind of truncation, and a greedy row among them.
 SETTINGS = [(0.0, 1.0, 0, 0.0)]
@@ -32,10 +32,6 @@ def drafters() -> dict:
         **{f"draft model, {name}": DraftModel(small, draft=shape) for name, shape in SHAPES.items()},
         "prompt lookup": PromptLookup(draft=Chain(3)),
     }
-
-
-def outputs(result) -> list[list[int]]:
-    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
 from specjax.sampling import Sampling
 from specjax.tree import Chain, StaticTree, halvings
-from tests.conftest import SHAPES, compilations, tiny_target
+from tests.conftest import SHAPES, compilations, outputs, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
 LENGTHS = np.array([6, 1, 3])
@@ -40,10 +40,6 @@ def drafters() -> dict:
 
 NAMES = list(drafters())
 ENDINGS = ["draft model", "prompt lookup", "dynamic draft model", "static early exit"]  # of every way to draft one
-
-
-def outputs(result) -> list[list[int]]:
-    return [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), result.lengths, strict=True)]
 
 
 def greedy_oracle(target, prompt: list[int], count: int, eos=()) -> list[int]:
