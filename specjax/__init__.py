@@ -5,7 +5,7 @@ D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
 from specjax.decoding.engine import Result, generate, stream
-from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.drafters import DraftModel, Eagle, Eagle3, EarlyExit, PromptLookup
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.pipeline import Generation, TextGenerator, load
@@ -20,6 +20,8 @@ __all__ = [
     "Chain",
     "DraftModel",
     "DynamicTree",
+    "Eagle",
+    "Eagle3",
     "EarlyExit",
     "Generation",
     "PromptLookup",

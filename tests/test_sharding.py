@@ -28,7 +28,9 @@ def test_an_axis_that_does_not_divide_stays_whole() -> None:
 def test_every_parameter_has_a_sharding_of_its_own_rank() -> None:
     config = tiny_config(qkv_bias=True, qk_norm=True)
     mesh = sharding.make_mesh(2, 4)
-    declared, placed = jax.tree.leaves(params.declare(config)), jax.tree.leaves(params.shardings(config, mesh))
+    declared = params.declare(config)
+    placed = jax.tree.leaves(params.shardings(declared, mesh, config.axis_units))
+    declared = jax.tree.leaves(declared)
     assert len(declared) == len(placed)
     for param, place in zip(declared, placed, strict=True):
         assert len(place.spec) == len(param.shape)

@@ -3,7 +3,20 @@
 from specjax.draft import Draft, Verdict
 from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.eagle import Eagle
+from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.prompt_lookup import PromptLookup
 
-__all__ = ["Draft", "DraftModel", "Drafter", "EarlyExit", "NoDraft", "PromptLookup", "Verdict", "check_vocabulary"]
+__all__ = [
+    "Draft",
+    "DraftModel",
+    "Drafter",
+    "Eagle",
+    "Eagle3",
+    "EarlyExit",
+    "NoDraft",
+    "PromptLookup",
+    "Verdict",
+    "check_vocabulary",
+]

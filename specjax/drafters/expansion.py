@@ -49,6 +49,27 @@ Read = Callable[[Frontier, Any], tuple[jax.Array, Any]]
 
 
 @struct.dataclass
+class Vocabulary:
+    """A drafter's own vocabulary, smaller than the target's. Its logits are ``[..., Vd]``.
+
+    Attributes:
+        ids: ``[Vd]`` int32, the target's id of each of its tokens; no two alike.
+        size: static, the target's V.
+    """
+
+    ids: jax.Array
+    size: int = struct.field(pytree_node=False)
+
+    def noise(self, numbers: jax.Array) -> jax.Array:
+        """``[..., Vd]`` those of ``numbers [..., V]`` that belong to its tokens."""
+        return jnp.take(numbers, self.ids, axis=-1)
+
+    def widen(self, q: jax.Array) -> jax.Array:
+        """``[..., V]`` the distributions ``q [..., Vd]`` over the target's tokens."""
+        return jnp.zeros((*q.shape[:-1], self.size), q.dtype).at[..., self.ids].set(q, unique_indices=True)
+
+
+@struct.dataclass
 class _Growth:
     """A draft while it grows. C = F * k candidates a level; see `specjax.tree.Template` for their numbers.
 
@@ -56,7 +77,8 @@ class _Growth:
         depth: scalar, levels of candidates so far.
         tokens: ``[D, B, C]`` candidates.
         scores: ``[D, B, C]`` sums of the candidates' own scores from the root (see `_children`), -inf where there is none.
-        q: ``[D, B, F, V]`` what the candidates below each read node were drawn from; None where they were chosen.
+        q: ``[D, B, F, V]`` in the drafter's vocabulary, what the candidates below each read node were drawn from; None where
+            they were chosen.
         picked: ``[D, B, F]`` candidates of each level that were read.
         going: ``[B]`` bool, rows that draft on.
         frontier: the newest level's.
@@ -82,6 +104,7 @@ def expand(
     sampling: RowSampling,
     keys: jax.Array,
     active: jax.Array,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Draft, jax.Array | np.ndarray, Any]:
     """Draft a tree, one call of ``read`` for every level but the last.
 
@@ -96,6 +119,7 @@ def expand(
         sampling: the rows' settings.
         keys: ``[D, B]``, one for each level, as `Drafter.propose` is given them; consumed.
         active: ``[B]`` bool, the rows that have not finished.
+        vocabulary: of the logits, where it is not the target's.
 
     Returns:
         The draft; ``[N]`` or ``[B, N]`` each node's place among the nodes read, from 0, and -1 for those never read and
@@ -112,13 +136,16 @@ def expand(
         if sampling.coupled:
             # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
             # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.
-            noise = position_noise(keys[growth.depth], vocab)[:, None]
+            noise = position_noise(keys[growth.depth], vocab if vocabulary is None else vocabulary.size)[:, None]
+            noise = noise if vocabulary is None else vocabulary.noise(noise)
             logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
         tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, keys[growth.depth])
         going = growth.going
         if isinstance(shape, Chain) and shape.stop_below:
             confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)
             going = going & (confidence >= shape.stop_below)
+        if vocabulary is not None:
+            tokens = vocabulary.ids[tokens]
 
         def level(values: jax.Array, filler: Any) -> jax.Array:  # [B, n, k] -> [B, C]
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
@@ -152,6 +179,8 @@ def expand(
         growth = jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
     assert isinstance(shape, DynamicTree | FixedShape)
     draft, places = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
+    if draft.q is not None and vocabulary is not None:
+        draft = replace(draft, q=vocabulary.widen(draft.q))
     return draft, places, growth.state
 
 

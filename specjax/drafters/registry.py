@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 from specjax import text
 from specjax.drafters.base import Drafter
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.eagle import Eagle, is_eagle
+from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.eagle3_checkpoint import is_eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
@@ -84,6 +87,14 @@ def _make_draft_model(request: Request) -> Drafter:
     return DraftModel.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
+def _make_eagle(request: Request) -> Drafter:
+    return Eagle.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+
+
+def _make_eagle3(request: Request) -> Drafter:
+    return Eagle3.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+
+
 def _whole(request: Request, usage: str) -> int:
     """WHERE as a whole number of at least 1."""
     if not (request.where.isascii() and request.where.isdecimal() and len(request.where) <= 9 and int(request.where) > 0):
@@ -94,6 +105,8 @@ def _whole(request: Request, usage: str) -> int:
 METHODS: dict[str, Method] = {
     "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
     "early-exit": Method("early-exit:LAYERS", _make_early_exit),
+    "eagle3": Method("eagle3:DIRECTORY or eagle3:OWNER/NAME", _make_eagle3, recognises=is_eagle3),
+    "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", _make_eagle, recognises=is_eagle),
     "draft-model": Method(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: whatever declares its parameters is read and written here, target or drafter.
+"""Tensors in files: whatever declares its parameters is read and written here, target or drafter.
 
 The declarations are a tree of `Param`; each knows its published name, its shape and its logical axes. Every check is done on
 the files' headers, before the first byte of weights is read, and nothing is guessed: a tensor that is missing, left over or of
@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from safetensors.numpy import save_file
 from specjax import sharding
 from specjax.models.fields import CheckpointError, read_json, show
 from specjax.models.params import Param
+from specjax.models.torch_zip import TorchFile
 
 WEIGHTS = "model.safetensors"
+TORCH_WEIGHTS = "pytorch_model.bin"
+"""Read where there are no safetensors."""
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
@@ -115,7 +118,8 @@ def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any],
     dtype = None if dtype is None else float_type(dtype)
 
     def stored(param: Param, leaf: jax.Array) -> np.ndarray:
-        array = np.asarray(jax.device_get(leaf)).astype(param.dtype or dtype or leaf.dtype, copy=False)
+        kept = param.stored_dtype or param.dtype or dtype or leaf.dtype
+        array = np.asarray(jax.device_get(leaf)).astype(kept, copy=False)
         return np.ascontiguousarray(array.T if param.transposed else array)
 
     pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True)
@@ -155,6 +159,11 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
     handles = []
     try:
         for name in _weight_files(directory):
+            if name == TORCH_WEIGHTS:
+                file = TorchFile(directory / name)
+                handles.append(closing(file))
+                tensors |= file.tensors
+                continue
             try:
                 handle = safe_open(directory / name, framework="numpy")
             except (SafetensorError, OSError) as error:
@@ -172,7 +181,7 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """The names of the safetensors files, all of which are there."""
+    """The names of the files with the weights, all of which are there."""
     files = [WEIGHTS]
     index = directory / INDEX
     if index.exists():
@@ -184,8 +193,10 @@ def _weight_files(directory: Path) -> list[str]:
         files = sorted(set(shards.values()))
     # A name is looked for among the directory's own files, so none can lead out of it.
     present = {file.name for file in directory.iterdir() if file.is_file()}
+    if files == [WEIGHTS] and WEIGHTS not in present and TORCH_WEIGHTS in present:
+        return [TORCH_WEIGHTS]
     if missing := [name for name in files if name not in present]:
-        names = ", ".join(name if name.isprintable() else show(name) for name in missing[:5])
+        names = ", ".join(name if name.isprintable() and len(name) <= 100 else show(name) for name in missing[:5])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(f"{directory} lacks {names}{more}: download the checkpoint again, in safetensors format")
     return files

@@ -53,5 +53,5 @@ def grow(target: Target, *, hidden_size: int, intermediate_size: int, num_layers
     layers = target.params["layers"] + [silent] * (num_layers - config.num_layers)
     params = jax.tree.map(pad, declared, target.params | {"layers": layers})
     if target.mesh is not None:
-        params = jax.device_put(params, declarations.shardings(grown, target.mesh))
+        params = jax.device_put(params, declarations.shardings(declared, target.mesh, grown.axis_units))
     return replace(target, params=params, config=grown)

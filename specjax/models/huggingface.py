@@ -5,6 +5,7 @@ the field, its value and the mend. The tensors themselves are read and written b
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,15 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
-    try:  # "consolidated" is a second copy of the weights, in another layout
+
+    def fetch(patterns: list[str]) -> Path:  # "consolidated" is a second copy of the weights, in another layout
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
+
+    try:
+        directory = fetch(patterns)
+        if weights and not any(directory.glob("*.safetensors")):
+            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS])
+        return directory
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(
             f"{name!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
@@ -205,6 +213,21 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         )
     except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
+
+
+def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
+    """``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
+
+    Drafters' config.json often says nothing of them, or repeats what the target's says.
+    """
+    return replace(
+        config,
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
+        output_bias=f"{prefix}self_attn.o_proj.bias" in names,
+        mlp_bias=f"{prefix}mlp.gate_proj.bias" in names,
+        qk_norm=f"{prefix}self_attn.q_norm.weight" in names,
+        tie_embeddings=False,
+    )
 
 
 def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> None:

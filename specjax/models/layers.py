@@ -31,8 +31,9 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
-Piece = tuple[Entry, jax.Array]
-"""Keys and values of one layer to attend to, and ``[B|1, T|1, S]`` which of them each query sees."""
+Piece = tuple[Entry, jax.Array | None]
+"""Keys and values of one layer to attend to, and ``[B|1, T|1, S]`` bool, which of them each query sees. None: there is one for
+each query, its own, and it sees no other."""
 
 
 def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Array, "B T heads_d"]:
@@ -50,7 +51,9 @@ def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Arr
     # Axes in the order in which the products give and take them: another order costs a transposed copy.
     q = q.reshape(batch, count, kv_heads, heads // kv_heads, d).transpose(0, 2, 1, 3, 4) * d**-0.5
 
-    def score(keys: jax.Array, visible: jax.Array) -> jax.Array:
+    def score(keys: jax.Array, visible: jax.Array | None) -> jax.Array:
+        if visible is None:
+            return jnp.einsum("bktd,bktgd->bktg", keys, q, preferred_element_type=jnp.float32)[..., None]
         # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
         scores = jnp.einsum("bksd,bktgd->bkstg", keys, q, preferred_element_type=jnp.float32).transpose(0, 1, 3, 4, 2)
         return jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
@@ -59,12 +62,14 @@ def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Arr
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
 
-    def gather(weights: jax.Array, values: jax.Array) -> jax.Array:
+    def gather(weights: jax.Array, values: jax.Array, visible: jax.Array | None) -> jax.Array:
         weights = weights.astype(values.dtype)
+        if visible is None:
+            return weights.astype(jnp.float32) * values[:, :, :, None].astype(jnp.float32)
         return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
 
     weighted = zip(jnp.split(weights, sizes, axis=-1), pieces, strict=True)
-    attended = functools.reduce(jnp.add, [gather(weight, values) for weight, ((_, values), _) in weighted])
+    attended = functools.reduce(jnp.add, [gather(weight, values, seen) for weight, ((_, values), seen) in weighted])
     return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
 
 
@@ -73,10 +78,11 @@ def attention(
     config: ModelConfig,
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
-    mask: jax.Array,
+    mask: jax.Array | None,
     past: Sequence[Piece] = (),
 ) -> tuple[jax.Array, Entry]:
-    """Self-attention of one layer: over ``past``, and over the call's own tokens as ``mask [B|1, T, T]`` says.
+    """Self-attention of one layer: over ``past``, and over the call's own tokens as ``mask [B|1, T, T]`` says (without one,
+    each sees itself alone).
 
     ``past`` is only read: what the call adds is returned. So a pass may run inside a conditional, where XLA copies whatever
     is written.
@@ -107,7 +113,7 @@ def decoder_layer(
     config: ModelConfig,
     x: jax.Array,
     rotations: tuple[jax.Array, jax.Array],
-    mask: jax.Array,
+    mask: jax.Array | None,
     past: Sequence[Piece] = (),
 ) -> tuple[jax.Array, Entry]:
     """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`."""

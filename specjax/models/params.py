@@ -8,6 +8,7 @@ Matrices are stored ``(in, out)``, the transpose of what a Hugging Face checkpoi
 (benchmarks/README.md). The embedding stays ``(vocab, hidden)``, because its rows are looked up.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class Param:
         stddev: of a normal ``init``.
         transposed: the checkpoint holds the transpose.
         dtype: of this parameter, whatever the others' is: an index table is "int32". None: that of the model.
+        stored_dtype: in the checkpoint, where it is another one than ``dtype``.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,7 @@ class Param:
     stddev: float = 0.02
     transposed: bool = False
     dtype: str | None = None
+    stored_dtype: str | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -64,11 +67,11 @@ def declare(config: ModelConfig) -> Params:
         "norm": Param((config.hidden_size,), (None,), "model.norm.weight", "ones"),
     }
     if not config.tie_embeddings:
-        tree["lm_head"] = _matrix("lm_head", (config.hidden_size, None), (config.vocab_size, "vocab"))
+        tree["lm_head"] = matrix("lm_head", (config.hidden_size, None), (config.vocab_size, "vocab"))
     return tree
 
 
-def _matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | None], stddev: float = 0.02) -> Param:
+def matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | None], stddev: float = 0.02) -> Param:
     """The weight ``(in, out)`` of a linear layer, from the size and the logical axis of either side."""
     shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
     return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True)
@@ -87,14 +90,14 @@ def declare_layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
     layer = {
         "input_norm": norm("input_layernorm"),
-        "q": _matrix(f"{prefix}self_attn.q_proj", hidden, heads),
-        "k": _matrix(f"{prefix}self_attn.k_proj", hidden, kv_heads),
-        "v": _matrix(f"{prefix}self_attn.v_proj", hidden, kv_heads),
-        "o": _matrix(f"{prefix}self_attn.o_proj", heads, hidden, residual_stddev),
+        "q": matrix(f"{prefix}self_attn.q_proj", hidden, heads),
+        "k": matrix(f"{prefix}self_attn.k_proj", hidden, kv_heads),
+        "v": matrix(f"{prefix}self_attn.v_proj", hidden, kv_heads),
+        "o": matrix(f"{prefix}self_attn.o_proj", heads, hidden, residual_stddev),
         "post_norm": norm("post_attention_layernorm"),
-        "gate": _matrix(f"{prefix}mlp.gate_proj", hidden, mlp),
-        "up": _matrix(f"{prefix}mlp.up_proj", hidden, mlp),
-        "down": _matrix(f"{prefix}mlp.down_proj", mlp, hidden, residual_stddev),
+        "gate": matrix(f"{prefix}mlp.gate_proj", hidden, mlp),
+        "up": matrix(f"{prefix}mlp.up_proj", hidden, mlp),
+        "down": matrix(f"{prefix}mlp.down_proj", mlp, hidden, residual_stddev),
     }
     biased = ("q", "k", "v") * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
     for weight in biased:
@@ -107,16 +110,22 @@ def declare_layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
     return layer
 
 
-def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """Random parameters of ``config``; consumes ``key``."""
-    declared, tree = jax.tree.flatten(declare(config))
-    keys = jax.random.split(key, len(declared))
-    return jax.tree.unflatten(tree, [param.initialise(k, dtype) for param, k in zip(declared, keys, strict=True)])
+def initialise(
+    declared: Any, key: jax.Array, dtype: Any = jnp.float32, mesh: Mesh | None = None, units: Mapping[str, int] | None = None
+) -> Any:
+    """Random values of whatever is ``declared``, any pytree of `Param`, in its structure; consumes ``key``.
+
+    On a ``mesh`` they lie as declared; ``units`` as in `sharding.partition`.
+    """
+    params, tree = jax.tree.flatten(declared)
+    keys = jax.random.split(key, len(params))
+    values = jax.tree.unflatten(tree, [param.initialise(k, dtype) for param, k in zip(params, keys, strict=True)])
+    return values if mesh is None else jax.device_put(values, shardings(declared, mesh, units or {}))
 
 
-def shardings(config: ModelConfig, mesh: Mesh) -> Params:
-    """The `NamedSharding` of every parameter on ``mesh``."""
-    return jax.tree.map(lambda param: sharding.named(mesh, param.axes, config.axis_units), declare(config))
+def shardings(declared: Any, mesh: Mesh, units: Mapping[str, int]) -> Any:
+    """The `NamedSharding` on ``mesh`` of whatever is ``declared``; ``units`` as in `sharding.partition`."""
+    return jax.tree.map(lambda param: sharding.named(mesh, param.axes, units), declared)
 
 
 def count(params: Params) -> int:

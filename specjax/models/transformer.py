@@ -71,9 +71,7 @@ class Target:
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> "Target":
         """A model with random weights; consumes ``key``."""
-        params = declarations.init(config, key, dtype)
-        if mesh is not None:
-            params = jax.device_put(params, declarations.shardings(config, mesh))
+        params = declarations.initialise(declarations.declare(config), key, dtype, mesh, config.axis_units)
         return cls(params=params, config=config, mesh=mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:

@@ -14,18 +14,24 @@ class DataConfig:
     """What to train on.
 
     Attributes:
-        source: ``stdlib`` (the running Python's own source), or a directory or glob of text files.
+        source: ``stdlib`` (the running Python's own source); a file, a directory or a glob; or ``hf:OWNER/NAME``, with
+            ``:SPLIT`` or without, of the Hugging Face hub. Records of JSONL and Parquet files hold ``text``, or a conversation
+            as ``messages`` or ``conversations``, in OpenAI's form or ShareGPT's. Every other file is a text.
         tokenizer: a directory with tokenizer.json; empty: the target's, or where there is none a byte-level BPE
             tokenizer trained on the source.
         vocab_size: of a tokenizer trained here.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        responses_only: of conversations, learn from what the assistant wrote alone.
         window: tokens a training window.
         batch: windows a step.
-        holdout: share of the files kept for evaluation.
+        holdout: share of the documents kept for evaluation.
     """
 
     source: str = "stdlib"
     tokenizer: str = ""
     vocab_size: int = 3072
+    chat_template: str = ""
+    responses_only: bool = True
     window: int = 512
     batch: int = 8
     holdout: float = 0.02

@@ -1,8 +1,6 @@
-"""Text files to packed windows of tokens, in an order that is fixed by the seed and can be resumed."""
+"""Documents to packed windows of tokens, in an order that is fixed by the seed and can be resumed."""
 
-import glob
 import hashlib
-import sysconfig
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,63 +9,55 @@ import grain
 import numpy as np
 import tokenizers
 
+from specjax import text
 from specjax.config import ConfigError
+from specjax.training import chat
 from specjax.training.config import DataConfig
+from specjax.training.documents import Document, read_documents
 from specjax.training.tokenizer import read_tokenizer, train_tokenizer
 
-# Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables.
-_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
 
+def split_documents(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
+    """Those to train on and those held out. A document's side depends on its name alone, not on which others are there."""
 
-def find_files(source: str) -> list[Path]:
-    """The text files of ``source`` (see `DataConfig.source`), sorted by name.
+    def held_out(document: Document) -> bool:
+        return zlib.crc32(document.name.encode()) / 2**32 < holdout
 
-    Raises:
-        ConfigError: there are none.
-    """
-    if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)]
-    elif Path(source).is_dir():
-        files = [f for f in Path(source).rglob("*") if f.is_file()]
-    else:
-        files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
-    if not files:
-        raise ConfigError(f"data.source={source!r}: no files there; give 'stdlib', a directory or a glob")
-    return sorted(files)
-
-
-def split_files(files: Sequence[Path], holdout: float) -> tuple[list[Path], list[Path]]:
-    """Training and held-out files. A file's side depends on its name alone, not on which others are there."""
-
-    def held_out(file: Path) -> bool:
-        return zlib.crc32("/".join(file.parts[-2:]).encode()) / 2**32 < holdout
-
-    train, held = [f for f in files if not held_out(f)], [f for f in files if held_out(f)]
+    train, held = [d for d in documents if not held_out(d)], [d for d in documents if held_out(d)]
     if not train or not held:
-        raise ConfigError(f"data.holdout={holdout}: leaves {len(train)} files to train on and {len(held)} held out")
+        raise ConfigError(f"data.holdout={holdout}: leaves {len(train)} documents to train on and {len(held)} held out")
     return train, held
 
 
-def read_texts(files: Sequence[Path]) -> list[str]:
-    """The files' contents; bytes that are not UTF-8 become the replacement character."""
-    return [file.read_text(encoding="utf-8", errors="replace") for file in files]
-
-
-def pack(documents: Sequence[Sequence[int]], window: int) -> dict[str, np.ndarray]:
+def pack(documents: Sequence[Sequence[int]], window: int, masks: Sequence[np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Lay documents end to end and cut windows of ``window + 1`` tokens, neighbours sharing one token.
+
+    Args:
+        documents: token ids.
+        window: labels of a window.
+        masks: for each document, ``[tokens]`` bool, which of its tokens count as labels; None: all of them.
 
     Returns:
         ``tokens [W, window+1]`` int32; ``segments [W, window+1]`` int32, the number of the document of each token; and
-        ``loss_mask [W, window]`` bool, which labels count: in plain text all of them.
+        ``loss_mask [W, window]`` bool, which labels count. Windows in which none does are left out.
     """
     tokens = np.concatenate([np.asarray(d, np.int32) for d in documents])
+    counted = np.ones(len(tokens), bool) if masks is None else np.concatenate(masks)
     segments = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
     windows = (len(tokens) - 1) // window
     if windows < 1:
         raise ConfigError(f"data.window={window}: the text has only {len(tokens)} tokens")
     index = np.arange(windows)[:, None] * window + np.arange(window + 1)[None]
-    return {"tokens": tokens[index], "segments": segments[index], "loss_mask": np.ones((windows, window), bool)}
+    packed = {"tokens": tokens[index], "segments": segments[index], "loss_mask": counted[index[:, 1:]]}
+    useful = packed["loss_mask"].any(axis=1)
+    if not useful.any():
+        raise ConfigError(f"data.source: none of the {windows} windows holds a token that counts")
+    return {name: array[useful] for name, array in packed.items()}
+
+
+def count_labels(packed: dict[str, np.ndarray], vocab: int) -> np.ndarray:
+    """``[vocab]`` how often each token is a label that counts."""
+    return np.bincount(packed["tokens"][:, 1:][packed["loss_mask"]], minlength=vocab)
 
 
 class PackedWindows(grain.sources.RandomAccessDataSource):
@@ -94,14 +84,33 @@ def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.Datas
 
 def prepare(config: DataConfig) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The tokenizer, and the packed training and held-out windows of a `DataConfig`."""
-    train_files, held_files = split_files(find_files(config.source), config.holdout)
-    train, held = read_texts(train_files), read_texts(held_files)
-    tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(train, config.vocab_size)
+    train, held = split_documents(read_documents(config.source), config.holdout)
+    chats = [document for document in (*train, *held) if document.messages is not None]
+    if chats and len(chats) < len(train) + len(held):
+        raise ConfigError(f"data.source={config.source!r}: holds texts and conversations; give one kind")
+    if chats:
+        return _prepare_chats(config, train, held)
+    train_texts, held_texts = ([document.text or "" for document in part] for part in (train, held))
+    tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(train_texts, config.vocab_size)
 
-    def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+    def windows(texts: Sequence[str]) -> dict[str, np.ndarray]:
+        return pack([encoding.ids for encoding in tokenizer.encode_batch(texts)], config.window)
 
-    return tokenizer, pack(encode(train), config.window), pack(encode(held), config.window)
+    return tokenizer, windows(train_texts), windows(held_texts)
+
+
+def _prepare_chats(
+    config: DataConfig, train: Sequence[Document], held: Sequence[Document]
+) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    if not config.tokenizer:
+        raise ConfigError("data.tokenizer='': conversations need a tokenizer with a chat template; name its directory")
+    tokenizer = chat.with_template(text.load_tokenizer(Path(config.tokenizer)), config.chat_template)
+
+    def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
+        encoded = chat.encode(tokenizer, [document.messages or () for document in documents], config.responses_only)
+        return pack([ids for ids, _ in encoded], config.window, [mask for _, mask in encoded])
+
+    return tokenizer.backend_tokenizer, windows(train), windows(held)
 
 
 def fingerprint(*packed: dict[str, np.ndarray]) -> str:

@@ -24,6 +24,7 @@ from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from specjax.training import data
 from specjax.training.config import TrainConfig
+from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, evaluate, initial_state, make_batch, train_step
 from specjax.training.tokenizer import save_tokenizer
@@ -53,7 +54,9 @@ def train(config: TrainConfig) -> Path:
 
     key = jax.random.key(config.seed)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = initial_state(method, method.init(key, tokenizer, target, mesh), optimizer, mesh)
+    vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
+    given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh)
+    state = initial_state(method, method.init(key, given), optimizer, mesh)
     noise = jax.random.fold_in(key, 2**31)  # apart from what `init` draws from
     iterator = data.batches(packed, config.data.batch, config.seed)
     tokens_a_step = config.data.batch * config.data.window

@@ -114,7 +114,7 @@ def _with(trained: Any, student: Any) -> Any:
 
 @partial(jax.jit, static_argnames="method")
 def _evaluate_batch(student: Any, batch: Batch, target: Target | None, *, method: Method) -> Metrics:
-    return method.objective(student, batch, target)[1]
+    return method.evaluation(student, batch, target)
 
 
 def evaluate(

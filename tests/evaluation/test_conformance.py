@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from specjax.drafters import Drafter, DraftModel, EarlyExit, NoDraft, PromptLookup
+from specjax.drafters import Drafter, DraftModel, Eagle, Eagle3, EarlyExit, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.sampling import Sampling
@@ -19,11 +19,18 @@ METHODS = {
     "plain": lambda shape: NoDraft(),
     "draft model": lambda shape: DraftModel(tiny_target(seed=5, num_layers=1), draft=shape),
     "early exit": lambda shape: EarlyExit(layers=1, draft=shape),
+    "eagle": lambda shape: Eagle.init(tiny_target(), jax.random.key(3), shape),
+    "eagle3": lambda shape: Eagle3.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
 CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
-GROWN_ALIKE = [("early exit", "adaptive"), ("early exit", "static")]  # by the code that grows and verifies the draft model's
+GROWN_ALIKE = [  # by the code that grows and verifies the draft model's
+    ("early exit", "adaptive"),
+    ("early exit", "static"),
+    *[("eagle", shape) for shape in SHAPES if shape != "static"],
+    *[("eagle3", shape) for shape in ("adaptive", "static", "sampled")],
+]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in CASES]
 
 
@@ -42,11 +49,13 @@ SMALL = {  # two levels: with the bonus token, the three tokens that are compare
 LOSSLESS = [
     *[("draft model", shape, "block") for shape in SMALL],
     *[("early exit", shape, "block") for shape in ("chain", "sampled")],
+    ("eagle3", "sampled", "block"),  # a q over fewer tokens than the target has
     ("prompt lookup", "chain", "block"),
 ]
 # The rules themselves are tested where they are; this says that the engine hands them what they need.
 LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
-LOSSLESS += [pytest.param("early exit", "dynamic", "block", marks=pytest.mark.thorough)]
+OTHERS = [("early exit", "dynamic"), *[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
+LOSSLESS += [pytest.param(*case, "block", marks=pytest.mark.thorough) for case in OTHERS]
 
 
 def distribution_target():
@@ -56,6 +65,10 @@ def distribution_target():
 def small_drafter(method: str, shape: Shape) -> Drafter:
     if method == "draft model":
         return DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=shape)
+    if method == "eagle":
+        return Eagle.init(distribution_target(), jax.random.key(3), shape)
+    if method == "eagle3":
+        return Eagle3.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
     return METHODS[method](shape)
 
 

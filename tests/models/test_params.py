@@ -7,7 +7,8 @@ from tests.conftest import tiny_config
 
 def test_init_has_the_declared_shapes() -> None:
     config = tiny_config(qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
-    declared, made = params.declare(config), params.init(config, jax.random.key(0), jnp.bfloat16)
+    declared = params.declare(config)
+    made = params.initialise(declared, jax.random.key(0), jnp.bfloat16)
     assert jax.tree.structure(declared) == jax.tree.structure(made)
     for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(made), strict=True):
         assert leaf.shape == param.shape
@@ -21,4 +22,4 @@ def test_names_are_unique_and_the_count_is_right() -> None:
     assert len(names) == len(set(names))
     attention = 16 * 16 * 2 + 2 * 8 * 16
     layer = attention + 3 * 16 * 24 + 2 * 16
-    assert params.count(params.init(config, jax.random.key(0))) == 11 * 16 + 2 * layer + 16
+    assert params.count(params.initialise(params.declare(config), jax.random.key(0))) == 11 * 16 + 2 * layer + 16

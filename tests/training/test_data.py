@@ -2,31 +2,32 @@ import numpy as np
 import pytest
 
 from specjax.config import ConfigError
-from specjax.training import data
+from specjax.training import data, documents
 from specjax.training.config import DataConfig
+from specjax.training.documents import Document
 
 
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
-    names = {"/".join(file.parts) for file in data.find_files("stdlib")}
+    names = {"/".join(file.parts) for file in documents.find_files("stdlib")}
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any("site-packages" in name or "/test/" in name or "/encodings/" in name for name in names)
 
 
 def test_the_split_is_by_name_alone() -> None:
-    files = data.find_files("stdlib")
-    train, held = data.split_files(files, 0.1)
-    assert sorted(train + held) == files
-    assert 0.03 < len(held) / len(files) < 0.25
-    fewer_train, fewer_held = data.split_files(files[::2], 0.1)
+    everything = [Document(f"directory/{i}.py", text="text") for i in range(300)]
+    train, held = data.split_documents(everything, 0.1)
+    assert sorted((*train, *held), key=everything.index) == everything
+    assert 0.03 < len(held) / len(everything) < 0.25
+    fewer_train, fewer_held = data.split_documents(everything[::2], 0.1)
     assert set(fewer_train) <= set(train)
     assert set(fewer_held) <= set(held)
 
 
 def test_packing_loses_and_repeats_nothing() -> None:
-    documents = [[0, 5, 6], [0, 7], [0, 8, 9, 10, 11], [0, 1]]
-    packed = data.pack(documents, window=3)
-    flat = [token for document in documents for token in document]
-    owner = [i for i, document in enumerate(documents) for _ in document]
+    texts = [[0, 5, 6], [0, 7], [0, 8, 9, 10, 11], [0, 1]]
+    packed = data.pack(texts, window=3)
+    flat = [token for text in texts for token in text]
+    owner = [i for i, text in enumerate(texts) for _ in text]
     for i, (tokens, segments) in enumerate(zip(packed["tokens"], packed["segments"], strict=True)):
         assert tokens.tolist() == flat[3 * i : 3 * i + 4]
         assert segments.tolist() == owner[3 * i : 3 * i + 4]
@@ -55,7 +56,7 @@ def test_batches_are_fixed_by_the_seed_and_resume_anywhere() -> None:
 
 def test_bad_sources_are_refused_by_name(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"data\.source="):
-        data.find_files(str(tmp_path / "*.txt"))
+        documents.find_files(str(tmp_path / "*.txt"))
     with pytest.raises(ConfigError, match=r"data\.window=64"):
         data.pack([[1, 2, 3]], 64)
     (tmp_path / "a.txt").write_text("abc")

@@ -22,7 +22,7 @@ from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from specjax.training import loop, losses, step
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
-from specjax.training.methods import Distill, Lm, Method, windows
+from specjax.training.methods import Distill, Given, Lm, Method, windows
 from specjax.training.methods.whole_model import ModelSizes
 from specjax.training.optimizer import make_optimizer
 from tests.conftest import ASSETS
@@ -209,10 +209,10 @@ class TrainHead(Method):
     target: str = ""
     noise: float = 0.1
 
-    def init(self, key, tokenizer, target, mesh):
-        hidden = target.config.hidden_size
+    def init(self, key, given):
+        hidden = given.target.config.hidden_size
         fuse = jax.random.normal(key, (2 * hidden, hidden)) / 4
-        embed = target.params["embed"]
+        embed = given.target.params["embed"]
         return Head(params={"embed": embed, "ids": jnp.arange(3), "fuse": fuse})
 
     def objective(self, student, batch, target):
@@ -232,7 +232,7 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     """Frozen target, frozen and whole-number parameters, an export of its own: nothing in the loop is about models."""
     method = TrainHead(target=str(finished / "final"))
     target = Target.from_pretrained(method.target)
-    student = method.init(jax.random.key(0), None, target, None)
+    student = method.init(jax.random.key(0), Given(None, None, target))
     run = config(source, tmp_path / "head", method=method, optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2))
     state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))

@@ -1,12 +1,12 @@
 import pytest
 
 from specjax.config import ConfigError
-from specjax.training import data
+from specjax.training import documents
 from specjax.training.tokenizer import END_OF_TEXT, read_tokenizer, train_tokenizer
 
 
 def test_the_tokenizer_gives_any_text_back() -> None:
-    texts = data.read_texts(data.find_files("stdlib")[:40])
+    texts = [document.text for document in documents.read_documents("stdlib")[:40]]
     tokenizer = train_tokenizer(texts, 500)
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
     for text in (texts[3], "tabs\tand\r\nnewlines", "ünï 日本 🎉", "\x00"):

@@ -4,11 +4,14 @@ A new method is one file here with a `Method` (`base` says what that is), and on
 configuration files and the command line know it from there.
 """
 
-from specjax.training.methods.base import Method
+from specjax.training.methods.base import Given, Method
 from specjax.training.methods.distill import Distill
+from specjax.training.methods.eagle1 import Eagle1Training
+from specjax.training.methods.eagle3 import Eagle3Training
+from specjax.training.methods.hass import HassTraining
 from specjax.training.methods.lm import Lm
 
-AnyMethod = Lm | Distill
+AnyMethod = Lm | Distill | Eagle1Training | HassTraining | Eagle3Training
 """The table of methods: what the section ``method`` of a configuration can be, told apart by its ``name``."""
 
-__all__ = ["AnyMethod", "Distill", "Lm", "Method"]
+__all__ = ["AnyMethod", "Distill", "Eagle1Training", "Eagle3Training", "Given", "HassTraining", "Lm", "Method"]

@@ -1,9 +1,11 @@
 """What a training method is."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import jax
+import numpy as np
 import tokenizers
 from jax.sharding import Mesh
 
@@ -21,6 +23,29 @@ Batch = dict[str, jax.Array]
 """
 
 Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a student is made for.
+
+    Attributes:
+        tokenizer: of the text.
+        counts: ``[V]`` how often each token is a label that counts, in the windows to train on.
+        target: the frozen one, or None.
+        mesh: where the student is to lie; None is the default device.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    counts: np.ndarray
+    target: Target | None = None
+    mesh: Mesh | None = None
+
+    @property
+    def frozen_target(self) -> Target:
+        """The target, for methods that need one."""
+        assert self.target is not None
+        return self.target
 
 
 class Student(Protocol):
@@ -43,22 +68,24 @@ class Method:
         target: directory or hub id of the frozen target; a field of every method that learns from one.
         needs_target: whether it learns from one.
         whole_model: whether the student is a `Target`, so that a tokenizer is written beside it.
+        best_by: the held-out metric by which the best of several checkpoints is told; of a loss the smallest is best.
     """
 
     target: str = ""
     needs_target: ClassVar[bool] = True
     whole_model: ClassVar[bool] = False
+    best_by: ClassVar[str] = "loss"
 
     def check(self, window: int) -> None:
         """Refuse, with a ConfigError, fields out of range, before anything is read; ``window`` is the length T."""
         if self.needs_target and not self.target:
             raise ConfigError("method.target='': this method learns from a target; give its directory or hub id")
 
-    def init(self, key: jax.Array, tokenizer: tokenizers.Tokenizer, target: Target | None, mesh: Mesh | None) -> Student:
+    def init(self, key: jax.Array, given: Given) -> Student:
         """A student with random weights; consumes ``key``.
 
-        On a ``mesh`` its params lie as they are declared; arrays that lie elsewhere are copied to every device afterwards.
-        It may hold arrays of ``target``.
+        On a mesh its params lie as they are declared; arrays that lie elsewhere are copied to every device afterwards. It may
+        hold arrays of the target.
         """
         raise NotImplementedError
 
@@ -69,6 +96,10 @@ class Method:
         (`losses.mean_over_labels`). The metrics hold the loss itself as ``loss``.
         """
         raise NotImplementedError
+
+    def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
+        """What is reported of held-out windows: by default the metrics of the objective."""
+        return self.objective(student, batch, target)[1]
 
     def frozen(self, path: str) -> bool:
         """Whether the student's parameter at ``path`` ("params.layers.0.q") stays as it is. Whole numbers always do."""

@@ -5,14 +5,12 @@ from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import tokenizers
-from jax.sharding import Mesh
 
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.methods import windows
-from specjax.training.methods.base import Batch, Method, Metrics
+from specjax.training.methods.base import Batch, Given, Method, Metrics
 from specjax.training.methods.whole_model import ModelSizes
 
 
@@ -29,13 +27,14 @@ class Distill(Method):
     target: str = ""
     model: ModelSizes = ModelSizes()
     whole_model: ClassVar[bool] = True
+    best_by: ClassVar[str] = "acceptance"
 
     def check(self, window: int) -> None:
         super().check(window)
         self.model.check(window)
 
-    def init(self, key: jax.Array, tokenizer: tokenizers.Tokenizer, target: Target | None, mesh: Mesh | None) -> Target:
-        return self.model.init(key, tokenizer, target, mesh)
+    def init(self, key: jax.Array, given: Given) -> Target:
+        return self.model.init(key, given)
 
     def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats.

@@ -3,12 +3,11 @@
 from dataclasses import asdict, dataclass
 
 import jax
-import tokenizers
-from jax.sharding import Mesh
 
 from specjax.config import ConfigError
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
+from specjax.training.methods.base import Given
 from specjax.training.tokenizer import END_OF_TEXT
 
 
@@ -29,15 +28,15 @@ class ModelSizes:
         if window > self.max_positions:
             raise ConfigError(f"data.window={window} is longer than method.model.max_positions={self.max_positions}")
 
-    def init(self, key: jax.Array, tokenizer: tokenizers.Tokenizer, target: Target | None, mesh: Mesh | None) -> Target:
-        """A model with random weights; consumes ``key``. Beside a ``target`` it has that one's vocabulary and end tokens."""
-        end = tokenizer.token_to_id(END_OF_TEXT)
+    def init(self, key: jax.Array, given: Given) -> Target:
+        """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""
+        end, target = given.tokenizer.token_to_id(END_OF_TEXT), given.target
         if target is None:
             vocabulary = {
-                "vocab_size": tokenizer.get_vocab_size(),
+                "vocab_size": given.tokenizer.get_vocab_size(),
                 "bos_token_id": end,
                 "eos_token_ids": () if end is None else (end,),
             }
         else:  # whose vocabulary may be padded beyond its tokenizer's
             vocabulary = {name: getattr(target.config, name) for name in ("vocab_size", "bos_token_id", "eos_token_ids")}
-        return Target.init(ModelConfig(**asdict(self), **vocabulary, tie_embeddings=True), key, mesh=mesh)
+        return Target.init(ModelConfig(**asdict(self), **vocabulary, tie_embeddings=True), key, mesh=given.mesh)

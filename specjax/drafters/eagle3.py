@@ -1,0 +1,181 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840), and its variants by their published names.
+
+Against EAGLE-1 it reads several of the target's layers and not the last alone; it predicts tokens and no features, so that its
+own state is free; and it may draft from a small vocabulary of its own.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.drafters import eagle3_checkpoint
+from specjax.drafters.eagle3_checkpoint import Eagle3Config, Layout
+from specjax.drafters.expansion import Vocabulary
+from specjax.drafters.features import FeatureDrafter, layer_like
+from specjax.errors import InputError
+from specjax.models.cache import Entry
+from specjax.models.config import ModelConfig
+from specjax.models.layers import Piece, attention, decoder_layer, linear, mlp, rms_norm
+from specjax.models.params import Params
+from specjax.models.rope import rotations
+from specjax.models.transformer import Output, Target
+from specjax.tree import DynamicTree, Shape
+
+
+@struct.dataclass
+class Eagle3(FeatureDrafter):
+    """Reads several of the target's layers, joined by ``fc``; predicts tokens with a head of its own.
+
+    With g the feature, or the drafter's own state in its place, and e the embedding of the next token, the first layer is
+    ``x = g + attention([norm(e), norm(g)])`` and then an ordinary MLP. The head reads ``norm(x)``; x itself is fed back.
+
+    Attributes:
+        params: see `eagle3_checkpoint.declare`. ``d2t [Vd]``: its own token i is the target's ``i + d2t[i]``.
+        config: its shape.
+        draft: the shape of its drafts.
+        mesh: where the params live.
+    """
+
+    params: Params
+    config: Eagle3Config = struct.field(pytree_node=False)
+    draft: Shape = struct.field(pytree_node=False, default=DynamicTree())
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, draft: Shape = DynamicTree(), dtype: Any = None, mesh: Mesh | None = None
+    ) -> "Eagle3":
+        """Load a checkpoint as SafeAILab, SpecForge, SGLang, speculators, vLLM or ModelOpt write it; told by what is in it.
+
+        Args:
+            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.
+            draft: the shape of its drafts.
+            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
+            mesh: the target's.
+
+        Raises:
+            CheckpointError: a file, a field or a tensor is not as it must be.
+        """
+        params, config = eagle3_checkpoint.load(path, dtype, mesh)
+        return cls(params=params, config=config, draft=draft, mesh=mesh)
+
+    @classmethod
+    def init(
+        cls,
+        target: Target,
+        key: jax.Array,
+        draft: Shape = DynamicTree(),
+        *,
+        ids: np.ndarray | jax.Array | None = None,
+        taps: tuple[int, ...] | None = None,
+        variant: dict[str, bool] | None = None,
+        **sizes: Any,
+    ) -> "Eagle3":
+        """A drafter for ``target`` with random weights; consumes ``key``. Its head begins as the target's.
+
+        Args:
+            target: what it will draft for.
+            key: random.
+            draft: the shape of its drafts.
+            ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
+            taps: layers of the target whose input it reads; None: `default_taps`.
+            variant: flags of `Eagle3Config` such as ``norm_before_residual``.
+            sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
+        """
+        own = layer_like(target.config, **sizes)
+        taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
+        config = Eagle3Config(
+            layer=own,
+            draft_vocab_size=own.vocab_size if ids is None else len(ids),
+            target_hidden_size=target.config.hidden_size,
+            tap_count=len(taps),
+            taps=taps,
+            own_ids=ids is not None,
+            **(variant or {}),
+        )
+        params = eagle3_checkpoint.init(config, key, target.dtype, target.mesh)
+        if ids is not None:
+            params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
+        head = target.params["lm_head"] if "lm_head" in target.params else target.params["embed"].T
+        params["lm_head"] = head if ids is None else head[:, jnp.asarray(ids)]
+        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+
+    def save_pretrained(self, path: str | Path, dtype: Any = None, layout: Layout = "eagle3", target: str = "") -> None:
+        """Write a checkpoint in ``layout`` (see `eagle3_checkpoint`), in ``dtype`` (by default its own). All or nothing.
+
+        ``target`` is the target's directory or hub id, which the layout ``speculators`` names.
+        """
+        eagle3_checkpoint.save(Path(path), self.params, self.config, layout, dtype, target)
+
+    @property
+    def sizes(self) -> ModelConfig:
+        return self.config.layer
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        expected, found = self.config.target_hidden_size, target.config.hidden_size
+        if expected != found:
+            raise InputError(f"drafter: this Eagle3 reads a target of hidden size {expected}, and target has {found}")
+        layers, taps = target.config.num_layers, self.config.taps_of(target.config.num_layers)
+        if len(taps) != self.config.tap_count or not all(0 <= tap <= layers for tap in taps):
+            raise InputError(
+                f"drafter: this Eagle3 reads {self.config.tap_count} layers of the target, and of {layers} layers those would "
+                f"be {taps}: give the target that it was trained with"
+            )
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(sorted(set(self.config.taps_of(config.num_layers))))
+
+    def vocabulary(self, target: Target) -> Vocabulary | None:
+        if not self.config.own_ids:
+            return None
+        ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
+        return Vocabulary(ids=ids, size=target.config.vocab_size)
+
+    def features(self, output: Output) -> jax.Array:
+        taps = [output.taps[:, :, i] for i in range(output.taps.shape[2])]
+        if self.config.taps is not None and self.config.taps != tuple(sorted(set(self.config.taps))):
+            recorded = sorted(set(self.config.taps))
+            taps = [taps[recorded.index(tap)] for tap in self.config.taps]
+        if self.config.fc_norm:
+            taps = [rms_norm(x, weight, self.sizes.norm_eps) for x, weight in zip(taps, self.params["fc_norm"], strict=True)]
+        joined = jnp.concatenate(taps, axis=-1)
+        if self.config.norm_before_fc:
+            joined = rms_norm(joined, self.params["input_norm"], self.sizes.norm_eps)
+        return linear(self.params, "fc", joined)
+
+    def run(
+        self,
+        states: jax.Array,
+        embedded: jax.Array,
+        positions: jax.Array,
+        mask: jax.Array | None,
+        past: tuple[tuple[Piece, ...], ...],
+    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        config, eps = self.sizes, self.sizes.norm_eps
+        turn = rotations(config.rope, config.head_dim, positions)
+        first, *rest = self.params["layers"]
+        normed = rms_norm(states, first["hidden_norm"], eps)
+        both = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
+        attended, own = attention(first, config, both, turn, mask, past[0])
+        x = (normed if self.config.norm_before_residual else states) + attended
+        x = x + mlp(first, rms_norm(x, first["post_norm"], eps))
+        new = [own]
+        for layer, before in zip(rest, past[1:], strict=True):
+            x, own = decoder_layer(layer, config, x, turn, mask, before)
+            new.append(own)
+        return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(new)
+
+    def logits(self, target: Target, states: jax.Array) -> jax.Array:
+        x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
+        flat = x.reshape(-1, x.shape[-1])  # as in `layers.linear`
+        logits = jnp.matmul(flat, self.params["lm_head"], preferred_element_type=jnp.float32)
+        logits = logits.reshape(*x.shape[:-1], -1)
+        units = {"vocab": logits.shape[-1]}
+        return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)

@@ -1,0 +1,354 @@
+"""EAGLE-3's parameters, and the two layouts in which its checkpoints are published.
+
+``eagle3`` is the layout of SafeAILab, SpecForge and SGLang: the first layer's tensors begin with ``midlayer.``, config.json is
+a Llama model's with a few fields more, and ``eagle_config`` names the layers whose *output* is read. ``speculators`` is that
+of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``transformer_layer_config``, and the layers whose
+*input* is read. ModelOpt writes the first kind of config.json and the second kind of names.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax.errors import InputError
+from specjax.models import checkpoint, huggingface
+from specjax.models import params as declarations
+from specjax.models.config import ModelConfig
+from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, read_json, whole
+from specjax.models.params import Param, Params, matrix
+from specjax.models.transformer import default_dtype
+
+Layout = Literal["eagle3", "speculators"]
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+
+_FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
+"""How the names of the first layer's tensors begin."""
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape of an `Eagle3`.
+
+    Attributes:
+        layer: of its decoder layers; ``vocab_size`` is the target's.
+        draft_vocab_size: tokens that it can draft, Vd.
+        target_hidden_size: of the target's layers.
+        tap_count: how many of the target's layers it reads.
+        taps: those whose *input* it reads, in the order in which they are joined; None: `default_taps` of the target.
+        norm_before_residual: the first layer adds to the state that it has normed, not to the state as it came.
+        norm_before_fc: one norm over all taps together.
+        fc_norm: a norm of its own for each tap (EAGLE-3.1).
+        norm_output: the state is fed back after the final norm (EAGLE-3.1), not before.
+        own_embedding: whether it brings an embedding, and does not use the target's.
+        own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    tap_count: int = 3
+    taps: tuple[int, ...] | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    own_ids: bool = True
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise InputError("norm_before_fc and fc_norm exclude each other: one norm over all taps, or one for each")
+        if self.taps is not None and len(self.taps) != self.tap_count:
+            raise InputError(f"taps={self.taps}: the weights are made for {self.tap_count} layers of the target")
+        if self.layer.hidden_size != self.target_hidden_size and not self.own_embedding:
+            raise InputError(
+                f"hidden_size={self.layer.hidden_size} and the target's is {self.target_hidden_size}: such a drafter needs an "
+                "embedding of its own, and has none"
+            )
+
+    def taps_of(self, layers: int) -> tuple[int, ...]:
+        """The taps of a target with ``layers`` layers, in the order in which they are joined."""
+        return default_taps(layers) if self.taps is None else self.taps
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """The taps of a target with so many layers: low, middle and high, as in the published code: 2, L // 2 and L - 3.
+
+    A target of fewer than 7 layers has no three such layers. Then they are spread evenly, from the output of its first layer to
+    that of its last: three of them, or as many as there are.
+    """
+    if layers >= 7:
+        return (2, layers // 2, layers - 3)
+    return tuple(sorted({round(tap) for tap in np.linspace(1, layers, 3).tolist()}))
+
+
+def declare(config: Eagle3Config, layout: Layout = "eagle3") -> Params:
+    """The `Param` declarations, with the names of ``layout``."""
+    layer, hidden = config.layer, config.layer.hidden_size
+    first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
+
+    def norm(name: str, size: int = hidden) -> Param:
+        return Param((size,), (None,), f"{name}.weight", "ones")
+
+    layers = [declarations.declare_layer(layer, f"layers.{i}." if i else first) for i in range(layer.num_layers)]
+    layers[0]["hidden_norm"] = norm(f"{first}hidden_norm")
+    for name in ("q", "k", "v"):  # which read an embedding beside the state
+        inputs, outputs = layers[0][name].shape
+        layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
+    tree: Params = {
+        "fc": matrix("fc", (fused, None), (hidden, None)),
+        "layers": layers,
+        "norm": norm("norm"),
+        "lm_head": matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab")),
+    }
+    if config.norm_before_fc:
+        tree["input_norm"] = norm("input_norm", fused)
+    if config.fc_norm:
+        tree["fc_norm"] = [norm(f"fc_norm.{i}", config.target_hidden_size) for i in range(config.tap_count)]
+    if config.own_embedding:
+        tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
+    if config.own_ids:
+        tree["d2t"] = Param((config.draft_vocab_size,), (None,), "d2t", "zeros", dtype="int32", stored_dtype="int64")
+    return tree
+
+
+def units(config: Eagle3Config) -> dict[str, int]:
+    """As `ModelConfig.axis_units`."""
+    return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
+
+
+def init(config: Eagle3Config, key: jax.Array, dtype: Any, mesh: Mesh | None) -> Params:
+    """Random parameters; consumes ``key``. ``d2t`` is 0: draft token i is the target's token i."""
+    return declarations.initialise(declare(config), key, dtype, mesh, units(config))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def is_eagle3(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 drafter."""
+    named = raw.get("architectures")
+    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+    return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
+
+
+def load(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> tuple[Params, Eagle3Config]:
+    """The parameters and the shape of a checkpoint in either layout.
+
+    Raises:
+        CheckpointError: a file, a field or a tensor is not as it must be; ``d2t`` or ``t2d`` is missing or wrong.
+    """
+    directory = huggingface.locate(path)
+    file = directory / "config.json"
+    shapes = checkpoint.stored_shapes(directory)
+    layout: Layout = "eagle3" if "midlayer.self_attn.q_proj.weight" in shapes else "speculators"
+    try:
+        config = _read_config(read_json(file), str(file), shapes, layout)
+    except CheckpointError:
+        raise
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    _check_tables(directory, config, shapes, layout)
+    declared = declare(config, layout)
+    if "t2d" in shapes:
+        declared["t2d"] = _T2D(config)
+    params = checkpoint.read(
+        directory,
+        declared,
+        dtype or default_dtype(),
+        what="an EAGLE-3 drafter with this config.json",
+        ignored=("*rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight"),
+        mesh=mesh,
+        units=units(config),
+    )
+    drafted = params.pop("t2d", None)
+    if config.own_ids:
+        _check_ids(directory, config, np.asarray(params["d2t"]), None if drafted is None else np.asarray(drafted))
+    return params, config
+
+
+def _T2D(config: Eagle3Config) -> Param:  # noqa: N802 - named as the tensor is
+    """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
+    return Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")
+
+
+def _ids(default: Any = None) -> Field:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and 0 < len(value) <= 64 and all(type(i) is int and -1 <= i < 10_000 for i in value)
+
+    return Field("a list of at most 64 layer numbers", accepts, default)
+
+
+_FLAGS: dict[str, Field] = {
+    name: flag(default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+}
+_FIELDS: dict[str, Field] = {
+    "draft_vocab_size": whole(1, 10_000_000, default=None),
+    "target_hidden_size": whole(1, 1_000_000, default=None),
+    "eagle_aux_hidden_state_layer_ids": _ids(),
+    "eagle_config": mapping(default=None),
+    "transformer_layer_config": mapping(default=None),
+}
+_LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what equals transformers' defaults
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+}
+
+
+def _read_config(raw: dict[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> Eagle3Config:
+    fields = check_fields(raw, _FIELDS, source)
+    nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
+    flags = check_fields({**nested, **raw}, _FLAGS, source)
+    if described is None:
+        layer = huggingface.parse_config(raw, source)
+    else:
+        kind = described.get("model_type", "qwen3")  # as speculators reads it
+        layer = huggingface.parse_config(
+            {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **described}, f"{source}: transformer_layer_config"
+        )
+    first = _FIRST_LAYER[layout]
+    if f"{first}self_attn.q_proj.weight" not in shapes:
+        raise CheckpointError(
+            f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no 'layers.0.self_attn.q_proj.weight': "
+            "these are not the weights of an EAGLE-3 drafter"
+        )
+    layer = huggingface.with_switches(layer, shapes, first)
+    target_hidden = fields["target_hidden_size"] or layer.hidden_size
+    fused = shapes.get("fc.weight", (0, 0))[-1]
+    if fused == 0 or fused % target_hidden:
+        raise CheckpointError(
+            f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
+            "set target_hidden_size"
+        )
+    return Eagle3Config(
+        layer=layer,
+        draft_vocab_size=fields["draft_vocab_size"] or layer.vocab_size,
+        target_hidden_size=target_hidden,
+        tap_count=fused // target_hidden,
+        taps=_read_taps(fields, nested, source),
+        **flags | {name: flags[name] or tensor in shapes for name, tensor in _NORM_TENSORS.items()},
+        own_embedding="embed_tokens.weight" in shapes,
+        own_ids="d2t" in shapes,
+    )
+
+
+_NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+
+
+def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> tuple[int, ...] | None:
+    """The layers whose input is read. Inside ``eagle_config`` stand the layers whose output is."""
+    if (entering := fields["eagle_aux_hidden_state_layer_ids"]) is not None:
+        return tuple(entering)
+    table = {"eagle_aux_hidden_state_layer_ids": _ids()}
+    left = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
+    return None if left is None else tuple(layer + 1 for layer in left)
+
+
+def _check_tables(directory: Path, config: Eagle3Config, names: Collection[str], layout: Layout) -> None:
+    """See that the files say which of the target's tokens the drafter's are."""
+    if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in names and "t2d" not in names:
+        return
+    # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
+    for name in ("d2t", "t2d") if layout == "eagle3" else ("d2t",):
+        if name not in names:
+            raise CheckpointError(
+                f"{directory}: {name!r} is missing: it says which of the target's {config.layer.vocab_size} tokens the "
+                f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
+            )
+
+
+def _check_ids(directory: Path, config: Eagle3Config, d2t: np.ndarray, t2d: np.ndarray | None) -> None:
+    ids = np.arange(len(d2t)) + d2t
+    if ids.min() < 0 or ids.max() >= config.layer.vocab_size or len(np.unique(ids)) < len(ids):
+        raise CheckpointError(
+            f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, "
+            "to each another"
+        )
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), np.sort(ids)):
+        raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def save(
+    directory: Path, params: Params, config: Eagle3Config, layout: Layout = "eagle3", dtype: Any = None, target: str = ""
+) -> None:
+    """Write a checkpoint in ``layout``, which `load` reads back bit for bit. All of it or nothing.
+
+    ``target`` names the target, a directory or hub id: speculators and vLLM read from config.json what to draft for.
+    """
+    declared, arrays = declare(config, layout), dict(params)
+    if config.own_ids:
+        ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
+        declared["t2d"], arrays["t2d"] = _T2D(config), jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)
+    kept = checkpoint.float_type(dtype or params["fc"].dtype).name
+    content = _speculators_config(config, kept, target) if layout == "speculators" else _eagle3_config(config, kept)
+    checkpoint.write(directory, declared, arrays, {"config.json": content}, dtype)
+
+
+def _flags(config: Eagle3Config) -> dict[str, bool]:
+    return {name: getattr(config, name) for name in _FLAGS}
+
+
+def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    content = huggingface.format_config(config.layer, dtype) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **_flags(config),
+    }
+    if config.taps is not None:
+        outputs = [tap - 1 for tap in config.taps]
+        content["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
+    return content
+
+
+def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.2.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **_flags(config),
+        "eagle_aux_hidden_state_layer_ids": None if config.taps is None else list(config.taps),
+        "transformer_layer_config": huggingface.format_config(config.layer, dtype),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"name_or_path": target or None, "architectures": []},
+        },
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+
+
+def describe(directory: Path) -> str:
+    """One line on a written checkpoint: which layers' ids stand in it, and what they mean."""
+    raw = json.loads((directory / "config.json").read_text())
+    if "speculators_model_type" in raw:
+        return f"eagle_aux_hidden_state_layer_ids={raw['eagle_aux_hidden_state_layer_ids']}: the layers that are entered"
+    outputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return f"eagle_config.eagle_aux_hidden_state_layer_ids={outputs}: the layers whose output is read"

@@ -1,0 +1,63 @@
+"""Conversations to tokens, and which of them the assistant wrote.
+
+The model's own chat template says both. A template marks what the assistant writes with ``{% generation %}``; one that does not
+gives a mask without a single token, and a run that trained on it would learn nothing: it is refused.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.config import ConfigError
+from specjax.training.documents import Message
+
+Encoded = tuple[list[int], np.ndarray]
+"""Token ids, and ``[tokens]`` bool, which of them are to be learnt."""
+
+
+def with_template(tokenizer: Any, file: str) -> Any:
+    """``tokenizer`` with the chat template in ``file``; as it is where that is empty. Raises `ConfigError` without a file."""
+    if file:
+        try:
+            tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"data.chat_template={file!r}: cannot be read ({error}): name a Jinja file") from None
+    return tokenizer
+
+
+def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses_only: bool) -> list[Encoded]:
+    """The tokens of each conversation, in the tokenizer's chat template, and which of them count.
+
+    Args:
+        tokenizer: transformers' own.
+        conversations: lists of messages.
+        responses_only: only what the assistant wrote counts, not the whole conversation.
+
+    Raises:
+        ConfigError: there is no template, it refuses a conversation, or it marks nothing as the assistant's.
+    """
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise ConfigError("data.tokenizer: has no chat template; name a file with one as data.chat_template")
+    encoded: list[Encoded] = []
+    for number, messages in enumerate(conversations, 1):
+        try:
+            found = tokenizer.apply_chat_template(
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only
+            )
+        except TemplateError as error:
+            raise ConfigError(f"data.source: the chat template refuses conversation {number} ({error})") from None
+        ids = list(found["input_ids"])
+        mask = np.array(found["assistant_masks"], bool) if responses_only else np.ones(len(ids), bool)
+        encoded.append((ids, mask))
+    if encoded and not any(mask.any() for _, mask in encoded):
+        first_line = tokenizer.chat_template.strip().splitlines()[0][:80]
+        raise ConfigError(
+            "data.tokenizer: its chat template marks no token as the assistant's, so nothing would be learnt. The template "
+            f"(it begins with {first_line!r}) must put what the assistant writes between {{% generation %}} and "
+            "{% endgeneration %}: give such a file as data.chat_template, or set data.responses_only: false"
+        )
+    return encoded

@@ -1,0 +1,147 @@
+"""What is trained on: documents, which are texts or conversations, from files or the hub.
+
+A conversation is a list of messages, ``{"role": …, "content": …}``, whatever form it was stored in.
+"""
+
+import glob
+import json
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.config import ConfigError
+
+Message = dict[str, str]
+
+_STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"}
+"""Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables."""
+
+_RECORD_FILES = {".jsonl", ".parquet"}
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
+"""The roles that ShareGPT, OpenAI and others write, and the role that is meant."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text or a conversation; one of the two.
+
+    Attributes:
+        name: decides whether it is held out; the same wherever the others lie.
+        text: the text.
+        messages: the conversation.
+    """
+
+    name: str
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of a ``source`` that is no hub id: "stdlib", a file, a directory or a glob; sorted by name.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in root.rglob("*.py") if not _STDLIB_SKIPPED.intersection(f.relative_to(root).parts)]
+    elif Path(source).is_dir():
+        files = [f for f in Path(source).rglob("*") if f.is_file()]
+    else:
+        files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
+    if not files:
+        raise ConfigError(f"data.source={source!r}: no files there; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
+    return sorted(files)
+
+
+def read_documents(source: str) -> list[Document]:
+    """The documents of ``source``, in an order that is the same each time.
+
+    Args:
+        source: files as for `find_files`: of ``.jsonl`` and ``.parquet`` files every record is a document, of others every file
+            is a text. Or ``hf:OWNER/NAME`` or ``hf:OWNER/NAME:SPLIT``, a data set of the hub; the split is "train" by default.
+
+    Raises:
+        ConfigError: there are none, or a record is neither a text nor a conversation.
+    """
+    if source.startswith("hf:"):
+        return list(_of_hub(source))
+    documents: list[Document] = []
+    for file in find_files(source):
+        if file.suffix in _RECORD_FILES:
+            documents += _of_records(file)
+        else:  # bytes that are not UTF-8 become the replacement character
+            documents.append(Document("/".join(file.parts[-2:]), text=file.read_text(encoding="utf-8", errors="replace")))
+    return documents
+
+
+def parse_record(record: Any, where: str) -> Document:
+    """The document in a record: ``text``; or ``messages`` or ``conversations``, as OpenAI (role, content) or ShareGPT (from,
+    value) write them.
+
+    Raises:
+        ConfigError: it is none of these; ``where`` says which record it is.
+    """
+    if isinstance(record, Mapping):
+        for field in ("messages", "conversations"):
+            if isinstance(record.get(field), Sequence) and not isinstance(record[field], str):
+                return Document(where, messages=tuple(_message(entry, f"{where}: {field}") for entry in record[field]))
+        if isinstance(record.get("text"), str):
+            return Document(where, text=record["text"])
+    fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+    raise ConfigError(f"{where}: has {fields}; a record needs text, or messages or conversations, a list of messages")
+
+
+def _message(entry: Any, where: str) -> Message:
+    if isinstance(entry, Mapping):
+        role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+        if isinstance(content, str) and isinstance(role, str):
+            if role.lower() not in _ROLES:
+                raise ConfigError(f"{where}: role {role!r}: must be one of {', '.join(_ROLES)}")
+            return {"role": _ROLES[role.lower()], "content": content}
+    raise ConfigError(f"{where}: a message needs role and content, or from and value, and both must be text")
+
+
+def _of_records(file: Path) -> Iterator[Document]:
+    name = "/".join(file.parts[-2:])
+    if file.suffix == ".parquet":
+        from datasets import Dataset
+
+        try:
+            records = Dataset.from_parquet(str(file))
+        except Exception as error:  # pyarrow and datasets raise whatever a damaged file makes them stumble over
+            raise ConfigError(f"{file}: cannot be read as Parquet ({type(error).__name__}): make it again") from None
+        yield from (parse_record(record, f"{name}:{number}") for number, record in enumerate(records, 1))
+        return
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}:{number}: not JSON ({error})") from None
+        yield parse_record(record, f"{name}:{number}")
+
+
+def _of_hub(source: str) -> Iterator[Document]:
+    _, name, *split = source.split(":")
+    from datasets import load_dataset
+
+    try:
+        records = load_dataset(name, split=":".join(split) or "train")
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise ConfigError(
+            f"data.source={source!r}: the hub did not give it ({type(error).__name__}): check the spelling, the split, the "
+            "network, and for gated data the login"
+        ) from None
+    for number, record in enumerate(records):
+        yield parse_record(record, f"{name}:{number}")

@@ -1,0 +1,45 @@
+"""EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the drafter learns to predict the target's next feature, and its tokens."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+
+from specjax.drafters.eagle import Eagle
+from specjax.models.transformer import Target
+from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.feature_loss import feature_loss
+from specjax.training.methods.unrolling import layer_sizes, simulate
+
+
+@dataclass(frozen=True)
+class Eagle1Training(Method):
+    """Section 4.1 of the paper: SmoothL1 of the feature plus ``token_weight`` times the cross entropy of its tokens.
+
+    Attributes:
+        name: the method.
+        target: directory or hub id of the target.
+        intermediate_size: of the drafter's MLP; 0 is the target's.
+        token_weight: of the cross entropy.
+        noise: width of the uniform noise on the features that the drafter reads, in a window of 512 tokens.
+        remat: work inner values out again for the gradient, and keep fewer.
+    """
+
+    name: Literal["eagle1"] = "eagle1"
+    target: str = ""
+    intermediate_size: int = 0
+    token_weight: float = 0.1
+    noise: float = 0.2
+    remat: bool = False
+    best_by: ClassVar[str] = "acceptance_length"
+
+    def init(self, key: jax.Array, given: Given) -> Eagle:
+        return Eagle.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))
+
+    def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        assert target is not None
+        return feature_loss(student, batch, target, token_weight=self.token_weight, noise=self.noise, remat=self.remat)
+
+    def evaluation(self, student: Eagle, batch: Batch, target: Target | None) -> Metrics:
+        assert target is not None
+        return simulate(student, batch, target)

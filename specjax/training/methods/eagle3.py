@@ -1,0 +1,108 @@
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens alone, over all the steps that the drafter will take."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import ConfigError
+from specjax.drafters.eagle3 import Eagle3
+from specjax.models.transformer import Target
+from specjax.training import losses
+from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.unrolling import counted, expected, layer_sizes, simulate, unroll
+from specjax.training.methods.windows import read
+
+
+@dataclass(frozen=True)
+class Eagle3Training(Method):
+    """Training-time test: the sum over steps k of ``decay ** k`` times the cross entropy to the target's distribution.
+
+    Attributes:
+        name: the method.
+        target: directory or hub id of the target.
+        draft_vocab_size: tokens that the drafter can draft, the most frequent of those it is trained on; 0 is all.
+        intermediate_size: of the drafter's MLP; 0 is the target's.
+        layers: of the drafter.
+        taps: layers of the target whose input it reads; empty: low, middle and high.
+        norm_before_residual: see `Eagle3Config`, as the next three.
+        norm_before_fc: one norm over all taps.
+        fc_norm: a norm for each tap (EAGLE-3.1).
+        norm_output: feed the normed state back (EAGLE-3.1).
+        steps: of the training-time test.
+        decay: of the later steps' weight.
+        remat: work inner values out again for the gradient, and keep fewer.
+    """
+
+    name: Literal["eagle3"] = "eagle3"
+    target: str = ""
+    draft_vocab_size: int = 0
+    intermediate_size: int = 0
+    layers: int = 1
+    taps: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    steps: int = 7
+    decay: float = 0.8
+    remat: bool = False
+    best_by: ClassVar[str] = "acceptance_length"
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if self.steps < 1 or self.layers < 1:
+            raise ConfigError(f"method.steps={self.steps}, method.layers={self.layers}: must be at least 1")
+        if self.steps + 1 >= window:
+            raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
+
+    def init(self, key: jax.Array, given: Given) -> Eagle3:
+        target = given.frozen_target
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return Eagle3.init(
+            target,
+            key,
+            ids=most_frequent(given.counts, self.draft_vocab_size) if self.draft_vocab_size else None,
+            taps=self.taps or None,
+            variant={name: getattr(self, name) for name in names},
+            **layer_sizes(self.intermediate_size),
+            num_layers=self.layers,
+        )
+
+    def objective(self, student: Eagle3, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """In nats. Positions at which the target's likeliest token cannot be drafted do not count."""
+        assert target is not None
+        output = read(target, batch, student.taps(target.config))
+        vocabulary = student.vocabulary(target)
+        features = student.features(output)
+        total, metrics = jnp.zeros(()), {}
+        for step, states in enumerate(unroll(student, batch, target, features, self.steps, detach=False, remat=self.remat)):
+            theirs = expected(output, step)[1]
+            mask = counted(batch, step)
+            if vocabulary is not None:
+                best = jnp.argmax(theirs, axis=-1)
+                theirs = jnp.take(theirs, vocabulary.ids, axis=-1)
+                mask = mask & jnp.any(best[..., None] == vocabulary.ids, axis=-1)
+            ours = student.logits(target, states)
+            each = -jnp.sum(jax.nn.softmax(theirs) * jax.nn.log_softmax(ours), axis=-1)
+            loss = losses.mean_over_positions(each, mask)
+            total += self.decay**step * loss
+            metrics |= {f"loss_{step}": loss}
+        return total, {"loss": total, **metrics}
+
+    def evaluation(self, student: Eagle3, batch: Batch, target: Target | None) -> Metrics:
+        assert target is not None
+        return simulate(student, batch, target)
+
+
+def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
+    """``[size]`` the most frequent tokens by ``counts [V]``, ascending; of equally frequent ones the lower ids.
+
+    Raises:
+        ConfigError: the vocabulary is smaller than that.
+    """
+    if size > len(counts):
+        raise ConfigError(f"method.draft_vocab_size={size}: the target has {len(counts)} tokens; give 0 for all of them")
+    return np.sort(np.argsort(-counts, kind="stable")[:size])

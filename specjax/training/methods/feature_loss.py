@@ -1,0 +1,58 @@
+"""The loss of drafters that predict features: EAGLE-1's, and HASS's, which adds steps and a term to it."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters.eagle import Eagle
+from specjax.models.transformer import Target
+from specjax.training import losses
+from specjax.training.methods.base import Batch, Metrics
+from specjax.training.methods.unrolling import counted, expected, smooth_l1, unroll
+from specjax.training.methods.windows import read
+
+
+def feature_loss(
+    student: Eagle,
+    batch: Batch,
+    target: Target,
+    *,
+    steps: int = 1,
+    token_weight: float = 0.1,
+    top_k: int = 10,
+    top_k_weight: float = 0.0,
+    noise: float = 0.0,
+    remat: bool = False,
+) -> tuple[jax.Array, Metrics]:
+    """SmoothL1 of the feature, and cross entropies of the tokens that the target expects there; the mean over the steps.
+
+    Args:
+        student: the drafter.
+        batch: the windows.
+        target: whose features are predicted.
+        steps: see `unroll`; states are detached between them.
+        token_weight: of the cross entropy to the target's distribution.
+        top_k: how many of the target's likeliest tokens the last term is over.
+        top_k_weight: of the same cross entropy over those tokens alone, their probabilities as they are (HASS, equation 3).
+        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T.
+        remat: as in `unroll`.
+    """
+    output = read(target, batch)
+    features, count = output.hidden, output.hidden.shape[1]
+    if noise:
+        width = noise * 512 / count
+        features = features + jax.random.uniform(batch["key"], features.shape, features.dtype, -width / 2, width / 2)
+    total, metrics = jnp.zeros(()), {}
+    for step, states in enumerate(unroll(student, batch, target, features, steps, detach=True, remat=remat)):
+        mask = counted(batch, step)
+        wanted, theirs = expected(output, step)
+        p, log_q = jax.nn.softmax(theirs), jax.nn.log_softmax(student.logits(target, states))
+        of_feature = losses.mean_over_positions(smooth_l1(states, wanted), mask)
+        of_token = losses.mean_over_positions(-jnp.sum(p * log_q, axis=-1), mask)
+        loss = of_feature + token_weight * of_token
+        if top_k_weight:
+            best, tokens = jax.lax.top_k(p, top_k)
+            over_best = -jnp.sum(best * jnp.take_along_axis(log_q, tokens, axis=-1), axis=-1)
+            loss += top_k_weight * losses.mean_over_positions(over_best, mask)
+        total += loss / steps
+        metrics |= {f"feature_loss_{step}": of_feature, f"token_loss_{step}": of_token}
+    return total, {"loss": total, **metrics}

@@ -1,0 +1,116 @@
+"""Drafters that read the target's features: what they draft, against reading the whole text again for every token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import Eagle, Eagle3
+from specjax.drafters.features import FeatureDrafter
+from specjax.sampling import Sampling
+from specjax.training.methods.unrolling import counted, unroll
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+
+IDS = np.array([0, 1, 3, 4, 7, 8, 10])
+
+
+def strong(drafter):
+    """Weights so large that every key, position and state matters."""
+    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+
+
+DRAFTERS = {
+    "eagle": lambda target: strong(Eagle.init(target, jax.random.key(3), Chain(3))),
+    "eagle3": lambda target: strong(Eagle3.init(target, jax.random.key(3), Chain(3), ids=IDS, taps=(0, 1))),
+    "eagle3.1": lambda target: strong(
+        Eagle3.init(target, jax.random.key(3), Chain(3), variant={"fc_norm": True, "norm_output": True}, num_layers=2)
+    ),
+}
+
+
+def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int) -> jax.Array:
+    """The drafter's states ``[len(tokens) - 1, H]`` at all pairs of a text of which the target has read ``known`` tokens.
+
+    Every pair is read by a pass of its own over all pairs up to it: no cache, no scratch, no mask but the causal one.
+    """
+    output = target.forward(tokens[None, :known], taps=drafter.taps(target.config))[0]
+    states = list(drafter.features(output)[0])
+    embedded = drafter.embed(target, tokens[None, 1:])
+    found = []
+    for pair in range(len(tokens) - 1):
+        inputs = jnp.stack(states[: pair + 1])[None]
+        count = pair + 1
+        causal, nothing = jnp.tril(jnp.ones((1, count, count), bool)), ((),) * drafter.sizes.num_layers
+        run, _ = drafter.run(inputs, embedded[:, :count], jnp.arange(count)[None], causal, nothing)
+        found.append(run[0, -1])
+        if count >= known:  # beyond what the target has read its own state is the next feature
+            states.append(found[-1])
+    return jnp.stack(found)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_are_those_of_reading_everything_again(name) -> None:
+    """Prompts of different lengths, one of a single token, and accepted tokens in between."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 10, 0, 0], [3, 0, 0, 0, 0]])
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, prompts, np.array([5, 3, 1]), options)
+    propose, advance = jax.jit(engine.propose_step), jax.jit(engine.advance)
+    for step in range(4):
+        draft, drafting = propose(target, drafter, state)
+        for row in range(3):
+            text = np.asarray(state.tokens[row, : int(state.lengths[row])])
+            if len(text) == 1:
+                continue  # nothing has been read: there is no pair to draft from
+            drafted = np.asarray(draft.tokens[row, 1:])
+            states = slow_states(drafter, target, np.concatenate([text, drafted[:-1]]), known=len(text) - 1)
+            logits = np.asarray(drafter.logits(target, states[len(text) - 2 :]))
+            vocabulary = drafter.vocabulary(target)
+            expected = logits.argmax(-1) if vocabulary is None else np.asarray(vocabulary.ids)[logits.argmax(-1)]
+            assert drafted.tolist() == expected.tolist(), (step, row)
+        state, _ = advance(target, drafter, drafting, draft)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
+    """Every step at every position of a window with two documents, against reading one document up to there, token by token."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    tokens = np.random.default_rng(1).integers(0, 11, 12)
+    segments = np.array([0] * 5 + [1] * 7)
+    batch = {"tokens": jnp.asarray(tokens[None]), "segments": jnp.asarray(segments[None]), "loss_mask": jnp.ones((1, 11), bool)}
+    mask = jnp.tril(jnp.ones((11, 11), bool)) & (segments[:-1, None] == segments[None, :-1])
+    output = target.forward(tokens[None, :-1], mask=mask[None], taps=drafter.taps(target.config))[0]
+    counts = []
+    for step, states in enumerate(unroll(drafter, batch, target, drafter.features(output), 3, detach=False)):
+        counts.append(np.flatnonzero(counted(batch, step)[0]).tolist())
+        for place in counts[-1]:
+            begin = 0 if place < 5 else 5
+            text = tokens[begin : place + 2 + step]  # the pair of `place`, and one more token a step
+            expected = slow_states(drafter, target, text, known=place + 1 - begin)[-1]
+            np.testing.assert_allclose(states[0, place], expected, atol=1e-3, rtol=1e-3)
+    # What is read is of one document: the first has 5 tokens, and its pairs begin at 0 to 3. Token 11 is the last label.
+    assert counts == [[0, 1, 2, 3, 5, 6, 7, 8, 9], [0, 1, 2, 5, 6, 7, 8], [0, 1, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_what_is_remembered_comes_from_the_target(name) -> None:
+    """After a generation the cache is that of reading the text at once: no state of its own is left in it."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    prompt = np.array([[1, 4, 2, 4, 2]])
+    options = GenerationOptions(max_new_tokens=20, sampling=Sampling(temperature=1.0), key=jax.random.key(4))
+    drafter, state = engine.start(target, drafter, prompt, None, options)
+    state = engine.decode(target, drafter, state, jnp.asarray(50))
+    text = np.asarray(state.tokens[:, : int(state.lengths[0])])
+    _, fresh = engine.start(target, drafter, text, None, GenerationOptions(max_new_tokens=1))
+    length = int(fresh.drafter.cache.length[0])
+    assert int(state.drafter.cache.length[0]) == length == text.shape[1] - 1
+    for grown, read in zip(state.drafter.cache.layers, fresh.drafter.cache.layers, strict=True):
+        for one, other in zip(grown, read, strict=True):
+            np.testing.assert_allclose(one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3)
+    np.testing.assert_allclose(state.drafter.newest, fresh.drafter.newest, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,103 @@
+"""PyTorch's own files, as PyTorch writes them, and files that would do something else."""
+
+import os
+import pickle
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from specjax.drafters import Eagle
+from specjax.models.fields import CheckpointError
+from specjax.models.torch_zip import TorchFile
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+
+
+def test_tensors_are_those_that_torch_saved(tmp_path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    saved = {
+        "float32": whole,
+        "transposed": whole.T,
+        "part": whole[1:3, 2:5],  # the others' storage, too
+        "bfloat16": whole.bfloat16(),
+        "float16": whole.half(),
+        "int64": torch.arange(5) - 2,
+        "bool": torch.tensor([True, False, True]),
+        "parameter": torch.nn.Parameter(whole + 1),
+    }
+    torch.save(saved, tmp_path / "model.bin")
+    read = TorchFile(tmp_path / "model.bin").tensors
+    assert set(read) == set(saved)
+    for name, tensor in saved.items():
+        assert read[name].get_shape() == list(tensor.shape)
+        wanted = tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.numpy()
+        np.testing.assert_array_equal(np.asarray(read[name][...], wanted.dtype), wanted)
+    assert read["bfloat16"].get_dtype() == "BF16"
+    assert read["bfloat16"][0:1].dtype == jnp.bfloat16
+    assert read["transposed"][2:4, 1:].tolist() == whole.T[2:4, 1:].tolist()
+
+
+def test_a_drafter_is_read_from_a_bin_file(tmp_path) -> None:
+    """As SafeAILab publishes them: ``pytorch_model.bin`` and no safetensors."""
+    drafter = Eagle.init(tiny_target(), jax.random.key(0), Chain(3))
+    drafter.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.save({name: torch.tensor(array) for name, array in tensors.items()}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    read = Eagle.from_pretrained(tmp_path, Chain(3))
+    jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
+    data = (tmp_path / "pytorch_model.bin").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="is not a PyTorch file of version"):
+        Eagle.from_pretrained(tmp_path)
+
+
+class Harmful:
+    def __init__(self, file) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def archive(path, content) -> None:
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("model/data.pkl", content)
+
+
+def test_no_code_in_a_file_is_run(tmp_path) -> None:
+    archive(tmp_path / "model.bin", pickle.dumps({"weight": Harmful(tmp_path / "ran")}))
+    with pytest.raises(CheckpointError, match=r"system', which is no tensor: such a file could run any code"):
+        TorchFile(tmp_path / "model.bin")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (pickle.dumps([1, 2]), "holds a list, and not tensors by name"),
+        (pickle.dumps({"weight": 3}), "holds a dict, and not tensors by name"),
+        (b"\x80\x02nothing", "is not a PyTorch file of version 1.6 or newer, or is damaged"),
+        (pickle.dumps(np.float64(3)), "which is no tensor"),
+    ],
+)
+def test_what_holds_no_tensors_is_refused(content, words, tmp_path) -> None:
+    archive(tmp_path / "model.bin", content)
+    with pytest.raises(CheckpointError, match=words):
+        TorchFile(tmp_path / "model.bin")
+
+
+def test_a_tensor_does_not_reach_beyond_its_numbers(tmp_path) -> None:
+    torch.save({"weight": torch.arange(6.0)}, tmp_path / "model.bin")
+    with zipfile.ZipFile(tmp_path / "model.bin") as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(tmp_path / "short.bin", "w") as file:
+        for name, data in members.items():
+            file.writestr(name, data[:8] if name.endswith("data/0") else data)
+    with pytest.raises(CheckpointError, match="a tensor reaches beyond its storage"):
+        TorchFile(tmp_path / "short.bin").tensors["weight"][...]
