@@ -64,7 +64,8 @@ def measure(vocab: int, batch: int, top_p: float, repeats: int) -> list[float]:
         parents = DRAFTS[draft_name]
         nodes, depth = len(parents), int(tree.depths(parents).max())
         logits = jax.random.normal(jax.random.key(0), (batch, nodes, vocab)) * 3
-        logits = jnp.where(logits == logits.max(axis=-1, keepdims=True), 1000.0, logits)
+        likeliest = jax.nn.one_hot(jnp.argmax(logits, axis=-1), vocab, dtype=bool)  # one, though the largest of so many may tie
+        logits = jnp.where(likeliest, 1000.0, logits)
         ranks = np.array([sum(parents[i] == parents[node] for i in range(1, node)) for node in range(nodes)])
         best = jax.lax.top_k(logits, int(ranks.max()) + 1)[1]
         tokens = jnp.where(np.arange(nodes) > 0, best[:, np.maximum(parents, 0), ranks], 0).astype(jnp.int32)

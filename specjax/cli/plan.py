@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import pipeline, text
+from specjax.chips import find_chip
 from specjax.drafters import check_vocabulary
 from specjax.errors import InputError
 from specjax.models import huggingface
@@ -93,7 +94,7 @@ def _check_options(config: PlanConfig) -> None:
         raise InputError(f"batch={min(config.batch, default=())}: give at least one number of rows, each at least 1")
     if max(config.batch) > _MOST_ROWS:
         raise InputError(f"batch={max(config.batch)}: give at most {_MOST_ROWS} rows")
-    roofline.find_chip(config.chip)
+    find_chip(config.chip)
     if not 1 <= config.longest <= _LONGEST_CHAIN:
         raise InputError(
             f"longest={config.longest}: the longest chain to look at has at least 1 token and at most {_LONGEST_CHAIN}"
@@ -167,7 +168,7 @@ def _load_pair(config: PlanConfig) -> roofline.Pair:
     drafter = None if config.drafter == "self" else _find_shape("drafter", config.drafter)
     if drafter is not None:
         check_vocabulary(drafter, target)
-    pair = roofline.Pair(target, roofline.find_chip(config.chip), drafter, config.draft_cache)
+    pair = roofline.Pair(target, find_chip(config.chip), drafter, config.draft_cache)
     if config.context > pair.longest_context:
         raise InputError(f"context={config.context}: the models have positions for {pair.longest_context} tokens")
     return pair

@@ -22,6 +22,7 @@ from functools import lru_cache, partial
 
 import jax
 
+from specjax.chips import Chip
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.models.params import declare
@@ -30,46 +31,6 @@ from specjax.planning import theory
 
 LONGEST = 16
 """The longest chain that the searches try unless told otherwise, in tokens."""
-
-
-@dataclass(frozen=True)
-class Chip:
-    """An accelerator at its vendor's figures.
-
-    Attributes:
-        name: as people say it.
-        flops: bfloat16 operations a second on dense matrices, without sparsity.
-        bandwidth: of its own memory, bytes a second.
-        memory: bytes.
-        source: the vendor's page that gives the figures.
-    """
-
-    name: str
-    flops: float
-    bandwidth: float
-    memory: float
-    source: str
-
-
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
-_GOOGLE = "https://cloud.google.com/tpu/docs/"
-CHIPS: dict[str, Chip] = {
-    "h100": Chip("H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/"),  # its page gives twice that, with sparsity
-    "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/"),
-    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4"),
-    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e"),
-    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p"),
-    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e"),
-}
-"""The chips by the name that `find_chip` takes."""
-
-
-def find_chip(name: str) -> Chip:
-    """The chip of that name, in whatever case. Raises `InputError`, which lists the names, when there is none."""
-    try:
-        return CHIPS[name.lower()]
-    except KeyError:
-        raise InputError(f"chip={name!r}: not a chip known here; known are {', '.join(CHIPS)}") from None
 
 
 # --- one forward pass ------------------------------------------------------------------------------------------------

@@ -60,13 +60,18 @@ class TrainConfig:
     """One training run: ``python -m specjax train --config configs/demo_target.yaml``.
 
     Attributes:
-        output: directory of the run: checkpoints, metrics.jsonl, config.yaml, and at the end the student under ``final/``.
+        output: directory of the run, see `specjax.training.run_directory`: the student lies under ``best/`` and ``latest/``.
         method: what is trained and how; its ``name`` is chosen in the file, and says which other options it has.
         seed: of the random weights, the order of the data and the steps' noise.
         steps: optimiser steps.
         evaluate_every: steps between two evaluations on held-out windows.
         checkpoint_every: steps between two checkpoints; a killed run continues from the newest.
+        init_from: directory or hub id of a student to begin with, instead of random weights. The run is a new one all the same:
+            to continue one, give its ``output``.
+        accumulate: parts in which the rows of a batch are worked out one after another, to save memory.
+        compute_dtype: data type of the target and of the student's products; its weights are kept and trained in float32.
         export_dtype: data type of the exported student.
+        dry_run: say what the run would take, and train nothing.
         mesh: devices by axis, data (splits the batch) and model (splits heads, MLP units and the vocabulary).
     """
 
@@ -77,7 +82,11 @@ class TrainConfig:
     steps: int = 1000
     evaluate_every: int = 200
     checkpoint_every: int = 100
+    init_from: str = ""
+    accumulate: int = 1
+    compute_dtype: Literal["bfloat16", "float32"] = "float32"
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dry_run: bool = False
     mesh: tuple[int, int] = (1, 1)
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -87,6 +96,8 @@ class TrainConfig:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.accumulate < 1 or self.data.batch % self.accumulate:
+            raise ConfigError(f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}")
         if self.data.window < 2 or self.data.batch < 1:
             raise ConfigError(f"data.window={self.data.window}, data.batch={self.data.batch}: at least 2 and 1")
         if not 0 < self.data.holdout < 1:

@@ -1,32 +1,35 @@
-"""The training loop: batches to steps, checkpoints that a killed run continues from bit for bit, metrics as JSON lines.
+"""The training loop: batches to steps, evaluation, checkpoints and what else a run leaves behind.
 
 What is trained, on what loss, is a `Method`'s business; how one step goes is `specjax.training.step`'s.
 """
 
-import json
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
+import numpy as np
 import tokenizers
+from jax.sharding import Mesh
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from specjax.config import ConfigError, differences, dump_yaml, load_yaml
+from specjax import chips
+from specjax.config import ConfigError
 from specjax.models import huggingface
-from specjax.models.checkpoint import replacing
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
-from specjax.training import data
+from specjax.training import data, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import TrainState, evaluate, initial_state, make_batch, train_step
+from specjax.training.step import TrainState, evaluate, flops_of_step, initial_state, make_batch, train_step
 from specjax.training.tokenizer import save_tokenizer
 
 
@@ -34,59 +37,131 @@ def train(config: TrainConfig) -> Path:
     """Run, or continue, the training that ``config`` describes.
 
     Returns:
-        The directory of the trained student, which its ``from_pretrained`` reads.
+        The directory of the best student, which its ``from_pretrained`` reads.
 
     Raises:
         InputError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
     """
+    output, method = Path(config.output), config.method
+    run = _prepare(config)
+    state, target = run.state, run.target
+    noise = jax.random.fold_in(jax.random.key(config.seed), 2**31)  # apart from what the student was drawn from
+    iterator = data.batches(run.packed, config.data.batch, config.seed)
+    tokens_a_step = config.data.batch * config.data.window
+    judged = f"held_out_{method.best_by}"
+
+    def export(name: str, state: TrainState) -> None:
+        state.student.save_pretrained(output / name, jnp.dtype(config.export_dtype))
+        if method.whole_model:
+            save_tokenizer(output / name, run.tokenizer, run.tokenizer_directory, state.student.config.max_positions)
+
+    with run_directory.open_checkpoints(output) as checkpoints:
+        state = run_directory.restore(checkpoints, state, iterator)
+        first = int(state.step)
+        with run_directory.MetricsLog(output, first) as log, _progress(config.steps, first) as report:
+            best = max(map(method.goodness, log.values(judged)), default=-np.inf)
+            clock = time.perf_counter()
+            for step in range(first + 1, config.steps + 1):
+                batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, run.mesh)
+                if step == first + 1:
+                    report.flops = flops_of_step(state, batch, target, **run.fixed)
+                state, metrics = train_step(state, batch, target, **run.fixed)
+                metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
+                now = time.perf_counter()
+                seconds, clock = now - clock, now
+                report(step, metrics["loss"], tokens_a_step, seconds)
+                log.write({"step": step, **metrics, "tokens_per_s": round(tokens_a_step / seconds)})
+                last = step == config.steps
+                if last or step % config.evaluate_every == 0:
+                    held = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
+                    if method.goodness(held[method.best_by]) > best:
+                        best = method.goodness(held[method.best_by])
+                        export("best", state)
+                    log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
+                if last or step % config.checkpoint_every == 0:
+                    run_directory.save(checkpoints, state, iterator)
+                    export("latest", state)
+                clock = time.perf_counter()  # what was done between the steps is not theirs
+    return output / "best"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run is made of.
+
+    Attributes:
+        state: before the first step.
+        target: the frozen one, or None.
+        mesh: None is one device.
+        tokenizer: of the windows.
+        tokenizer_directory: where it was read from; empty where it was trained here.
+        packed: windows to train on.
+        held_out: windows to evaluate on.
+        fixed: what `train_step` is given besides, the same in every step.
+    """
+
+    state: TrainState
+    target: Target | None
+    mesh: Mesh | None
+    tokenizer: tokenizers.Tokenizer
+    tokenizer_directory: str
+    packed: dict[str, np.ndarray]
+    held_out: dict[str, np.ndarray]
+    fixed: dict[str, Any]
+
+
+def _prepare(config: TrainConfig) -> _Run:
+    """Everything that comes before the first step. When all of it is known to be usable, the output directory is claimed."""
     config.check()
     output, method = Path(config.output), config.method
-    _refuse_foreign(output, config)
+    run_directory.refuse_foreign(output, config)
     mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
-    target = Target.from_pretrained(method.target, mesh=mesh) if method.target else None
+    compute = jnp.dtype(config.compute_dtype)
+    target = Target.from_pretrained(method.target, compute, mesh) if method.target else None
     data_config = config.data
     if target is not None and not data_config.tokenizer:
         data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
     tokenizer, packed, held_out = data.prepare(data_config)
     if target is not None:
         _check_target(config, target, tokenizer)
-    _claim(output, config, data.fingerprint(packed, held_out))
-
-    key = jax.random.key(config.seed)
-    optimizer = make_optimizer(config.optimizer, config.steps)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
     given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh)
-    state = initial_state(method, method.init(key, given), optimizer, mesh)
-    noise = jax.random.fold_in(key, 2**31)  # apart from what `init` draws from
-    iterator = data.batches(packed, config.data.batch, config.seed)
-    tokens_a_step = config.data.batch * config.data.window
+    student = jax.tree.map(_as_master, method.init(jax.random.key(config.seed), given))
+    if config.init_from:
+        student = _warm_start(student, config.init_from)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = initial_state(method, student, optimizer, mesh)
+    run_directory.claim(output, config, data.fingerprint(packed, held_out))
+    show_batch(tokenizer, packed)
+    fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
+    return _Run(state, target, mesh, tokenizer, data_config.tokenizer, packed, held_out, fixed)
 
-    with _checkpoints(output) as checkpoints:
-        state = _restore(checkpoints, state, iterator)
-        first = int(state.step)
-        with _MetricsLog(output / "metrics.jsonl", first) as log, _progress(config.steps, first) as report:
-            clock = time.perf_counter()
-            for step in range(first + 1, config.steps + 1):
-                batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, mesh)
-                state, metrics = train_step(state, batch, target, method=method, optimizer=optimizer)
-                metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
-                now = time.perf_counter()
-                speed, clock = tokens_a_step / (now - clock), now
-                report(step, metrics["loss"], speed)
-                log.write({"step": step, **metrics, "tokens_per_s": round(speed)})
-                if step % config.evaluate_every == 0 or step == config.steps:
-                    held = evaluate(state.student, held_out, config.data.batch, target, method, mesh)
-                    log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
-                    clock = time.perf_counter()
-                if step % config.checkpoint_every == 0 or step == config.steps:
-                    _save(checkpoints, state, iterator)
-        checkpoints.wait_until_finished()
 
-    directory = output / "final"
-    state.student.save_pretrained(directory, jnp.dtype(config.export_dtype))
-    if method.whole_model:
-        save_tokenizer(directory, tokenizer, data_config.tokenizer, state.student.config.max_positions)
-    return directory
+def _as_master(leaf: jax.Array) -> jax.Array:
+    """``leaf`` as it is trained: in float32, whatever the target is held in."""
+    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def _warm_start(student: Any, path: str) -> Any:
+    """``student`` with the weights of an earlier one, read from ``path``."""
+    earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
+    shapes, found = (jax.tree.map(jnp.shape, each.params) for each in (student, earlier))
+    if shapes != found:
+        raise ConfigError(f"init_from={path!r}: its weights are of other shapes than this run's: see the sizes under method")
+    return student.replace(params=earlier.params)
+
+
+def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:
+    """Print a window as text, what counts in colour: whoever sees the wrong words in colour can stop the run here."""
+    tokens, counts = packed["tokens"][0, 1:].tolist(), packed["loss_mask"][0]
+    edges = [0, *(np.flatnonzero(np.diff(counts)) + 1).tolist(), len(tokens)]
+    shown = Text()
+    for begin, end in itertools.pairwise(edges):
+        shown.append(tokenizer.decode(tokens[begin:end], skip_special_tokens=False), style="green" if counts[begin] else "dim")
+    console = Console()
+    share = packed["loss_mask"].mean()
+    console.print(f"the first window; what counts is green, {share:.0%} of all {packed['loss_mask'].size:,} labels:")
+    console.print(shown)
 
 
 def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tokenizer) -> None:
@@ -103,103 +178,31 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
         )
 
 
-def _refuse_foreign(output: Path, config: TrainConfig) -> None:
-    """See that ``output`` is free, or holds a run of this configuration; where the run lies may differ."""
-    if output.exists() and not output.is_dir():
-        raise ConfigError(f"output={config.output!r} is a file: choose a directory")
-    stored = output / "config.yaml"
-    if stored.exists():
-        earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
-        if changed := differences(earlier, config):
-            raise ConfigError(
-                f"output={config.output!r} holds a run of another configuration ({'; '.join(changed)}): "
-                "choose another output, or restore these values to continue that run"
-            )
-    elif output.exists() and any(output.iterdir()):
-        raise ConfigError(f"output={config.output!r} is not empty and holds no run: choose another directory")
+class _Report:
+    """The progress bar: loss, tokens a second, and the share of the devices' peak that the steps' products make.
 
+    Attributes:
+        flops: operations of a step.
+    """
 
-def _claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
-    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens."""
-    stored = output / "data.sha256"
-    if not stored.exists():
-        with replacing(output) as scratch:
-            (scratch / "data.sha256").write_text(fingerprint)
-            (scratch / "config.yaml").write_text(dump_yaml(config))
-    elif stored.read_text() != fingerprint:
-        raise ConfigError(
-            f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
-            "began, and so have its tokens: choose another output, or restore the text"
-        )
+    def __init__(self, progress: Progress, steps: int, start: int) -> None:
+        self.flops = 0.0
+        self._progress = progress
+        self._task = progress.add_task("", total=steps, completed=start, loss=float("nan"), speed="")
+        self._peak = sum(map(chips.peak_flops, jax.devices()[:1])) * len(jax.devices())
+
+    def __call__(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        speed = f"{tokens / seconds:,.0f} tokens/s, {self.flops / seconds / self._peak:.0%} of peak"
+        self._progress.update(self._task, completed=step, loss=loss, speed=speed)
 
 
 @contextmanager
-def _checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    with ocp.CheckpointManager((output / "checkpoints").absolute(), options=options) as manager:
-        yield manager
-
-
-def _save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> None:
-    checkpoints.save(
-        int(state.step),
-        args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(iterator.get_state())),
-    )
-
-
-def _restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> TrainState:
-    """The newest complete checkpoint's state, with ``iterator`` set to its place; ``state`` itself when there is none."""
-    step = checkpoints.latest_step()
-    if step is None:
-        return state
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    restored = checkpoints.restore(
-        step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
-    )
-    iterator.set_state(restored["data"])
-    return restored["state"]
-
-
-class _MetricsLog:
-    """JSON lines, one a step. Continuing at ``start`` drops what an interrupted run wrote after its last checkpoint."""
-
-    def __init__(self, path: Path, start: int) -> None:
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = []
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the line that a kill cut short
-                break
-            if record["step"] <= start:
-                kept.append(line)
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(f"{line}\n" for line in kept))
-        rewritten.replace(path)
-        self._file = path.open("a", buffering=1)  # a line at a time
-
-    def __enter__(self) -> "_MetricsLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record) + "\n")
-
-
-@contextmanager
-def _progress(steps: int, start: int) -> Iterator[Any]:
+def _progress(steps: int, start: int) -> Iterator[_Report]:
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s "),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]} "),
         TimeRemainingColumn(),
     )
     with Progress(*columns) as progress:
-        task = progress.add_task("", total=steps, completed=start, loss=float("nan"), speed=0.0)
-
-        def report(step: int, loss: float, speed: float) -> None:
-            progress.update(task, completed=step, loss=loss, speed=speed)
-
-        yield report
+        yield _Report(progress, steps, start)

@@ -49,10 +49,18 @@ def initial_state(
 
 
 def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
-    """``leaf`` where it lies on ``mesh`` already; otherwise a copy of it on every device."""
-    if isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh:
-        return leaf
-    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+    """``leaf`` spread over ``mesh``: as it lies over ``model`` already, and of matrices the longest other axis over ``data``.
+
+    Every device keeps a part of the weights and of the optimiser's state, and is lent the rest for a step (FSDP).
+    """
+    place = leaf.sharding
+    spec = place.spec if isinstance(place, NamedSharding) and place.mesh == mesh else ()
+    axes = [*spec, *(None,) * (leaf.ndim - len(spec))]
+    devices = mesh.shape["data"]
+    free = [axis for axis, size in enumerate(leaf.shape) if axes[axis] is None and size % devices == 0]
+    if leaf.ndim > 1 and devices > 1 and free:
+        axes[max(free, key=lambda axis: leaf.shape[axis])] = "data"
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
@@ -68,17 +76,43 @@ def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, 
     return {name: jax.device_put(value, place(name)) for name, value in batch.items()}
 
 
-@partial(jax.jit, static_argnames=("method", "optimizer"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("method", "optimizer", "accumulate", "compute_dtype"), donate_argnames="state")
 def train_step(
-    state: TrainState, batch: Batch, target: Target | None, *, method: Method, optimizer: optax.GradientTransformation
+    state: TrainState,
+    batch: Batch,
+    target: Target | None,
+    *,
+    method: Method,
+    optimizer: optax.GradientTransformation,
+    accumulate: int = 1,
+    compute_dtype: Any = jnp.float32,
 ) -> tuple[TrainState, Metrics]:
-    """One optimiser step. ``state`` is donated; ``target`` is the frozen one, or None."""
+    """One optimiser step.
+
+    Args:
+        state: is donated.
+        batch: of B rows.
+        target: the frozen one, or None.
+        method: what is minimised.
+        optimizer: as the state was made with.
+        accumulate: parts of the batch, which are worked out one after another; their gradients are averaged. Divides B.
+        compute_dtype: what the student's weights are turned into for the products.
+    """
     trained = _trainable(state.student, method)
 
-    def loss(trained: Any) -> tuple[jax.Array, Metrics]:
-        return method.objective(_with(trained, state.student), batch, target)
+    def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
+        return method.objective(_cast(_with(trained, state.student), compute_dtype), part, target)
 
-    gradients, metrics = jax.grad(loss, has_aux=True)(trained)
+    def add(sums: Any, part: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, jax.grad(loss, has_aux=True)(trained, part)), None
+
+    if accumulate == 1:
+        gradients, metrics = jax.grad(loss, has_aux=True)(trained, batch)
+    else:
+        parts = _parts(batch, accumulate)
+        shapes = jax.eval_shape(jax.grad(loss, has_aux=True), trained, jax.tree.map(lambda leaf: leaf[0], parts))
+        sums, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), parts)
+        gradients, metrics = jax.tree.map(lambda leaf: leaf / accumulate, sums)
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
     student = _with(optax.apply_updates(trained, updates), state.student)
     following = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
@@ -86,6 +120,30 @@ def train_step(
         places = jax.tree.unflatten(jax.tree.structure(state), state.places)
         following = jax.lax.with_sharding_constraint(following, places)
     return following, {**metrics, "gradient_norm": optax.tree.norm(gradients)}
+
+
+def _parts(batch: Batch, count: int) -> Batch:
+    """``batch`` as ``count`` batches, on a new first axis: each has every ``count``-th row, and so rows of every device."""
+
+    def split(name: str, value: jax.Array) -> jax.Array:
+        if name == "key":
+            return jax.random.split(value, count)
+        if jnp.ndim(value) == 0:
+            return jnp.broadcast_to(value, (count,))
+        return jnp.moveaxis(value.reshape(-1, count, *value.shape[1:]), 1, 0)
+
+    return {name: split(name, value) for name, value in batch.items()}
+
+
+def _cast(student: Any, dtype: Any) -> Any:
+    """``student`` with its floating-point leaves in ``dtype``."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, student)
+
+
+def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixed: Any) -> float:
+    """Operations of a `train_step`, on all devices together, as XLA counts them; loops count once."""
+    analysis = train_step.lower(state, batch, target, **fixed).cost_analysis()
+    return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1) if isinstance(analysis, dict) else 0.0
 
 
 def _trainable(student: Any, method: Method) -> Any:

@@ -3,10 +3,11 @@ from itertools import pairwise
 
 import pytest
 
+from specjax.chips import CHIPS, Chip, find_chip
 from specjax.errors import InputError
 from specjax.models.shapes import PUBLISHED
 from specjax.planning import roofline, theory
-from specjax.planning.roofline import CHIPS, Chip, Pair
+from specjax.planning.roofline import Pair
 from tests.conftest import tiny_config
 
 LLAMA = PUBLISHED["llama-3.1-8b"]
@@ -61,7 +62,7 @@ def test_a_known_model_on_a_known_chip() -> None:
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_chips(name) -> None:
-    chip = roofline.find_chip(name.upper())
+    chip = find_chip(name.upper())
     assert chip is CHIPS[name]
     assert chip.source.startswith("https://")
     assert 100 < chip.flops / chip.bandwidth < 600  # operations a byte; a wrong power of ten would show
@@ -228,7 +229,7 @@ def test_best_cache_is_the_best_of_all() -> None:
 
 
 FAULTS = [
-    (lambda: roofline.find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
+    (lambda: find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
     (lambda: roofline.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
     (lambda: roofline.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
     (lambda: SELF.target_time(1, 0), "context=0"),

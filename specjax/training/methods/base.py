@@ -101,6 +101,10 @@ class Method:
         """What is reported of held-out windows: by default the metrics of the objective."""
         return self.objective(student, batch, target)[1]
 
+    def goodness(self, value: float) -> float:
+        """``value`` of the metric ``best_by``, turned so that larger is better."""
+        return -value if self.best_by == "loss" else value
+
     def frozen(self, path: str) -> bool:
         """Whether the student's parameter at ``path`` ("params.layers.0.q") stays as it is. Whole numbers always do."""
         return False

@@ -1,0 +1,149 @@
+"""What a run leaves in its directory: whose it is, checkpoints to continue from, metrics, and students to use.
+
+::
+
+    config.yaml, data.sha256   which run this is; another one is refused the directory
+    checkpoints/               all that a killed run needs to continue bit for bit, the newest two
+    metrics.jsonl, tensorboard/  every step's figures
+    best/, latest/             the student, as its ``from_pretrained`` reads it
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from specjax.config import ConfigError, differences, dump_yaml, load_yaml
+from specjax.models.checkpoint import replacing
+from specjax.training.config import TrainConfig
+from specjax.training.step import TrainState
+
+# --- whose directory it is -------------------------------------------------------------------------------------------
+
+
+def refuse_foreign(output: Path, config: TrainConfig) -> None:
+    """See that ``output`` is free, or holds a run of this configuration; where the run lies may differ."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"output={config.output!r} is a file: choose a directory")
+    stored = output / "config.yaml"
+    if stored.exists():
+        earlier = replace(load_yaml(TrainConfig, stored), output=config.output)
+        if changed := differences(earlier, config):
+            raise ConfigError(
+                f"output={config.output!r} holds a run of another configuration ({'; '.join(changed)}): "
+                "choose another output, or restore these values to continue that run"
+            )
+    elif output.exists() and any(output.iterdir()):
+        raise ConfigError(f"output={config.output!r} is not empty and holds no run: choose another directory")
+
+
+def claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
+    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens."""
+    stored = output / "data.sha256"
+    if not stored.exists():
+        with replacing(output) as scratch:
+            (scratch / "data.sha256").write_text(fingerprint)
+            (scratch / "config.yaml").write_text(dump_yaml(config))
+    elif stored.read_text() != fingerprint:
+        raise ConfigError(
+            f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
+            "began, and so have its tokens: choose another output, or restore the text"
+        )
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
+    """The run's checkpoints; they are written in the background, and all of them are there when the block ends."""
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
+    with ocp.CheckpointManager((output / "checkpoints").absolute(), options=options) as manager:
+        yield manager
+        manager.wait_until_finished()
+
+
+def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> None:
+    """Write what `restore` needs, in the background."""
+    checkpoints.save(
+        int(state.step),
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), data=ocp.args.JsonSave(iterator.get_state())),
+    )
+
+
+def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> TrainState:
+    """The newest checkpoint that can be read, with ``iterator`` set to its place; ``state`` itself when there is none.
+
+    One that cannot be read is reported, deleted, and the one before it taken.
+    """
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    for step in sorted(checkpoints.all_steps(), reverse=True):
+        try:
+            restored = checkpoints.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore())
+            )
+            iterator.set_state(restored["data"])
+        except Exception as error:  # whatever a damaged file makes orbax, tensorstore or JSON stumble over
+            print(
+                f"specjax: the checkpoint of step {step} cannot be read ({type(error).__name__}): taking the one before",
+                file=sys.stderr,
+            )
+            checkpoints.delete(step)
+            continue
+        return restored["state"]
+    return state
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+class MetricsLog:
+    """A line of JSON a step, and the same for TensorBoard.
+
+    Continuing at ``start`` drops what an interrupted run wrote after its last checkpoint.
+    """
+
+    def __init__(self, output: Path, start: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        path = output / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._kept: list[dict[str, Any]] = []
+        texts = []
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the line that a kill cut short
+                break
+            if record["step"] <= start:
+                self._kept.append(record)
+                texts.append(line)
+        rewritten = path.with_suffix(".tmp")
+        rewritten.write_text("".join(f"{line}\n" for line in texts))
+        rewritten.replace(path)
+        self._file = path.open("a", buffering=1)  # a line at a time
+        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start + 1 if start else None)
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add the figures of ``record["step"]``."""
+        self._file.write(json.dumps(record) + "\n")
+        for name, value in record.items():
+            if name != "step":
+                self._board.add_scalar(name, value, record["step"])
+
+    def values(self, name: str) -> list[float]:
+        """What was written of ``name`` before this run continued."""
+        return [record[name] for record in self._kept if name in record]
