@@ -1,4 +1,4 @@
-"""The command line: ``python -m specjax {demo,generate,train,plan}``."""
+"""The command line: ``python -m specjax {demo,generate,train,regenerate,evaluate,plan}``."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,8 +10,10 @@ import jax
 import tyro
 
 from specjax.cli.demo import DemoConfig, run_demo
+from specjax.cli.evaluate import EvaluateConfig, run_evaluate
 from specjax.cli.generate import GenerateConfig, run_generate
 from specjax.cli.plan import PlanConfig, run_plan
+from specjax.cli.regenerate import RegenerateConfig, run_regenerate
 from specjax.cli.train import run_train
 from specjax.config import load_yaml
 from specjax.errors import InputError
@@ -37,6 +39,10 @@ COMMANDS: dict[str, Command] = {
     "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
     "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
     "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train),
+    "regenerate": Command(
+        "write a data set anew in the target's own words, to train a drafter on", RegenerateConfig, run_regenerate
+    ),
+    "evaluate": Command("measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate),
     "plan": Command("reckon what speculation should gain, or measure it here", PlanConfig, run_plan),
 }
 
@@ -46,7 +52,7 @@ USAGE = "\n".join(
         "       specjax COMMAND --help",
         "",
         "Lossless speculative decoding. The commands:",
-        *(f"  {name:<9} {command.about}" for name, command in COMMANDS.items()),
+        *(f"  {name:<10} {command.about}" for name, command in COMMANDS.items()),
     ]
 )
 

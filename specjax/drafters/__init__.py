@@ -6,6 +6,7 @@ from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.grown import OnGrown
 from specjax.drafters.prompt_lookup import PromptLookup
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Eagle3",
     "EarlyExit",
     "NoDraft",
+    "OnGrown",
     "PromptLookup",
     "Verdict",
     "check_vocabulary",

@@ -1,0 +1,173 @@
+"""``specjax evaluate``: what drafters bring on questions of several kinds, plain decoding beside them."""
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import track
+
+from specjax import pipeline, text
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions, bucket
+from specjax.decoding.stats import Stats
+from specjax.drafters import Drafter
+from specjax.drafters.registry import load_drafter
+from specjax.errors import InputError
+from specjax.evaluation.questions import Question, read_questions
+from specjax.models import huggingface
+from specjax.reports import evaluation as report
+from specjax.reports.evaluation import PLAIN, Answer
+from specjax.sampling import Rule
+from specjax.tree import parse_shape
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Measure speed and acceptance of drafters on questions; plain decoding runs between them, on the same prompts.
+
+    A drafter is named as for ``generate``, and may be followed by the shape of its drafts: "runs/eagle3/best@dynamic",
+    "prompt-lookup@chain:6". Every turn of a question is asked after plain decoding's answer to the one before, so that all
+    methods read the same prompts.
+
+    Attributes:
+        target: directory or hub id of the target.
+        drafter: one or several.
+        questions: a .jsonl file in Spec-Bench's form, or prompts: one a line, or JSON lines with "prompt" or "text".
+        per_category: the first so many questions of each category; 0 is all.
+        chat: put questions into the model's chat template; by default where it has one.
+        max_new_tokens: of an answer.
+        temperature: 0 is greedy.
+        top_p: in (0, 1].
+        rule: how tokens are drawn and drafts verified; by default the one that suits each shape.
+        repeats: timed runs of every answer; the spread is over them.
+        seed: of the random draws.
+        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        output: a directory for results.json, results.md and results.png; empty prints only.
+    """
+
+    target: str = "embedded"
+    drafter: tuple[str, ...] = ("embedded:draft",)
+    questions: str = ""
+    per_category: int = 0
+    chat: bool | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    rule: Rule | None = None
+    repeats: int = 3
+    seed: int = 0
+    dtype: str = ""
+    output: str = ""
+
+
+def run_evaluate(config: EvaluateConfig) -> None:
+    """``specjax evaluate``."""
+    if config.repeats < 1 or config.per_category < 0:
+        raise InputError(f"repeats={config.repeats}, per_category={config.per_category}: at least 1, and at least 0")
+    if not config.questions:
+        raise InputError("questions='': give a file")
+    if len(set(config.drafter)) < len(config.drafter) or not config.drafter:
+        raise InputError(f"drafter={config.drafter}: name at least one, and none twice")
+    output = Path(config.output) if config.output else None
+    if output is not None and output.is_file():
+        raise InputError(f"output={config.output!r} is a file: give a directory")
+    questions = read_questions("questions", config.questions, config.per_category)
+    options = pipeline.settings(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        seed=config.seed,
+        rule=config.rule,
+    )
+    generator = pipeline.load(config.target, dtype=config.dtype or None)
+    methods: dict[str, Drafter | None] = {PLAIN: None}
+    directory = huggingface.locate(config.target, weights=False)
+    for name in config.drafter:
+        where, at, shape = name.rpartition("@")
+        made = parse_shape(shape) if at else None
+        methods[name] = load_drafter(
+            where if at else name, made, huggingface.read_config(directory), generator.target.dtype, None, generator.tokenizer
+        )
+    chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
+    answers = _Asking(generator, methods, options, chat, config.repeats).all_of(questions)
+    results = report.summarise(answers, list(methods))
+    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
+    settings = {name: value for name, value in asdict(config).items() if name != "output"}
+    console = Console(width=160)
+    console.print(report.table(results))
+    console.print(report.explanation(config.repeats, len(questions), machine["device"]))
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        content: dict[str, Any] = {"settings": settings, "machine": machine, "results": results}
+        (output / "results.json").write_text(json.dumps(content, indent=2) + "\n")
+        (output / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
+        report.draw(results, output / "results.png")
+        console.print(f"written: {output}/results.json, results.md, results.png")
+
+
+class _Asking:
+    """Every method answers every turn, ``repeats`` times, one method after the other."""
+
+    def __init__(
+        self,
+        generator: pipeline.TextGenerator,
+        methods: dict[str, Drafter | None],
+        options: GenerationOptions,
+        chat: bool,
+        repeats: int,
+    ) -> None:
+        self._generator, self._methods, self._options = generator, methods, options
+        self._chat, self._repeats = chat, repeats
+        self._compiled: set[tuple[int, int]] = set()
+
+    def all_of(self, questions: list[Question]) -> list[Answer]:
+        """The answers of every method to every turn."""
+        answers = []
+        assert self._options.key is not None
+        for number, question in enumerate(track(questions, description="questions")):
+            history: list[dict[str, str]] = []
+            for turn, words in enumerate(question.turns):
+                history.append({"role": "user", "content": words})
+                prompt = self._encode(history)
+                found, said = self._turn(prompt, jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn))
+                answers += [replace(answer, category=question.category) for answer in found]
+                history.append({"role": "assistant", "content": said})
+        return answers
+
+    def _encode(self, history: list[dict[str, str]]) -> list[int]:
+        if self._chat:
+            ids = self._generator.encode(history)
+        else:
+            ids = self._generator.encode("\n".join(message["content"] for message in history))
+        room = self._generator.target.config.max_positions - int(self._options.max_new_tokens)
+        if room < 1:
+            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: leaves the target no room for a prompt")
+        return ids[-room:]
+
+    def _turn(self, prompt: list[int], key: jax.Array) -> tuple[list[Answer], str]:
+        tokens, lengths = text.pad([prompt])
+        options = vars(replace(self._options, key=key))
+
+        def run(drafter: Drafter | None) -> engine.Result:
+            return engine.generate(self._generator.target, drafter, tokens, lengths, **options)
+
+        found: dict[str, list[tuple[float, Stats]]] = {name: [] for name in self._methods}
+        shape = bucket(len(prompt)), bucket(len(prompt) + int(self._options.max_new_tokens))
+        if shape not in self._compiled:
+            for drafter in self._methods.values():
+                run(drafter)
+            self._compiled.add(shape)
+        said: list[int] = []
+        for _ in range(self._repeats):
+            for name, drafter in self._methods.items():
+                started = time.perf_counter()
+                result = run(drafter)
+                found[name].append((time.perf_counter() - started, result.stats))
+                if name == PLAIN:
+                    said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
+        answers = [Answer("", name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
+        return answers, self._generator.tokenizer.decode(said, skip_special_tokens=True)
