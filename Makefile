@@ -49,5 +49,5 @@ assets: .venv/installed
 	.venv/bin/python -m specjax train --config configs/demo_target.yaml
 	.venv/bin/python -m specjax train --config configs/demo_draft.yaml
 	mkdir -p specjax/assets/target specjax/assets/draft
-	cp runs/demo_target/final/* specjax/assets/target/
-	cp runs/demo_draft/final/* specjax/assets/draft/
+	cp runs/demo_target/best/* specjax/assets/target/
+	cp runs/demo_draft/best/* specjax/assets/draft/

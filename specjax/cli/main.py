@@ -1,4 +1,4 @@
-"""The command line: ``python -m specjax {demo,generate,train,regenerate,evaluate,plan}``."""
+"""The command line: ``python -m specjax {demo,generate,train,regenerate,convert,evaluate,plan}``."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import tyro
 
+from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
 from specjax.cli.evaluate import EvaluateConfig, run_evaluate
 from specjax.cli.generate import GenerateConfig, run_generate
@@ -42,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "regenerate": Command(
         "write a data set anew in the target's own words, to train a drafter on", RegenerateConfig, run_regenerate
     ),
+    "convert": Command("write an EAGLE-3 drafter in the layout of SGLang or of vLLM", ConvertConfig, run_convert),
     "evaluate": Command("measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate),
     "plan": Command("reckon what speculation should gain, or measure it here", PlanConfig, run_plan),
 }

@@ -51,6 +51,16 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
 
 
+def stored_type(directory: Path, name: str) -> Any:
+    """The data type of the tensor called ``name``. Raises `CheckpointError` where it is not there, or holds no floats."""
+    with _open_tensors(directory) as tensors:
+        kind = tensors[name].get_dtype() if name in tensors else None
+    types = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+    if kind not in types:
+        raise CheckpointError(f"{directory}: there is no floating-point tensor {name!r}: give the drafter's directory")
+    return jnp.dtype(types[kind])
+
+
 def read(
     directory: Path,
     declared: Any,

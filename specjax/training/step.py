@@ -41,7 +41,7 @@ def initial_state(
     """The state before the first step."""
     # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
     student = jax.tree.map(jnp.copy, student)
-    state = TrainState(student, optimizer.init(_trainable(student, method)), jnp.zeros((), jnp.int32))
+    state = TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
     if mesh is None:
         return state
     state = jax.tree.map(partial(_onto, mesh), state)
@@ -98,7 +98,7 @@ def train_step(
         accumulate: parts of the batch, which are worked out one after another; their gradients are averaged. Divides B.
         compute_dtype: what the student's weights are turned into for the products.
     """
-    trained = _trainable(state.student, method)
+    trained = trainable(state.student, method)
 
     def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
         return method.objective(_cast(_with(trained, state.student), compute_dtype), part, target)
@@ -146,7 +146,7 @@ def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixe
     return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1) if isinstance(analysis, dict) else 0.0
 
 
-def _trainable(student: Any, method: Method) -> Any:
+def trainable(student: Any, method: Method) -> Any:
     """``student`` without what is frozen: `optax.MaskedNode` stands there, as under optax's own masks.
 
     Neither gradients nor the optimiser see those leaves, so that they cost no memory and stay the same bits (an update of

@@ -73,7 +73,8 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     target, _ = tiny_pair
     template = tmp_path / "template.jinja"
     template.write_text(
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     asked = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "no"}, {"role": "user", "content": "two?"}]
     source = tmp_path / "chats.jsonl"

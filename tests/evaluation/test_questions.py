@@ -23,7 +23,11 @@ def test_questions_keep_their_turns_and_their_kind(tmp_path) -> None:
         Question("retrieval", ("Look it up.",)),
         Question("novel kind", ("Try.",)),
     ]
-    assert [question.category for question in read_questions("questions", str(file), 1)] == ["mt-bench", "retrieval", "novel kind"]
+    assert [question.category for question in read_questions("questions", str(file), 1)] == [
+        "mt-bench",
+        "retrieval",
+        "novel kind",
+    ]
 
 
 def test_prompts_are_questions_of_one_turn(tmp_path) -> None:

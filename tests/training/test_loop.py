@@ -247,3 +247,66 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     assert trained["ids"].tolist() == [0, 1, 2]
     assert np.all(trained["fuse"] != student.params["fuse"])
     np.testing.assert_array_equal(target.params["embed"], student.params["embed"])  # its array was not given away
+
+
+# --- what else a run leaves, and how else it can be run ---------------------------------------------------------------
+
+
+def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatch) -> None:
+    """Held-out losses that were made up: the second evaluation is the best of three."""
+    made_up = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(loop, "evaluate", lambda *_: {"loss": next(made_up)})
+    directory = loop.train(config(source, tmp_path / "run", steps=6, evaluate_every=2, checkpoint_every=2))
+    assert directory == tmp_path / "run" / "best"
+    best, latest = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("best", "latest"))
+    assert not np.array_equal(best["model.norm.weight"], latest["model.norm.weight"])
+    assert [line["held_out_loss"] for line in metrics_of(tmp_path / "run") if "held_out_loss" in line] == [3.0, 1.0, 2.0]
+    assert list((tmp_path / "run" / "tensorboard").glob("events*"))
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, finished, tmp_path, monkeypatch, capsys) -> None:
+    run = config(source, tmp_path / "run")
+    steps = []
+
+    def stopped_step(state, *arguments, **options):
+        if int(state.step) == 10:
+            raise KeyboardInterrupt
+        steps.append(int(state.step))
+        return step.train_step(state, *arguments, **options)
+
+    monkeypatch.setattr(loop, "train_step", stopped_step)
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(run)
+    newest = tmp_path / "run" / "checkpoints" / "8"
+    for file in newest.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    steps.clear()
+    monkeypatch.setattr(
+        loop, "train_step", lambda state, *a, **k: steps.append(int(state.step)) or step.train_step(state, *a, **k)
+    )
+    loop.train(run)
+    assert "the checkpoint of step 8 cannot be read" in capsys.readouterr().err
+    assert steps[0] == 4
+    assert_same_runs(tmp_path / "run", finished)
+
+
+def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished, tmp_path) -> None:
+    run = config(source, tmp_path / "run", init_from=str(finished / "best"), steps=2, evaluate_every=1, checkpoint_every=1)
+    loop.train(run)
+    first = metrics_of(tmp_path / "run")[0]
+    assert first["step"] == 1
+    assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
+    other = replace(run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16)))
+    with pytest.raises(ConfigError, match="its weights are of other shapes than this run's"):
+        loop.train(other)
+
+
+def test_parts_of_a_batch_and_bfloat16_learn_the_same(source, finished, tmp_path) -> None:
+    loop.train(config(source, tmp_path / "parts", accumulate=2, steps=6, evaluate_every=6))
+    loop.train(config(source, tmp_path / "bf16", compute_dtype="bfloat16", steps=6, evaluate_every=6))
+    whole = [line["loss"] for line in metrics_of(finished)[:3]]
+    np.testing.assert_allclose([line["loss"] for line in metrics_of(tmp_path / "parts")[:3]], whole, rtol=1e-4)
+    np.testing.assert_allclose([line["loss"] for line in metrics_of(tmp_path / "bf16")[:3]], whole, rtol=2e-2)
+    with pytest.raises(ConfigError, match=r"accumulate=3: must divide data\.batch=4"):
+        loop.train(config(source, tmp_path / "thirds", accumulate=3))

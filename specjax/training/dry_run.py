@@ -1,0 +1,114 @@
+"""What a training run would take, without taking it: shapes, parameters, memory and disk. No weight is read or made."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from specjax.models import huggingface
+from specjax.models.transformer import Target
+from specjax.training.config import TrainConfig
+from specjax.training.methods import Given
+from specjax.training.optimizer import make_optimizer
+from specjax.training.step import TrainState, train_step, trainable
+
+Shapes = Any
+"""A pytree of `jax.ShapeDtypeStruct`."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run takes on one device that does all of it; a mesh divides most of it by its devices.
+
+    Attributes:
+        student: shape of every parameter, by path.
+        frozen: the paths of those that are not trained.
+        batch: shape of every array of a batch.
+        parameters: scalars of the student.
+        target_parameters: scalars of the target.
+        memory: bytes, by what they hold.
+        disk: bytes, by what is written.
+    """
+
+    student: Mapping[str, tuple[int, ...]]
+    frozen: frozenset[str]
+    batch: Mapping[str, tuple[int, ...]]
+    parameters: int
+    target_parameters: int
+    memory: Mapping[str, int]
+    disk: Mapping[str, int]
+
+
+def needs(config: TrainConfig) -> Needs:
+    """What the run of ``config`` takes. The target's config.json is read, and nothing else of it.
+
+    Raises:
+        InputError: the configuration cannot be used, or there is no such target.
+    """
+    config.check()
+    method, compute = config.method, jnp.dtype(config.compute_dtype)
+    target, vocab = None, config.data.vocab_size
+    if method.target:
+        shape = huggingface.read_config(huggingface.locate(method.target, weights=False))
+        vocab = shape.vocab_size
+        target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
+    student = jax.eval_shape(lambda target: _student(config, target, vocab), target)
+    optimizer = make_optimizer(config.optimizer, config.steps)
+    state = jax.eval_shape(
+        lambda student: TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32)), student
+    )
+    rows, width = config.data.batch, config.data.window
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((rows, width + 1), np.int32),
+        "segments": jax.ShapeDtypeStruct((rows, width + 1), np.int32),
+        "loss_mask": jax.ShapeDtypeStruct((rows, width), np.bool_),
+        "key": jax.eval_shape(lambda: jax.random.key(0)),
+        "progress": jax.ShapeDtypeStruct((), np.float32),
+    }
+    fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
+    compiled = train_step.lower(state, batch, target, **fixed).compile()
+    analysis = compiled.memory_analysis()
+    inner = int(analysis.temp_size_in_bytes) if analysis is not None else 0
+    trained = trainable(student, method)
+    paths = {_path(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    kept = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
+    exported = sum(leaf.size for leaf in jax.tree.leaves(student)) * jnp.dtype(config.export_dtype).itemsize
+    return Needs(
+        student=paths,
+        frozen=frozenset(paths) - kept,
+        batch={name: tuple(leaf.shape) for name, leaf in batch.items()},
+        parameters=_count(student),
+        target_parameters=_count(target),
+        memory={
+            "target": _bytes(target),
+            "student": _bytes(state.student),
+            "gradients": _bytes(trained),
+            "optimiser": _bytes(state.optimizer),
+            "batch and inner values of a step": inner,
+        },
+        disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
+    )
+
+
+def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
+    stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
+    stand_in.add_tokens([str(i) for i in range(vocab)])
+    student = config.method.init(jax.random.key(0), Given(stand_in, np.zeros(vocab, int), target))
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, student)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _count(tree: Shapes) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _bytes(tree: Shapes) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
