@@ -9,6 +9,8 @@ calls with the same arguments, and each has the whole result.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,6 +54,39 @@ def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) 
 def named(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> NamedSharding:
     """`partition` bound to its mesh."""
     return NamedSharding(mesh, partition(mesh, axes, units))
+
+
+def put(value: Any, place: NamedSharding) -> jax.Array:
+    """``value``, which every process has alike, laid out as ``place`` says, over several processes too."""
+    if not place.mesh.is_multi_process:  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.device_put(value, place)
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(value), place), impl=jax.random.key_impl(value))
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return jax.jit(lambda x: x, out_shardings=place)(value)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, place, lambda part: host[part])
+
+
+def to_host(arrays: Any, mesh: Mesh | None) -> Any:
+    """``arrays`` as numpy arrays, wherever on the ``mesh`` they lie. Every process that the mesh spans must call this."""
+    if mesh is not None and mesh.is_multi_process:
+        arrays = _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
+    return jax.device_get(arrays)
+
+
+@partial(jax.jit, static_argnames="everywhere")
+def _replicated(arrays: Any, everywhere: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(arrays, everywhere)
+
+
+def mesh_of(arrays: Any) -> Mesh | None:
+    """The mesh on which the first of ``arrays`` lies that is not on one device alone; None where there is none."""
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            mesh = leaf.sharding.mesh
+            return mesh if isinstance(mesh, Mesh) else None
+    return None
 
 
 def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None) -> jax.Array:

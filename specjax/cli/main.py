@@ -1,5 +1,6 @@
 """The command line: ``python -m specjax {demo,generate,train,regenerate,convert,evaluate,plan}``."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     _keep_compilations()
+    _join_processes()
     name, *options = arguments
     command = COMMANDS[name]
     try:
@@ -81,6 +83,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
+
+
+def _join_processes() -> None:
+    """Where the environment names a coordinator, be one of several processes that train or decode together.
+
+    ``JAX_COORDINATOR_ADDRESS`` is host:port of the first, ``JAX_NUM_PROCESSES`` how many there are, ``JAX_PROCESS_ID`` which of
+    them this is. On clusters that JAX knows (SLURM, Cloud TPU) the first alone is enough.
+    """
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        count, number = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
+        jax.distributed.initialize(address, None if count is None else int(count), None if number is None else int(number))
 
 
 def _keep_compilations() -> None:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.decoding.options import GenerationOptions, bucket, check_prompts, default_rule
@@ -405,7 +404,7 @@ def stream(
     def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
         while True:
             state = decode(target, drafter, state, steps)
-            done = to_host(state.done, target.mesh).all()
+            done = sharding.to_host(state.done, target.mesh).all()
             yield _result(target, state, width)
             if done:
                 return
@@ -526,18 +525,6 @@ def _width(tokens: Any, max_new_tokens: Any) -> int:
 
 def _result(target: Target, state: DecodeState, width: int) -> Result:
     """The result so far; its tokens are ``width`` wide, whatever the capacity is."""
-    tokens, lengths, stats = to_host((state.tokens, state.lengths, state.stats), target.mesh)
+    tokens, lengths, stats = sharding.to_host((state.tokens, state.lengths, state.stats), target.mesh)
     missing = max(0, width - tokens.shape[1])
     return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)
-
-
-def to_host(arrays: Any, mesh: Mesh | None) -> Any:
-    """``arrays`` as numpy arrays, wherever on the ``mesh`` they lie. Every process that the mesh spans must call this."""
-    if mesh is not None and mesh.is_multi_process:
-        arrays = _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
-    return jax.device_get(arrays)
-
-
-@partial(jax.jit, static_argnames="everywhere")
-def _replicated(arrays: Any, everywhere: NamedSharding) -> Any:
-    return jax.lax.with_sharding_constraint(arrays, everywhere)

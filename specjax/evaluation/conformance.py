@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import tree
+from specjax import sharding, tree
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
 from specjax.draft import Draft
@@ -62,7 +62,7 @@ def _check_step(target: Target, drafter: Drafter, sampling: Sampling) -> None:
 
     for leaf in jax.tree.leaves(state):
         assert leaf.shape[:1] == state.lengths.shape, f"a leaf of the state has shape {leaf.shape}: rows must come first"
-    draft, roots = engine.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
+    draft, roots = sharding.to_host(jax.jit(propose)(target, drafter, state), target.mesh)
     _check_draft(draft, drafter, target.config.vocab_size, roots)
     after = jax.eval_shape(lambda state: engine.step(target, drafter, state)[0], state)
     chex.assert_trees_all_equal_structs(state, after)
@@ -227,7 +227,7 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
     tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
     tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = engine.to_host(probabilities(output.logits, sampling.rows(len(tails))), target.mesh).astype(np.float64)
+    p = sharding.to_host(probabilities(output.logits, sampling.rows(len(tails))), target.mesh).astype(np.float64)
     joint = np.ones(len(tails))
     for i in range(horizon):
         joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]

@@ -109,7 +109,7 @@ def read(
 def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: Any = None) -> None:
     """Write ``params`` under their published names, and small JSON ``files`` beside them. All of it or nothing.
 
-    Other files in the directory stay.
+    Other files in the directory stay. Of several processes, which must all call this, the first one writes.
 
     Args:
         directory: is made where there is none.
@@ -126,10 +126,13 @@ def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any],
     if (directory / INDEX).exists():
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
     dtype = None if dtype is None else float_type(dtype)
+    params = sharding.to_host(params, sharding.mesh_of(params))
+    if jax.process_index() != 0:
+        return
 
-    def stored(param: Param, leaf: jax.Array) -> np.ndarray:
+    def stored(param: Param, leaf: np.ndarray) -> np.ndarray:
         kept = param.stored_dtype or param.dtype or dtype or leaf.dtype
-        array = np.asarray(jax.device_get(leaf)).astype(kept, copy=False)
+        array = leaf.astype(kept, copy=False)
         return np.ascontiguousarray(array.T if param.transposed else array)
 
     pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True)

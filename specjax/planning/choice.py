@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, check_prompts
 from specjax.drafters.base import Drafter
@@ -168,7 +169,7 @@ def measure_acceptance(
         most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
         tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
         shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
-        first, stats = engine.to_host(_watch(target, shaped, state, count), target.mesh)
+        first, stats = sharding.to_host(_watch(target, shaped, state, count), target.mesh)
         steps = max(int(np.sum(stats.steps)), 1)
         ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
         emitted = float(np.sum(stats.accepted)) / steps + 1

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from specjax import sharding
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
@@ -275,4 +276,4 @@ def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     own = values.astype(np.float32)[None]
     every = jax.make_array_from_callback((mesh.size, *values.shape), by_device, lambda _: own)
-    return engine.to_host(every, mesh)[0]
+    return sharding.to_host(every, mesh)[0]

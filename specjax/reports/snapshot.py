@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from specjax import sharding
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
 from specjax.draft import Draft
@@ -65,7 +66,7 @@ def take_snapshot(
     best: Snapshot | None = None
     for _ in range(steps):
         state, seen = _step(target, drafter, state)
-        draft, path, emitted, bonus, done = engine.to_host(seen, target.mesh)
+        draft, path, emitted, bonus, done = sharding.to_host(seen, target.mesh)
         if best is None or emitted[0] > len(best.path):
             best = _of_row(draft, path[0, : emitted[0]], bonus[0])
         if done[0]:

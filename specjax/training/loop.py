@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from specjax import chips
+from specjax import chips, sharding
 from specjax.config import ConfigError
 from specjax.models import huggingface
 from specjax.models.transformer import Target
@@ -52,7 +53,7 @@ def train(config: TrainConfig) -> Path:
 
     def export(name: str, state: TrainState) -> None:
         state.student.save_pretrained(output / name, jnp.dtype(config.export_dtype))
-        if method.whole_model:
+        if method.whole_model and jax.process_index() == 0:
             save_tokenizer(output / name, run.tokenizer, run.tokenizer_directory, state.student.config.max_positions)
 
     with run_directory.open_checkpoints(output) as checkpoints:
@@ -66,7 +67,9 @@ def train(config: TrainConfig) -> Path:
                 if step == first + 1:
                     report.flops = flops_of_step(state, batch, target, **run.fixed)
                 state, metrics = train_step(state, batch, target, **run.fixed)
-                metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
+                metrics = {
+                    name: float(value) for name, value in sharding.to_host(metrics, run.mesh).items()
+                }  # waits for the step
                 now = time.perf_counter()
                 seconds, clock = now - clock, now
                 report(step, metrics["loss"], tokens_a_step, seconds)
@@ -82,6 +85,8 @@ def train(config: TrainConfig) -> Path:
                     run_directory.save(checkpoints, state, iterator)
                     export("latest", state)
                 clock = time.perf_counter()  # what was done between the steps is not theirs
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("specjax: trained")  # the first process may still be writing
     return output / "best"
 
 
@@ -132,7 +137,8 @@ def _prepare(config: TrainConfig) -> _Run:
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = initial_state(method, student, optimizer, mesh)
     run_directory.claim(output, config, data.fingerprint(packed, held_out))
-    show_batch(tokenizer, packed)
+    if jax.process_index() == 0:
+        show_batch(tokenizer, packed)
     fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
     return _Run(state, target, mesh, tokenizer, data_config.tokenizer, packed, held_out, fixed)
 
@@ -204,5 +210,5 @@ def _progress(steps: int, start: int) -> Iterator[_Report]:
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]} "),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress:
+    with Progress(*columns, disable=jax.process_index() != 0) as progress:
         yield _Report(progress, steps, start)

@@ -44,8 +44,13 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
 
 
 def claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
-    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens."""
+    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens.
+
+    Of several processes the first one does.
+    """
     stored = output / "data.sha256"
+    if jax.process_index() != 0:
+        return
     if not stored.exists():
         with replacing(output) as scratch:
             (scratch / "data.sha256").write_text(fingerprint)
@@ -104,7 +109,7 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
 
 
 class MetricsLog:
-    """A line of JSON a step, and the same for TensorBoard.
+    """A line of JSON a step, and the same for TensorBoard. Of several processes the first one writes.
 
     Continuing at ``start`` drops what an interrupted run wrote after its last checkpoint.
     """
@@ -112,6 +117,7 @@ class MetricsLog:
     def __init__(self, output: Path, start: int) -> None:
         from tensorboardX import SummaryWriter
 
+        self._writes = jax.process_index() == 0
         path = output / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         self._kept: list[dict[str, Any]] = []
@@ -124,6 +130,8 @@ class MetricsLog:
             if record["step"] <= start:
                 self._kept.append(record)
                 texts.append(line)
+        if not self._writes:
+            return
         rewritten = path.with_suffix(".tmp")
         rewritten.write_text("".join(f"{line}\n" for line in texts))
         rewritten.replace(path)
@@ -134,11 +142,14 @@ class MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._board.close()
+        if self._writes:
+            self._file.close()
+            self._board.close()
 
     def write(self, record: dict[str, Any]) -> None:
         """Add the figures of ``record["step"]``."""
+        if not self._writes:
+            return
         self._file.write(json.dumps(record) + "\n")
         for name, value in record.items():
             if name != "step":

@@ -60,7 +60,7 @@ def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
     free = [axis for axis, size in enumerate(leaf.shape) if axes[axis] is None and size % devices == 0]
     if leaf.ndim > 1 and devices > 1 and free:
         axes[max(free, key=lambda axis: leaf.shape[axis])] = "data"
-    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+    return sharding.put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
 
 
 def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
@@ -70,10 +70,10 @@ def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, 
         return batch
     units = {"batch": len(windows["tokens"])}
 
-    def place(name: str) -> Sharding:
+    def place(name: str) -> NamedSharding:
         return sharding.named(mesh, ("batch",) if name in windows else (), units)
 
-    return {name: jax.device_put(value, place(name)) for name, value in batch.items()}
+    return {name: sharding.put(value, place(name)) for name, value in batch.items()}
 
 
 @partial(jax.jit, static_argnames=("method", "optimizer", "accumulate", "compute_dtype"), donate_argnames="state")
@@ -183,5 +183,5 @@ def evaluate(
     starts = range(0, windows - batch + 1, batch) or range(1)
     parts = [{name: array[i : i + batch] for name, array in packed.items()} for i in starts]
     batches = [make_batch(part, jax.random.key(0), 1.0, mesh) for part in parts]
-    totals = [_evaluate_batch(student, part, target, method=method) for part in batches]
+    totals = [sharding.to_host(_evaluate_batch(student, part, target, method=method), mesh) for part in batches]
     return {name: float(np.mean([total[name] for total in totals])) for name in totals[0]}

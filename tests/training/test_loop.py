@@ -282,9 +282,12 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, fin
         if file.is_file():
             file.write_bytes(b"")
     steps.clear()
-    monkeypatch.setattr(
-        loop, "train_step", lambda state, *a, **k: steps.append(int(state.step)) or step.train_step(state, *a, **k)
-    )
+
+    def counted_step(state, *arguments, **options):
+        steps.append(int(state.step))
+        return step.train_step(state, *arguments, **options)
+
+    monkeypatch.setattr(loop, "train_step", counted_step)
     loop.train(run)
     assert "the checkpoint of step 8 cannot be read" in capsys.readouterr().err
     assert steps[0] == 4

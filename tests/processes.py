@@ -1,0 +1,52 @@
+"""Starting processes that work together (`jax.distributed`), and waiting for them under a hard limit."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+TIMEOUT = 240  # seconds; two cores take a tenth of it. Processes that wait for each other would wait for ever.
+
+
+@contextmanager
+def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[subprocess.Popen]]:
+    """``python -m MODULE DIRECTORY COORDINATOR PROCESS``, two of them; none outlives the block."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", module, str(directory), coordinator]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has
+    running = []
+    try:
+        for number in range(count):
+            with (directory / f"{number}.log").open("w") as log:
+                running.append(
+                    subprocess.Popen(
+                        [*command, str(number)],
+                        cwd=Path(__file__).parents[1],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def wait(running: list[subprocess.Popen], directory: Path) -> None:
+    """Until all have ended well. One that ends badly fails the test at once: the others would wait for it."""
+    deadline = time.monotonic() + TIMEOUT
+    while (codes := [process.poll() for process in running]) != [0] * len(running):
+        if any(codes) or time.monotonic() > deadline:
+            logs = "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(directory.glob("*.log")))
+            pytest.fail(f"exit codes {codes} (None: still running after at most {TIMEOUT} s)\n{logs}")
+        time.sleep(0.05)
