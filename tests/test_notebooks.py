@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PRINTED = {
     "quickstart": ("realised", "->"),
+    "train_eagle3": ("trained in", "acceptance rose from", "acceptance length"),
     "write_a_drafter": ("conforms, and lossless: sampled tree", "refused: ", "total variation"),
 }
 

@@ -36,10 +36,13 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def _label_parameters(params: Any) -> Any:
-    """Muon for the matrices under ``layers``. An embedding is a table of vectors, not a map between them: AdamW keeps it."""
+    """Muon for the matrices under ``layers``, and ``fc``, which joins a drafter's inputs.
+
+    An embedding is a table of vectors, not a map between them, and a head is one turned round: AdamW keeps them.
+    """
 
     def label(path: Any, leaf: jax.Array) -> str:
         keys = jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-        return "muon" if "layers" in keys and leaf.ndim == 2 else "adamw"
+        return "muon" if leaf.ndim == 2 and ("layers" in keys or keys[-1] == "fc") else "adamw"
 
     return jax.tree_util.tree_map_with_path(label, params)

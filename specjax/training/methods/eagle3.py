@@ -31,6 +31,7 @@ class Eagle3Training(Method):
         norm_before_fc: one norm over all taps.
         fc_norm: a norm for each tap (EAGLE-3.1).
         norm_output: feed the normed state back (EAGLE-3.1).
+        freeze_head: leave the head as it begins, the target's own of the tokens that can be drafted.
         steps: of the training-time test.
         decay: of the later steps' weight.
         remat: work inner values out again for the gradient, and keep fewer.
@@ -46,6 +47,7 @@ class Eagle3Training(Method):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    freeze_head: bool = False
     steps: int = 7
     decay: float = 0.8
     remat: bool = False
@@ -91,6 +93,9 @@ class Eagle3Training(Method):
             total += self.decay**step * loss
             metrics |= {f"loss_{step}": loss}
         return total, {"loss": total, **metrics}
+
+    def frozen(self, path: str) -> bool:
+        return self.freeze_head and path == "params.lm_head"
 
     def evaluation(self, student: Eagle3, batch: Batch, target: Target | None) -> Metrics:
         assert target is not None

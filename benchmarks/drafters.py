@@ -1,0 +1,178 @@
+"""Trained drafters beside each other: acceptance length and speed, as a chain and as a tree, greedy and at temperature 1.
+
+python -m benchmarks.drafters --target TARGET --runs "EAGLE-1=runs/eagle1_*/best" "EAGLE-3=runs/eagle3_*/best"
+
+A name stands for several trainings that differ in their seed. Acceptance is counted on the target as it is, over many prompts
+in one batch. Speed is measured on a grown copy of it, one row at a time, plain decoding between the drafters; the drafters stay
+as they are (`specjax.drafters.OnGrown`).
+"""
+
+import glob
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from benchmarks.decode import prompts_of, read_texts
+from specjax import text
+from specjax.drafters import Drafter, OnGrown
+from specjax.drafters.registry import load_drafter
+from specjax.errors import InputError
+from specjax.evaluation import metrics
+from specjax.models import huggingface
+from specjax.models.growth import grow
+from specjax.tree import Chain, DynamicTree, Shape
+
+SHAPES: dict[str, Shape] = {"chain of 5": Chain(5), "dynamic of 26": DynamicTree(top_k=4, depth=5, nodes=26)}
+
+
+@dataclass(frozen=True)
+class DraftersConfig:
+    """Compare trained drafters of one target.
+
+    Attributes:
+        target: directory or hub id of the target.
+        runs: "NAME=GLOB" each; the directories that the glob finds are one method's, of several seeds.
+        grow: hidden size, MLP size and layers of the copy that speed is measured on.
+        prompts: JSON lines with "text"; by default the source of standard modules.
+        count: prompts for acceptance.
+        context: tokens of a prompt.
+        new_tokens: for each prompt.
+        timed: prompts for speed.
+        temperature: settings; 0 is greedy.
+        repeats: timed runs of every drafter.
+        output: a .json file for the results; empty prints only.
+    """
+
+    target: str = "embedded"
+    runs: tuple[str, ...] = ("draft model=embedded:draft",)
+    grow: tuple[int, int, int] = (768, 2304, 13)
+    prompts: str = ""
+    count: int = 32
+    context: int = 32
+    new_tokens: int = 128
+    timed: int = 2
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    repeats: int = 3
+    output: str = ""
+
+
+def load(config: DraftersConfig, target: specjax.Target) -> dict[str, list[Drafter]]:
+    """The drafters of each name, one a seed."""
+    found: dict[str, list[Drafter]] = {}
+    for run in config.runs:
+        name, equals, where = run.partition("=")
+        places = sorted(glob.glob(where)) or ([where] if where.startswith("embedded") else [])
+        if not equals or not places:
+            raise InputError(f"runs={run!r}: write NAME=GLOB, of directories that are there")
+        found[name] = [load_drafter(place, None, target.config, np.float32) for place in places]
+    return found
+
+
+def acceptance(target: specjax.Target, drafter: Drafter, prompts: np.ndarray, tokens: int, temperature: float) -> float:
+    """Acceptance length over all prompts."""
+    sampling = specjax.Sampling(temperature=temperature)
+    result = specjax.generate(target, drafter, prompts, max_new_tokens=tokens, sampling=sampling, key=jax.random.key(0))
+    return metrics.summarise(result.stats).acceptance_length
+
+
+def speeds(
+    target: specjax.Target, drafters: dict[str, Drafter | None], prompts: np.ndarray, config: DraftersConfig, temperature: float
+) -> dict[str, list[float]]:
+    """Tokens a second of each drafter in every repeat, interleaved."""
+    sampling = specjax.Sampling(temperature=temperature)
+
+    def run(drafter: Drafter | None) -> float:
+        started, emitted = time.perf_counter(), 0
+        for number, prompt in enumerate(prompts):
+            result = specjax.generate(
+                target, drafter, prompt[None], max_new_tokens=config.new_tokens, sampling=sampling, key=jax.random.key(number)
+            )
+            emitted += int(result.lengths[0]) - len(prompt)
+        return emitted / (time.perf_counter() - started)
+
+    found: dict[str, list[float]] = {name: [] for name in drafters}
+    for drafter in drafters.values():
+        run(drafter)  # compiles
+    for _ in range(config.repeats):
+        for name, drafter in drafters.items():
+            found[name].append(run(drafter))
+    return found
+
+
+def run(config: DraftersConfig) -> list[dict[str, Any]]:
+    """A row for each name, shape and temperature."""
+    target = specjax.Target.from_pretrained(config.target, np.float32)
+    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    drafters = load(config, target)
+    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
+    prompts = prompts_of(texts, config.count, config.context)
+    hidden, mlp, layers = config.grow
+    grown = grow(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
+    rows = []
+    for temperature in config.temperature:
+        for shape_name, shape in SHAPES.items():
+            shaped = {
+                name: [replace(drafter, draft=shape) for drafter in seeds]  # pyright: ignore[reportArgumentType]
+                for name, seeds in drafters.items()
+            }
+            timed: dict[str, Drafter | None] = {"plain": None}
+            timed |= {
+                f"{name}/{seed}": OnGrown.of(drafter, target)
+                for name, seeds in shaped.items()
+                for seed, drafter in enumerate(seeds)
+            }
+            measured = speeds(grown, timed, prompts[: config.timed], config, temperature)
+            for name, seeds in shaped.items():
+                lengths = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
+                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))]
+                rows.append(
+                    {
+                        "method": name,
+                        "draft": shape_name,
+                        "temperature": temperature,
+                        "seeds": len(seeds),
+                        "acceptance_length": mean(lengths),
+                        "lengths": lengths,
+                        "tokens_per_second": mean(of_seeds),
+                        "speeds": of_seeds,
+                        "speedup": mean(of_seeds) / median(measured["plain"]),
+                    }
+                )
+    return rows
+
+
+def main(config: DraftersConfig) -> None:
+    """Print the table, and write it."""
+    rows = run(config)
+    table = Table("method", "draft", "T", "acceptance length", "of each seed", "tokens/s", "speed-up", title=config.target)
+    for row in rows:
+        table.add_row(
+            row["method"],
+            row["draft"],
+            f"{row['temperature']:g}",
+            f"{row['acceptance_length']:.2f}",
+            " ".join(f"{length:.2f}" for length in row["lengths"]),
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['speedup']:.2f}x",
+        )
+    Console(width=140).print(table)
+    if config.output:
+        Path(config.output).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(DraftersConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")

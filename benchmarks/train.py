@@ -1,0 +1,174 @@
+"""Tokens a second of an EAGLE-3 training step, beside the speculators package's (PyTorch), on the same shapes and numbers.
+
+python -m benchmarks.train
+
+Both read the target's hidden states that were computed beforehand, so that only the drafter's step is compared: seven steps of
+the training-time test over a window, the gradient, and an AdamW update. The losses of the first step must agree.
+"""
+
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from specjax.drafters import Eagle3
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+from specjax.training.methods.unrolling import unroll
+
+
+@dataclass(frozen=True)
+class TrainBenchmarkConfig:
+    """Time a step of both.
+
+    Attributes:
+        hidden_size: of the target and the drafter.
+        intermediate_size: of the drafter's MLP.
+        heads: of the drafter; a quarter as many key/value heads.
+        vocab_size: of the target and the drafter.
+        window: tokens of the one row, which speculators' model reads at a time.
+        steps: of the training-time test.
+        repeats: of each, interleaved; the median counts.
+    """
+
+    hidden_size: int = 256
+    intermediate_size: int = 768
+    heads: int = 8
+    vocab_size: int = 4096
+    window: int = 512
+    steps: int = 7
+    repeats: int = 5
+
+
+def speculators_model(config: TrainBenchmarkConfig, directory: str) -> Any:
+    """The package's model, with the weights of a checkpoint that we wrote."""
+    from speculators.models.eagle3.core import Eagle3DraftModel
+
+    read = Eagle3DraftModel.from_pretrained(directory)
+    read.config.transformer_layer_config._attn_implementation = "eager"  # its other kinds of attention are made for GPUs
+    model = Eagle3DraftModel(read.config)
+    model.load_state_dict(read.state_dict())
+    return model.train()
+
+
+def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
+    """Seconds of a step of each, and both losses."""
+    import torch
+    from speculators.losses import resolve_loss_config
+
+    shape = ModelConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=8,
+        num_heads=config.heads,
+        num_kv_heads=max(1, config.heads // 4),
+        head_dim=config.hidden_size // config.heads,
+    )
+    target = specjax.Target.init(shape, jax.random.key(0))
+    drafter = Eagle3.init(target, jax.random.key(1))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, config.vocab_size, (1, config.window + 1))
+    taps = rng.normal(size=(1, config.window, 3, config.hidden_size)).astype(np.float32)
+    final = rng.normal(size=(1, config.window, config.hidden_size)).astype(np.float32)
+
+    # speculators takes the target's head and norm as they are; ours reads its logits, worked out once.
+    with tempfile.TemporaryDirectory() as place:
+        target.save_pretrained(f"{place}/target")
+        drafter.save_pretrained(f"{place}/drafter", layout="speculators", target=f"{place}/target")
+        model = speculators_model(config, f"{place}/drafter")
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(torch.tensor(np.asarray(target.params["embed"])))
+        model.verifier_lm_head.weight.copy_(torch.tensor(np.asarray(target.params["lm_head"]).T))
+        model.verifier_norm.weight.fill_(1.0)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = [p for name, p in model.named_parameters() if not name.startswith(("verifier", "embed"))]
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    inputs = {
+        "hidden_states": torch.tensor(taps.reshape(1, config.window, -1)),
+        "input_ids": torch.tensor(tokens[:, 1:]),
+        "document_ids": torch.zeros(1, config.window, dtype=torch.long),
+        "position_ids": torch.arange(config.window)[None],
+        "verifier_last_hidden_states": torch.tensor(np.roll(final, -1, axis=1)),
+        "ttt_steps": config.steps,
+        "ttt_step_loss_decay": 0.8,
+        "loss_config": resolve_loss_config("kl_div", "eager"),  # its fused losses need Triton
+    }
+
+    def theirs() -> float:
+        optimizer.zero_grad()
+        _, loss, _ = model(**inputs)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    adamw = optax.adamw(1e-5)
+    expected = target.head(jnp.asarray(final) / jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + shape.norm_eps))
+    batch = {"tokens": jnp.asarray(tokens), "segments": jnp.zeros(tokens.shape, jnp.int32)}
+
+    def loss_of(params: Any) -> jax.Array:
+        student = drafter.replace(params=params)
+        output = type("Output", (), {"taps": jnp.asarray(taps)})()
+        total = jnp.zeros(())
+        for step, states in enumerate(unroll(student, batch, target, student.features(output), config.steps, detach=False)):
+            wanted = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
+            ours = jax.nn.log_softmax(student.logits(target, states))
+            each = jnp.sum(jnp.exp(wanted) * (wanted - ours), axis=-1)[0, : config.window - step]
+            total += 0.8**step * jnp.mean(each)
+        return total
+
+    @jax.jit
+    def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = adamw.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params, state = drafter.params, adamw.init(drafter.params)
+
+    def ours() -> float:
+        nonlocal params, state
+        params, state, loss = step(params, state)
+        return float(loss)
+
+    losses = {"specjax": ours(), "speculators": theirs()}  # and compiles
+    seconds: dict[str, list[float]] = {"specjax": [], "speculators": []}
+    for _ in range(config.repeats):
+        for name, run in (("specjax", ours), ("speculators", theirs)):
+            started = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - started)
+    return {"losses": losses, "seconds": seconds}
+
+
+def main(config: TrainBenchmarkConfig) -> None:
+    """Print both."""
+    found = measure(config)
+    table = Table(
+        "", "tokens/s", "spread", "loss of the first step", title=f"EAGLE-3, {config.steps} steps of {config.window} tokens"
+    )
+    for name, seconds in found["seconds"].items():
+        low, high = config.window / max(seconds), config.window / min(seconds)
+        speed = config.window / median(seconds)
+        table.add_row(name, f"{speed:,.0f}", f"{low:,.0f}-{high:,.0f}", f"{found['losses'][name]:.5f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(TrainBenchmarkConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")
