@@ -31,9 +31,13 @@ from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.growth import grow
-from specjax.tree import Chain, DynamicTree, Shape
+from specjax.tree import EAGLE_TREE, Chain, DynamicTree, Shape, StaticTree
 
-SHAPES: dict[str, Shape] = {"chain of 5": Chain(5), "dynamic of 26": DynamicTree(top_k=4, depth=5, nodes=26)}
+SHAPES: dict[str, Shape] = {
+    "chain of 5": Chain(5),
+    "static of 26": StaticTree(EAGLE_TREE),
+    "dynamic of 26": DynamicTree(top_k=4, depth=5, nodes=26),
+}
 
 
 @dataclass(frozen=True)

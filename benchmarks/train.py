@@ -9,6 +9,7 @@ the training-time test over a window, the gradient, and an AdamW update. The los
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,7 +26,10 @@ import specjax
 from specjax.drafters import Eagle3
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
+from specjax.models.transformer import Output
 from specjax.training.methods.unrolling import unroll
+
+RATE, DECAY = 1e-5, 0.8
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class TrainBenchmarkConfig:
     repeats: int = 5
 
 
-def speculators_model(config: TrainBenchmarkConfig, directory: str) -> Any:
+def speculators_model(directory: str) -> Any:
     """The package's model, with the weights of a checkpoint that we wrote."""
     from speculators.models.eagle3.core import Eagle3DraftModel
 
@@ -62,11 +66,89 @@ def speculators_model(config: TrainBenchmarkConfig, directory: str) -> Any:
     return model.train()
 
 
-def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
-    """Seconds of a step of each, and both losses."""
+@dataclass(frozen=True)
+class _Data:
+    """The row that both are trained on: its tokens ``[1, T+1]``, and random states of a target, taps and final ones."""
+
+    tokens: np.ndarray
+    taps: np.ndarray
+    final: np.ndarray
+
+
+def _their_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
+    """A step of speculators' model with the same weights, which gives its loss."""
     import torch
     from speculators.losses import resolve_loss_config
 
+    with tempfile.TemporaryDirectory() as place:
+        target.save_pretrained(f"{place}/target")
+        drafter.save_pretrained(f"{place}/drafter", layout="speculators", target=f"{place}/target")
+        model = speculators_model(f"{place}/drafter")
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(torch.tensor(np.asarray(target.params["embed"])))
+        model.verifier_lm_head.weight.copy_(torch.tensor(np.asarray(target.params["lm_head"]).T))
+        model.verifier_norm.weight.fill_(1.0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("verifier", "embed")))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE)
+    inputs = {
+        "hidden_states": torch.tensor(data.taps.reshape(1, config.window, -1)),
+        "input_ids": torch.tensor(data.tokens[:, 1:]),
+        "document_ids": torch.zeros(1, config.window, dtype=torch.long),
+        "position_ids": torch.arange(config.window)[None],
+        "verifier_last_hidden_states": torch.tensor(np.roll(data.final, -1, axis=1)),
+        "ttt_steps": config.steps,
+        "ttt_step_loss_decay": DECAY,
+        "loss_config": resolve_loss_config("kl_div", "eager"),  # its fused losses need Triton
+    }
+
+    def step() -> float:
+        optimizer.zero_grad()
+        _, loss, _ = model(**inputs)
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eagle3, data: _Data) -> Callable[[], float]:
+    """A step of ours with speculators' loss: KL, the mean over the places that a step of drafting has."""
+    adamw = optax.adamw(RATE)
+    final = jnp.asarray(data.final)
+    size = jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + target.config.norm_eps)
+    expected = target.head(final / size)
+    batch = {"tokens": jnp.asarray(data.tokens), "segments": jnp.zeros(data.tokens.shape, jnp.int32)}
+    output = Output(logits=None, hidden=final, taps=jnp.asarray(data.taps))
+
+    def loss_of(params: Any) -> jax.Array:
+        student = drafter.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]
+        total = jnp.zeros(())
+        for step, states in enumerate(unroll(student, batch, target, student.features(output), config.steps, detach=False)):
+            wanted = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
+            ours = jax.nn.log_softmax(student.logits(target, states))
+            each = jnp.sum(jnp.exp(wanted) * (wanted - ours), axis=-1)[0, : config.window - step]
+            total += DECAY**step * jnp.mean(each)
+        return total
+
+    @jax.jit
+    def update(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        updates, state = adamw.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    held = (drafter.params, adamw.init(drafter.params))
+
+    def step() -> float:
+        nonlocal held
+        *held, loss = update(*held)
+        return float(loss)
+
+    return step
+
+
+def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
+    """Seconds of a step of each, and both losses."""
     shape = ModelConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -79,77 +161,21 @@ def measure(config: TrainBenchmarkConfig) -> dict[str, Any]:
     target = specjax.Target.init(shape, jax.random.key(0))
     drafter = Eagle3.init(target, jax.random.key(1))
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, config.vocab_size, (1, config.window + 1))
-    taps = rng.normal(size=(1, config.window, 3, config.hidden_size)).astype(np.float32)
-    final = rng.normal(size=(1, config.window, config.hidden_size)).astype(np.float32)
-
-    # speculators takes the target's head and norm as they are; ours reads its logits, worked out once.
-    with tempfile.TemporaryDirectory() as place:
-        target.save_pretrained(f"{place}/target")
-        drafter.save_pretrained(f"{place}/drafter", layout="speculators", target=f"{place}/target")
-        model = speculators_model(config, f"{place}/drafter")
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(torch.tensor(np.asarray(target.params["embed"])))
-        model.verifier_lm_head.weight.copy_(torch.tensor(np.asarray(target.params["lm_head"]).T))
-        model.verifier_norm.weight.fill_(1.0)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    trained = [p for name, p in model.named_parameters() if not name.startswith(("verifier", "embed"))]
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    inputs = {
-        "hidden_states": torch.tensor(taps.reshape(1, config.window, -1)),
-        "input_ids": torch.tensor(tokens[:, 1:]),
-        "document_ids": torch.zeros(1, config.window, dtype=torch.long),
-        "position_ids": torch.arange(config.window)[None],
-        "verifier_last_hidden_states": torch.tensor(np.roll(final, -1, axis=1)),
-        "ttt_steps": config.steps,
-        "ttt_step_loss_decay": 0.8,
-        "loss_config": resolve_loss_config("kl_div", "eager"),  # its fused losses need Triton
+    data = _Data(
+        tokens=rng.integers(0, config.vocab_size, (1, config.window + 1)),
+        taps=rng.normal(size=(1, config.window, 3, config.hidden_size)).astype(np.float32),
+        final=rng.normal(size=(1, config.window, config.hidden_size)).astype(np.float32),
+    )
+    steps = {
+        "specjax": _our_step(config, target, drafter, data),
+        "speculators": _their_step(config, target, drafter, data),
     }
-
-    def theirs() -> float:
-        optimizer.zero_grad()
-        _, loss, _ = model(**inputs)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    adamw = optax.adamw(1e-5)
-    expected = target.head(jnp.asarray(final) / jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + shape.norm_eps))
-    batch = {"tokens": jnp.asarray(tokens), "segments": jnp.zeros(tokens.shape, jnp.int32)}
-
-    def loss_of(params: Any) -> jax.Array:
-        student = drafter.replace(params=params)
-        output = type("Output", (), {"taps": jnp.asarray(taps)})()
-        total = jnp.zeros(())
-        for step, states in enumerate(unroll(student, batch, target, student.features(output), config.steps, detach=False)):
-            wanted = jax.nn.log_softmax(jnp.roll(expected, -1 - step, axis=1))
-            ours = jax.nn.log_softmax(student.logits(target, states))
-            each = jnp.sum(jnp.exp(wanted) * (wanted - ours), axis=-1)[0, : config.window - step]
-            total += 0.8**step * jnp.mean(each)
-        return total
-
-    @jax.jit
-    def step(params: Any, state: Any) -> tuple[Any, Any, jax.Array]:
-        loss, gradients = jax.value_and_grad(loss_of)(params)
-        updates, state = adamw.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    params, state = drafter.params, adamw.init(drafter.params)
-
-    def ours() -> float:
-        nonlocal params, state
-        params, state, loss = step(params, state)
-        return float(loss)
-
-    losses = {"specjax": ours(), "speculators": theirs()}  # and compiles
-    seconds: dict[str, list[float]] = {"specjax": [], "speculators": []}
+    losses = {name: step() for name, step in steps.items()}  # and compiles
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(config.repeats):
-        for name, run in (("specjax", ours), ("speculators", theirs)):
+        for name, step in steps.items():
             started = time.perf_counter()
-            run()
+            step()
             seconds[name].append(time.perf_counter() - started)
     return {"losses": losses, "seconds": seconds}
 
