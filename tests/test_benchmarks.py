@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks import acceptance, decode, peers, synthetic, verification
+from benchmarks import acceptance, decode, drafters, peers, synthetic, train, verification
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
@@ -107,3 +107,24 @@ def test_every_rule_is_timed(capsys) -> None:
     verification.main(verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1))
     out = capsys.readouterr().out
     assert [line.split("│")[1].strip() for line in out.splitlines() if "│" in line] == [rule for rule, *_ in verification.CASES]
+
+
+def test_our_loss_is_that_of_speculators() -> None:
+    """EAGLE-3's training-time test, on the same weights and numbers; and both are timed."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "heads": 4, "vocab_size": 40, "window": 24}
+    found = train.measure(train.TrainBenchmarkConfig(**sizes, steps=3, repeats=1))
+    assert found["losses"]["specjax"] == pytest.approx(found["losses"]["speculators"], rel=1e-4)
+    assert found["losses"]["specjax"] > 1e-3
+    assert all(len(seconds) == 1 for seconds in found["seconds"].values())
+
+
+def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(drafters, "SHAPES", {"chain": specjax.Chain(2)})
+    target, draft = tiny_pair
+    settings = {"grow": (24, 32, 3), "count": 2, "context": 8, "new_tokens": 8, "timed": 1, "temperature": (0.0,), "repeats": 1}
+    rows = drafters.run(drafters.DraftersConfig(target=target, runs=(f"itself={target}", f"small={draft}"), **settings))
+    itself, small = rows
+    assert itself["acceptance_length"] > 2.5 > small["acceptance_length"] >= 1
+    assert (itself["seeds"], len(itself["speeds"])) == (1, 1)
+    with pytest.raises(InputError, match="runs='nothing': write NAME=GLOB"):
+        drafters.run(drafters.DraftersConfig(target=target, runs=("nothing",)))

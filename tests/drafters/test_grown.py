@@ -1,0 +1,33 @@
+"""A drafter of a small target on a grown copy of it: the same drafts, and the same text."""
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.drafters import Eagle3, EarlyExit, OnGrown
+from specjax.errors import InputError
+from specjax.models.growth import grow
+from specjax.tree import Chain
+from tests.conftest import outputs, tiny_target
+
+
+def test_it_drafts_as_on_the_small_target() -> None:
+    small = tiny_target()
+    grown = grow(small, hidden_size=24, intermediate_size=32, num_layers=3)
+    inner = Eagle3.init(small, jax.random.key(0), Chain(3), taps=(0, 1, 2))
+    prompts = np.array([[1, 4, 2, 4], [5, 9, 10, 3]])
+    ours = specjax.generate(small, inner, prompts, max_new_tokens=24)
+    theirs = specjax.generate(grown, OnGrown.of(inner, small), prompts, max_new_tokens=24)
+    assert outputs(ours) == outputs(theirs)
+    np.testing.assert_array_equal(ours.stats.accepted_at, theirs.stats.accepted_at)
+    assert ours.stats.accepted.sum() > 0
+
+
+def test_what_cannot_have_grown_is_refused() -> None:
+    small = tiny_target()
+    inner = Eagle3.init(small, jax.random.key(0), Chain(3))
+    with pytest.raises(InputError, match="which cannot have grown from one of 16 and 11"):
+        OnGrown.of(inner, small).check(tiny_target(hidden_size=8))
+    with pytest.raises(InputError, match="EarlyExit runs the target's layers, and these have grown"):
+        OnGrown.of(EarlyExit(layers=1), small)
