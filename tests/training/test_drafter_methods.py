@@ -1,0 +1,140 @@
+"""The objectives that train EAGLE drafters, against their formulas written out position by position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters import Eagle, Eagle3
+from specjax.training.methods import Eagle1Training, Eagle3Training, Given, HassTraining
+from specjax.training.methods.eagle3 import most_frequent
+from specjax.training.methods.unrolling import SIMULATED_STEPS, simulate, unroll
+from specjax.training.methods.windows import read
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+from tests.training.test_methods import batch_of
+
+TARGET = tiny_target(num_layers=1)
+BATCH = {**batch_of([[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]], [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]), "key": jax.random.key(0)}
+COUNTED = {  # by step, the positions whose pairs are of one document and whose label is under the mask
+    0: [0, 1, 2, 4, 5, 7, 8],
+    1: [0, 1, 3, 4, 7],
+    2: [0, 2, 3],
+}
+
+
+def strong(drafter):
+    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+
+
+def parts(student, steps):
+    """The states of every step, and the target's hidden states and logits, as numpy arrays without the batch axis."""
+    output = read(TARGET, BATCH, student.taps(TARGET.config))
+    states = list(unroll(student, BATCH, TARGET, student.features(output), steps, detach=True))
+    ours = [np.asarray(student.logits(TARGET, state)[0], np.float64) for state in states]
+    return [np.asarray(state[0]) for state in states], ours, np.asarray(output.hidden[0]), np.asarray(output.logits[0])
+
+
+def log_softmax(x):
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps", "top_weight"),
+    [(Eagle1Training(target="here", noise=0.0), 1, 0.0), (HassTraining(target="here", noise=0.0, top_k=3), 3, 1.0)],
+)
+def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
+    student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
+    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+    states, ours, hidden, theirs = parts(student, steps)
+    expected = 0.0
+    for step in range(steps):
+        for t in COUNTED[step]:
+            gap = np.abs(states[step][t] - hidden[t + 1 + step])
+            p, log_q = np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))), log_softmax(ours[step][t])
+            best = np.argsort(-p)[:3]
+            expected += (
+                np.where(gap < 1, gap**2 / 2, gap - 0.5).mean() - 0.1 * (p @ log_q) - top_weight * (p[best] @ log_q[best])
+            )
+    np.testing.assert_allclose(loss, expected / 10 / steps, rtol=1e-4)  # over all 10 positions, counted or not
+    assert set(metrics) >= {"loss", "feature_loss_0", f"token_loss_{steps - 1}"}
+
+
+def test_noise_is_of_the_width_that_was_asked_for() -> None:
+    student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
+    objective = jax.jit(lambda noise, batch: Eagle1Training(target="here", noise=noise).objective(student, batch, TARGET)[0],
+                        static_argnums=0)  # fmt: skip
+    quiet, noisy = objective(0.0, BATCH), objective(0.2, BATCH)
+    assert quiet != noisy
+    assert noisy == objective(0.2, BATCH)  # the step's own key, and nothing else
+    assert noisy != objective(0.2, {**BATCH, "key": jax.random.key(1)})
+
+
+def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary() -> None:
+    ids = np.array([0, 2, 3, 4, 6, 8, 9])
+    student = strong(Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=ids))
+    loss, _ = jax.jit(Eagle3Training(target="here", steps=3).objective)(student, BATCH, TARGET)
+    _, ours, _, theirs = parts(student, 3)
+    expected, left_out = 0.0, 0
+    for step in range(3):
+        for t in COUNTED[step]:
+            wanted = theirs[t + 1 + step]
+            if wanted.argmax() not in ids:
+                left_out += 1
+                continue
+            p = np.exp(log_softmax(wanted[ids].astype(np.float64)))
+            expected -= 0.8**step * (p @ log_softmax(ours[step][t]))
+    assert left_out
+    np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
+
+
+def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass() -> None:
+    """The first step's state is changed a little: does the loss of the third know?"""
+
+    def sensitivity(student, detach):
+        def last(shift):
+            features = student.features(read(TARGET, BATCH, student.taps(TARGET.config))) + shift
+            *_, states = unroll(student, BATCH, TARGET, features, 3, detach=detach)
+            return jnp.sum(states)
+
+        return jax.grad(last)(0.0)
+
+    eagle = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
+    whole, cut = sensitivity(eagle, False), sensitivity(eagle, True)
+    assert whole != cut
+    rematerialised = Eagle3Training(target="here", steps=2, remat=True)
+    kept = Eagle3Training(target="here", steps=2)
+    student = Eagle3.init(TARGET, jax.random.key(1), Chain(3))
+    gradients = [
+        jax.grad(lambda p, m=method: m.objective(student.replace(params=p), BATCH, TARGET)[0])(student.params)
+        for method in (rematerialised, kept)
+    ]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *gradients)
+
+
+def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(monkeypatch) -> None:
+    student = Eagle.init(TARGET, jax.random.key(1), Chain(3))
+    batch = batch_of([list(range(1, 11))])
+    unsure = simulate(student, batch, TARGET)
+    assert 1 <= unsure["acceptance_length"] < 1 + SIMULATED_STEPS
+    output = read(TARGET, batch)
+
+    def oracle(self, target, states):  # the target's own logits, shifted as far as the step is
+        oracle.step += 1
+        return jnp.roll(output.logits, -oracle.step, axis=1)
+
+    oracle.step = 0
+    monkeypatch.setattr(Eagle, "logits", oracle)
+    sure = simulate(student, batch, TARGET)
+    assert sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
+    np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
+
+
+def test_the_draft_vocabulary_is_what_is_said_most() -> None:
+    counts = np.array([5, 0, 9, 5, 1, 0, 0, 7, 0, 0, 0])
+    assert most_frequent(counts, 4).tolist() == [0, 2, 3, 7]
+    student = Eagle3Training(target="here", draft_vocab_size=4).init(jax.random.key(0), Given(None, counts, TARGET))
+    assert student.vocabulary(TARGET).ids.tolist() == [0, 2, 3, 7]
+    np.testing.assert_array_equal(student.params["lm_head"], TARGET.params["lm_head"][:, np.array([0, 2, 3, 7])])
+    assert Eagle3Training(target="here", freeze_head=True).frozen("params.lm_head")
+    assert not Eagle3Training(target="here").frozen("params.lm_head")
