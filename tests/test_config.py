@@ -96,3 +96,13 @@ def test_differences_name_the_fields() -> None:
     left, right = TrainConfig(method=Distill(target="a")), TrainConfig(method=Distill(target="b"))
     assert config.differences(left, right) == ["method.target: 'a' -> 'b'"]
     assert config.differences(TrainConfig(), left) == ["method.name: 'lm' -> 'distill'"]
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parents[1] / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_configuration_of_the_project_can_be_used(file) -> None:
+    run = config.load_yaml(TrainConfig, file)
+    run.check()
+    assert run.output == f"runs/{file.stem}"
+    template = run.data.chat_template
+    assert not template or (Path(__file__).parents[1] / template).is_file()
+    assert file.read_text().startswith("# ")  # what it trains, and what to expect

@@ -2,9 +2,10 @@
 
 import json
 
+import jax
 import pytest
 
-from specjax.drafters import DraftModel, EarlyExit, PromptLookup, registry
+from specjax.drafters import DraftModel, Eagle, Eagle3, EarlyExit, PromptLookup, registry
 from specjax.drafters.registry import Method, load_drafter
 from specjax.errors import InputError
 from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree, complete_tree, parse_shape
@@ -30,6 +31,17 @@ def test_a_checkpoint_named_or_recognised(checkpoint) -> None:
         drafter = load_drafter(name, Chain(2), tiny_config())
         assert isinstance(drafter, DraftModel)
         assert (drafter.model.config.num_layers, drafter.draft) == (1, Chain(2))
+
+
+def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) -> None:
+    target = tiny_target()
+    made = {"eagle": Eagle.init(target, jax.random.key(0)), "eagle3": Eagle3.init(target, jax.random.key(0))}
+    made["eagle"].save_pretrained(tmp_path / "eagle")
+    made["eagle3"].save_pretrained(tmp_path / "eagle3")
+    made["eagle3"].save_pretrained(tmp_path / "speculators", layout="speculators")
+    for place, kind in (("eagle", Eagle), ("eagle3", Eagle3), ("speculators", Eagle3)):
+        assert type(load_drafter(str(tmp_path / place), Chain(2), target.config)) is kind
+    assert load_drafter(f"eagle3:{tmp_path / 'eagle3'}", None, target.config).draft == DynamicTree()
 
 
 def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint) -> None:

@@ -100,6 +100,20 @@ def test_the_assistants_words_are_what_counts(tokenizer) -> None:
     assert everything.all()
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_the_projects_templates_mark_what_the_assistant_says(tokenizer, name) -> None:
+    chat.with_template(tokenizer, str(ASSETS.parents[1] / "configs" / "templates" / f"{name}.jinja"))
+    ((ids, mask),) = chat.encode(tokenizer, [MESSAGES], responses_only=True)
+    learnt, whole = tokenizer.decode(np.array(ids)[mask]), tokenizer.decode(ids)
+    end = {"llama3": "<|eot_id|>", "qwen3": "<|im_end|>"}[name]
+    assert learnt.count(end) == 2
+    assert "Four." + end in learnt and "Seven, I think." + end in learnt
+    assert "two and two" in whole and "two and two" not in learnt
+    prompt = tokenizer.apply_chat_template(MESSAGES[:1], add_generation_prompt=True, tokenize=False)
+    answered = tokenizer.apply_chat_template(MESSAGES[:2], tokenize=False)
+    assert answered.startswith(prompt)  # generation goes on where the answer was learnt
+
+
 def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_path) -> None:
     plain = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     tokenizer.chat_template = plain
