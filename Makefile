@@ -48,6 +48,8 @@ clean:
 assets: .venv/installed
 	.venv/bin/python -m specjax train --config configs/demo_target.yaml
 	.venv/bin/python -m specjax train --config configs/demo_draft.yaml
+	.venv/bin/python -m specjax train --config configs/eagle3_embedded.yaml --method.target runs/demo_target/best
 	mkdir -p specjax/assets/target specjax/assets/draft
 	cp runs/demo_target/best/* specjax/assets/target/
 	cp runs/demo_draft/best/* specjax/assets/draft/
+	cp runs/eagle3_embedded/best/* specjax/assets/eagle3/

@@ -18,7 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.errors import InputError
 
-RULES: dict[str, str] = {"batch": "data", "vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+RULES: dict[str, str] = {
+    "batch": "data",
+    "vocab": "model",
+    "draft_vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "mlp": "model",
+}
 """Logical axis -> mesh axis. An axis that is not listed is replicated."""
 
 

@@ -35,7 +35,7 @@ def run_convert(config: ConvertConfig) -> None:
     directory = huggingface.locate(config.drafter)
     if directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
-    dtype = checkpoint.stored_type(directory, "fc.weight")
+    dtype = checkpoint.stored_type(directory)
     params, shape = eagle3_checkpoint.load(directory, dtype)
     eagle3_checkpoint.save(Path(config.output), params, shape, config.to, target=config.target)
     print(f"{config.output}: layout {config.to}, {dtype}; {eagle3_checkpoint.describe(Path(config.output))}")

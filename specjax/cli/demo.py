@@ -1,7 +1,7 @@
 """The demo: real text from the embedded pair, with every accepted draft token in colour, and what it bought."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -13,13 +13,13 @@ from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
+from specjax.drafters import Drafter, DraftModel, Eagle3, EarlyExit, OnGrown, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.growth import grow
 from specjax.models.params import count
 from specjax.models.transformer import Target
-from specjax.tree import Chain, SampledTree
+from specjax.tree import Chain, DynamicTree, SampledTree
 
 PROMPTS = (
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
@@ -51,11 +51,18 @@ class DemoConfig:
     repeats: int = 3
 
 
-def methods(target: Target) -> dict[str, Drafter | None]:
-    """The methods of the table, by name."""
+SHOWN = "EAGLE-3"
+"""The method whose text is shown in colour."""
+
+
+def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
+    """The methods of the table, by name, for ``target``, which has grown from ``small``."""
     draft = Target.from_pretrained(embedded("draft"))
+    eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
         "plain": None,
+        "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(5)), small),
+        "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
@@ -75,12 +82,12 @@ def run_demo(config: DemoConfig) -> None:
     small = Target.from_pretrained(directory)
     target = grow(small, **GROWN)
     tokenizer = text.load_tokenizer(directory)
-    drafters = methods(target)
+    drafters = methods(target, small)
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
 
-    console.rule("draft model: [bold green]accepted draft tokens[/], and the target's own")
+    console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
     for row in range(2):
-        console.print(_coloured(tokenizer, target, drafters["draft model"], ids, row, options))
+        console.print(_coloured(tokenizer, target, drafters[SHOWN], ids, row, options))
         console.print()
     console.rule("what it bought")
     console.print(_measure(target, drafters, ids, options, config.repeats))

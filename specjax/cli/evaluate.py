@@ -14,7 +14,7 @@ from specjax import pipeline, text
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
-from specjax.drafters import Drafter
+from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.evaluation.questions import Question, read_questions
@@ -93,16 +93,19 @@ def run_evaluate(config: EvaluateConfig) -> None:
             where if at else name, made, huggingface.read_config(directory), generator.target.dtype, None, generator.tokenizer
         )
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
-    answers = _Asking(generator, methods, options, chat, config.repeats).all_of(questions)
+    asking = _Asking(generator, methods, options, chat, config.repeats)
+    answers = asking.all_of(questions)
     results = report.summarise(answers, list(methods))
     machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
     console = Console(width=160)
     console.print(report.table(results))
     console.print(report.explanation(config.repeats, len(questions), machine["device"]))
+    if asking.cut:
+        console.print(f"{asking.cut} prompts were too long for the models' positions, and lost their beginning")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        content: dict[str, Any] = {"settings": settings, "machine": machine, "results": results}
+        content: dict[str, Any] = {"settings": settings, "machine": machine, "prompts_cut": asking.cut, "results": results}
         (output / "results.json").write_text(json.dumps(content, indent=2) + "\n")
         (output / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
         report.draw(results, output / "results.png")
@@ -122,6 +125,7 @@ class _Asking:
     ) -> None:
         self._generator, self._methods, self._options = generator, methods, options
         self._chat, self._repeats = chat, repeats
+        self.cut = 0  # prompts of which the beginning did not fit
         self._compiled: set[tuple[int, int]] = set()
 
     def all_of(self, questions: list[Question]) -> list[Answer]:
@@ -143,9 +147,12 @@ class _Asking:
             ids = self._generator.encode(history)
         else:
             ids = self._generator.encode("\n".join(message["content"] for message in history))
-        room = self._generator.target.config.max_positions - int(self._options.max_new_tokens)
+        target = self._generator.target
+        positions = min(engine.most_positions(target, drafter or NoDraft()) for drafter in self._methods.values())
+        room = positions - int(self._options.max_new_tokens)
         if room < 1:
-            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: leaves the target no room for a prompt")
+            raise InputError(f"max_new_tokens={self._options.max_new_tokens}: of {positions} positions nothing is left")
+        self.cut += len(ids) > room
         return ids[-room:]
 
     def _turn(self, prompt: list[int], key: jax.Array) -> tuple[list[Answer], str]:

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from rich.progress import track
 
 from specjax import pipeline
+from specjax.config import differences, dump_yaml, load_yaml
 from specjax.errors import InputError
 from specjax.sharding import make_mesh
 from specjax.training import chat
@@ -26,8 +27,8 @@ from specjax.training.documents import Document, Message, read_documents
 class RegenerateConfig:
     """Write a data set anew: every answer of its conversations, turn by turn, or what follows the beginning of its texts.
 
-    The same command continues a run that was interrupted. What is written does not depend on the batch size, nor on where a run
-    was interrupted.
+    The same command continues a run that was interrupted; its options are kept beside the output. What is written depends on
+    the batch size no more than rounding does.
 
     Attributes:
         target: directory or hub id of the model that writes.
@@ -71,16 +72,20 @@ def run_regenerate(config: RegenerateConfig) -> None:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
     if not config.source or not config.output.endswith(".jsonl"):
         raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and a file that ends in .jsonl")
-    documents = read_documents(config.source)[: config.limit or None]
+    if config.limit < 0:
+        raise InputError(f"limit={config.limit}: must be at least 0, which is all")
+    if jax.process_count() > 1:
+        raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
+    documents = _usable(read_documents(config.source)[: config.limit or None])
     wanted = [(document, copy) for document in documents for copy in range(config.copies)]
     output = Path(config.output)
+    _claim(output, config)
     done = _written(output)
     mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
     generator = pipeline.load(config.target, drafter=drafter, draft=config.draft or None, mesh=mesh)
     chat.with_template(generator.tokenizer, config.chat_template)
     writer = _Writer(generator, config)
-    output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:
         starts = range(done, len(wanted), config.batch)
         for start in track(starts, description=f"{output.name} from document {done}"):
@@ -90,6 +95,36 @@ def run_regenerate(config: RegenerateConfig) -> None:
             file.flush()
             os.fsync(file.fileno())
     print(f"{len(wanted)} documents in {output}")
+
+
+def _usable(documents: list[Document]) -> list[Document]:
+    """The documents that can be written anew; says how many cannot."""
+    chats = [document.messages is not None for document in documents]
+    if any(chats) and not all(chats):
+        raise InputError("source: holds texts and conversations; give one kind")
+    usable = [document for document in documents if document.messages is None or _turns(document)]
+    if len(usable) < len(documents):
+        print(f"left out, as nothing was asked before an answer: {len(documents) - len(usable)} of {len(documents)}")
+    if not usable:
+        raise InputError("source: holds no document that can be written anew")
+    return usable
+
+
+def _claim(output: Path, config: RegenerateConfig) -> None:
+    """See that ``output`` is new, or was begun with the same options; they are kept beside it."""
+    beside = output.with_suffix(".yaml")
+    if beside.exists():
+        earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
+        if changed := differences(earlier, config):
+            raise InputError(
+                f"output={config.output!r} was begun with other options ({'; '.join(changed)}): choose another file"
+            )
+    elif output.exists():
+        raise InputError(
+            f"output={config.output!r} is there, and {beside.name}, which would say what it is, is not: choose another file"
+        )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    beside.write_text(dump_yaml(config))
 
 
 def _written(output: Path) -> int:
@@ -116,9 +151,12 @@ class _Writer:
         if part[0][0].messages is None:
             encode = self._generator.encode
             prompts = [encode(document.text or " ")[: self._config.prompt_tokens] for document, _ in part]
-            begun = [self._generator.tokenizer.decode(prompt, skip_special_tokens=True) for prompt in prompts]
+            decode = self._generator.tokenizer.decode  # both together: a character may lie on either side of the cut
             answers = self._answer(prompts, keys)
-            return [{"text": begin + answer} for begin, answer in zip(begun, answers, strict=True)]
+            return [
+                {"text": decode([*prompt, *answer.tokens], skip_special_tokens=True)}
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
         chats: list[list[Message]] = [[] for _ in part]
         turns = [_turns(document) for document, _ in part]
         for number in range(max(map(len, turns))):
@@ -128,10 +166,10 @@ class _Writer:
             prompts = [self._generator.encode(chats[row]) for row in rows]
             answers = self._answer(prompts, [jax.random.fold_in(keys[row], number) for row in rows])
             for row, answer in zip(rows, answers, strict=True):
-                chats[row].append({"role": "assistant", "content": answer})
+                chats[row].append({"role": "assistant", "content": answer.text})
         return [{"messages": messages} for messages in chats]
 
-    def _answer(self, prompts: Sequence[list[int]], keys: Sequence[jax.Array]) -> list[str]:
+    def _answer(self, prompts: Sequence[list[int]], keys: Sequence[jax.Array]) -> list[pipeline.Generation]:
         config = self._config
         missing = config.batch - len(prompts)  # the same number of rows each time: one program
         options = pipeline.settings(
@@ -143,11 +181,11 @@ class _Writer:
         run = self._generator.start([*prompts, *[prompts[0]] * missing], options)
         for _ in run:
             pass
-        return [generation.text for generation in run.generations[: len(prompts)]]
+        return run.generations[: len(prompts)]
 
 
 def _turns(document: Document) -> list[list[Message]]:
-    """What is said before each of the assistant's answers, since the answer before."""
+    """What is said before each of the assistant's answers, since the answer before. Empty where an answer has no question."""
     turns: list[list[Message]] = []
     current: list[Message] = []
     for message in document.messages or ():
@@ -157,6 +195,4 @@ def _turns(document: Document) -> list[list[Message]]:
             current = [*current, message]
     if current:  # a question that nobody has answered yet
         turns.append(current)
-    if not turns or any(not turn for turn in turns):
-        raise InputError(f"source: {document.name}: two answers follow each other, or nothing was asked")
-    return turns
+    return turns if all(turns) else []

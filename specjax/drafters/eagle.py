@@ -4,7 +4,7 @@ EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree, HASS (Zhang 
 otherwise: both are checkpoints of this class.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,10 @@ def declare(config: EagleConfig) -> Params:
     return tree
 
 
-def is_eagle(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-1 drafter: a Llama model of one layer, and whether ``fc`` has a bias."""
-    return raw.get("num_hidden_layers") == 1 and "bias" in raw
+def is_eagle(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Whether a checkpoint is an EAGLE-1 drafter: a Llama model's config.json of one layer, which may say whether ``fc`` has a
+    bias, and an ``fc`` among the tensors, where they are at hand."""
+    return raw.get("num_hidden_layers") == 1 and ("bias" in raw or "fc.weight" in tensors)
 
 
 def _read_config(directory: Path) -> EagleConfig:

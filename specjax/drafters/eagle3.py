@@ -89,6 +89,10 @@ class Eagle3(FeatureDrafter):
             sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
         """
         own = layer_like(target.config, **sizes)
+        if ids is not None:
+            found = np.asarray(ids)
+            if len(np.unique(found)) < len(found) or found.min() < 0 or found.max() >= own.vocab_size:
+                raise InputError(f"ids: must name different tokens of the target's {own.vocab_size}, from 0 upwards")
         taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
         config = Eagle3Config(
             layer=own,
@@ -117,11 +121,12 @@ class Eagle3(FeatureDrafter):
     def sizes(self) -> ModelConfig:
         return self.config.layer
 
+    @property
+    def target_hidden_size(self) -> int:
+        return self.config.target_hidden_size
+
     def check(self, target: Target) -> None:
         super().check(target)
-        expected, found = self.config.target_hidden_size, target.config.hidden_size
-        if expected != found:
-            raise InputError(f"drafter: this Eagle3 reads a target of hidden size {expected}, and target has {found}")
         layers, taps = target.config.num_layers, self.config.taps_of(target.config.num_layers)
         if len(taps) != self.config.tap_count or not all(0 <= tap <= layers for tap in taps):
             raise InputError(

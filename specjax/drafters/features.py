@@ -66,6 +66,11 @@ class FeatureDrafter(Drafter):
         """The shape of its own layers. ``vocab_size`` is the target's."""
         raise NotImplementedError
 
+    @property
+    def target_hidden_size(self) -> int:
+        """Of the target's states that it reads."""
+        return self.sizes.hidden_size
+
     def features(self, output: Output) -> jax.Array:
         """``[B, T, H]`` the features in the target's ``output`` at T tokens."""
         raise NotImplementedError
@@ -113,6 +118,11 @@ class FeatureDrafter(Drafter):
                 f"drafter: this {name} was made for a target with a vocabulary of {own.vocab_size} tokens, and target has "
                 f"{target.config.vocab_size}: give the target that it was trained with"
             )
+        if self.target_hidden_size != target.config.hidden_size:
+            raise InputError(
+                f"drafter: this {name} reads a target of hidden size {self.target_hidden_size}, and target has "
+                f"{target.config.hidden_size}: give the target that it was trained with"
+            )
         vocabulary = self.vocabulary(target)
         self.draft.check(own.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
         if self.mesh != target.mesh:
@@ -133,7 +143,7 @@ class FeatureDrafter(Drafter):
         newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
         return FeatureState(
             cache=state.cache.append(new, seen.count, after=states),
-            newest=self._by_row(jnp.where(seen.count[:, None] > 0, newest, state.newest)),
+            newest=self._by_row(jnp.where(seen.count[:, None] > 0, newest.astype(state.newest.dtype), state.newest)),
         )
 
     def propose(

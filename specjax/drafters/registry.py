@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from specjax.drafters.eagle3_checkpoint import is_eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
+from specjax.models.fields import CheckpointError
 from specjax.tree import Shape
 
 
@@ -57,13 +58,14 @@ class Method:
     Attributes:
         usage: how to write its name.
         make: the drafter of a request. It refuses what cannot be, with an `InputError`, before it reads any weights.
-        recognises: whether a config.json is that of one of its checkpoints, by the fields in it. None: it has none, and WHERE
-            is no place.
+        recognises: whether a checkpoint is one of its own, by the fields of its config.json, and by the names of its tensors
+            where they are at hand (of the hub's, only config.json has been fetched by then). None: it has none, and WHERE is no
+            place.
     """
 
     usage: str
     make: Callable[[Request], Drafter]
-    recognises: Callable[[Mapping[str, Any]], bool] | None = None
+    recognises: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------
@@ -105,12 +107,12 @@ def _whole(request: Request, usage: str) -> int:
 METHODS: dict[str, Method] = {
     "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
     "early-exit": Method("early-exit:LAYERS", _make_early_exit),
-    "eagle3": Method("eagle3:DIRECTORY or eagle3:OWNER/NAME", _make_eagle3, recognises=is_eagle3),
+    "eagle3": Method("eagle3:DIRECTORY or eagle3:OWNER/NAME", _make_eagle3, recognises=lambda config, _: is_eagle3(config)),
     "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", _make_eagle, recognises=is_eagle),
     "draft-model": Method(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,
-        recognises=lambda config: config.get("model_type") in huggingface.SUPPORTED,
+        recognises=lambda config, _: config.get("model_type") in huggingface.SUPPORTED,
     ),
 }
 """Every method by its name. Checkpoints are recognised in this order: a method that looks for fields of its own stands before
@@ -162,8 +164,12 @@ def _resolve(name: str) -> tuple[Method, str]:
         raise InputError(f"drafter={name!r}: no method of that name, no directory and no hub id owner/name; methods: {known}")
     file = huggingface.locate(name, weights=False) / "config.json"
     config = huggingface.read_json(file)
+    try:
+        tensors = checkpoint.stored_shapes(file.parent)
+    except CheckpointError:
+        tensors = {}
     for method in METHODS.values():
-        if method.recognises is not None and method.recognises(config):
+        if method.recognises is not None and method.recognises(config, tensors):
             return method, name
     raise InputError(
         f"drafter={name!r}: {file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "

@@ -51,14 +51,14 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
 
 
-def stored_type(directory: Path, name: str) -> Any:
-    """The data type of the tensor called ``name``. Raises `CheckpointError` where it is not there, or holds no floats."""
+def stored_type(directory: Path) -> Any:
+    """The one data type of all floating-point tensors. Raises `CheckpointError` where they are of several."""
     with _open_tensors(directory) as tensors:
-        kind = tensors[name].get_dtype() if name in tensors else None
-    types = {"F64": jnp.float64, "F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-    if kind not in types:
-        raise CheckpointError(f"{directory}: there is no floating-point tensor {name!r}: give the drafter's directory")
-    return jnp.dtype(types[kind])
+        kinds = sorted({tensor.get_dtype() for tensor in tensors.values()} & set(_FLOATS))
+    types = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
+    if len(kinds) != 1 or kinds[0] not in types:
+        raise CheckpointError(f"{directory}: its tensors are {', '.join(kinds)}: all must be one of {', '.join(types)}")
+    return jnp.dtype(types[kinds[0]])
 
 
 def read(

@@ -1,8 +1,8 @@
 """Reading PyTorch's own files (``pytorch_model.bin``) without PyTorch, and without running what a file says to run.
 
 Such a file is a zip archive: ``data.pkl`` is a pickle that describes the tensors, and each storage, a flat array of numbers, is
-a member of its own. A pickle is a small program and may call any function. The reader here knows seven names, all harmless,
-and refuses every other. Files older than PyTorch 1.6 are plain pickles, and are refused.
+a member of its own. A pickle is a small program and may call any function. The reader here knows the names of tensors and their
+containers, all harmless, and refuses every other. Files older than PyTorch 1.6 are plain pickles, and are refused.
 """
 
 import collections

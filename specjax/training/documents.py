@@ -19,6 +19,7 @@ _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages
 """Not prose in code form: tests (absent from some distributions' Python), installed packages, and generated tables."""
 
 _RECORD_FILES = {".jsonl", ".parquet"}
+_NO_TEXT = {".json", ".gz", ".zst", ".zip", ".bz2", ".xz", ".safetensors", ".bin", ".arrow"}
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -77,6 +78,8 @@ def read_documents(source: str) -> list[Document]:
         return list(_of_hub(source))
     documents: list[Document] = []
     for file in find_files(source):
+        if file.suffix in _NO_TEXT:
+            raise ConfigError(f"data.source={source!r}: {file.name} is no text, JSONL or Parquet: write JSON lines")
         if file.suffix in _RECORD_FILES:
             documents += _of_records(file)
         else:  # bytes that are not UTF-8 become the replacement character

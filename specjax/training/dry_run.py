@@ -73,9 +73,8 @@ def needs(config: TrainConfig) -> Needs:
     compiled = train_step.lower(state, batch, target, **fixed).compile()
     analysis = compiled.memory_analysis()
     inner = int(analysis.temp_size_in_bytes) if analysis is not None else 0
-    trained = trainable(student, method)
     paths = {_path(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
-    kept = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
+    kept = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
     exported = sum(leaf.size for leaf in jax.tree.leaves(student)) * jnp.dtype(config.export_dtype).itemsize
     return Needs(
         student=paths,
@@ -86,9 +85,8 @@ def needs(config: TrainConfig) -> Needs:
         memory={
             "target": _bytes(target),
             "student": _bytes(state.student),
-            "gradients": _bytes(trained),
             "optimiser": _bytes(state.optimizer),
-            "batch and inner values of a step": inner,
+            f"inner values of a step, gradients among them, as compiled for {jax.default_backend()}": inner,
         },
         disk={"two checkpoints": 2 * _bytes(state), "best and latest student": 2 * exported},
     )

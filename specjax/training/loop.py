@@ -22,7 +22,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from specjax import chips, sharding
-from specjax.config import ConfigError
+from specjax.config import ConfigError, differences
+from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
@@ -59,7 +60,10 @@ def train(config: TrainConfig) -> Path:
     with run_directory.open_checkpoints(output) as checkpoints:
         state = run_directory.restore(checkpoints, state, iterator)
         first = int(state.step)
-        with run_directory.MetricsLog(output, first) as log, _progress(config.steps, first) as report:
+        with (
+            run_directory.MetricsLog(output, first) as log,
+            _progress(config.steps, first, config.mesh[0] * config.mesh[1]) as report,
+        ):
             best = max(map(method.goodness, log.values(judged)), default=-np.inf)
             clock = time.perf_counter()
             for step in range(first + 1, config.steps + 1):
@@ -82,8 +86,8 @@ def train(config: TrainConfig) -> Path:
                         export("best", state)
                     log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
                 if last or step % config.checkpoint_every == 0:
+                    export("latest", state)  # before the checkpoint: a run that is continued there does not come here again
                     run_directory.save(checkpoints, state, iterator)
-                    export("latest", state)
                 clock = time.perf_counter()  # what was done between the steps is not theirs
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("specjax: trained")  # the first process may still be writing
@@ -121,6 +125,10 @@ def _prepare(config: TrainConfig) -> _Run:
     output, method = Path(config.output), config.method
     run_directory.refuse_foreign(output, config)
     mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
+    if jax.process_count() > 1 and config.mesh[0] * config.mesh[1] != jax.device_count():
+        raise ConfigError(
+            f"mesh={config.mesh}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
+        )
     compute = jnp.dtype(config.compute_dtype)
     target = Target.from_pretrained(method.target, compute, mesh) if method.target else None
     data_config = config.data
@@ -134,6 +142,9 @@ def _prepare(config: TrainConfig) -> _Run:
     student = jax.tree.map(_as_master, method.init(jax.random.key(config.seed), given))
     if config.init_from:
         student = _warm_start(student, config.init_from)
+    if isinstance(student, Drafter):
+        assert target is not None
+        student.check(target)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = initial_state(method, student, optimizer, mesh)
     run_directory.claim(output, config, data.fingerprint(packed, held_out))
@@ -151,9 +162,11 @@ def _as_master(leaf: jax.Array) -> jax.Array:
 def _warm_start(student: Any, path: str) -> Any:
     """``student`` with the weights of an earlier one, read from ``path``."""
     earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
-    shapes, found = (jax.tree.map(jnp.shape, each.params) for each in (student, earlier))
-    if shapes != found:
-        raise ConfigError(f"init_from={path!r}: its weights are of other shapes than this run's: see the sizes under method")
+    if changed := differences(earlier.config, student.config):
+        raise ConfigError(
+            f"init_from={path!r}: is of another shape than this run's student ({'; '.join(changed)}): set the options under "
+            "method to what it has"
+        )
     return student.replace(params=earlier.params)
 
 
@@ -191,11 +204,11 @@ class _Report:
         flops: operations of a step.
     """
 
-    def __init__(self, progress: Progress, steps: int, start: int) -> None:
+    def __init__(self, progress: Progress, steps: int, start: int, devices: int) -> None:
         self.flops = 0.0
         self._progress = progress
         self._task = progress.add_task("", total=steps, completed=start, loss=float("nan"), speed="")
-        self._peak = sum(map(chips.peak_flops, jax.devices()[:1])) * len(jax.devices())
+        self._peak = chips.peak_flops(jax.devices()[0]) * devices
 
     def __call__(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         speed = f"{tokens / seconds:,.0f} tokens/s, {self.flops / seconds / self._peak:.0%} of peak"
@@ -203,7 +216,7 @@ class _Report:
 
 
 @contextmanager
-def _progress(steps: int, start: int) -> Iterator[_Report]:
+def _progress(steps: int, start: int, devices: int) -> Iterator[_Report]:
     columns = (
         TextColumn("step {task.completed}/{task.total}"),
         BarColumn(),
@@ -211,4 +224,4 @@ def _progress(steps: int, start: int) -> Iterator[_Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, disable=jax.process_index() != 0) as progress:
-        yield _Report(progress, steps, start)
+        yield _Report(progress, steps, start, devices)

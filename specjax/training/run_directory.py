@@ -4,11 +4,12 @@
 
     config.yaml, data.sha256   which run this is; another one is refused the directory
     checkpoints/               all that a killed run needs to continue bit for bit, the newest two
-    metrics.jsonl, tensorboard/  every step's figures
+    metrics.jsonl, tensorboard/  every step's figures; TensorBoard's are written with some delay
     best/, latest/             the student, as its ``from_pretrained`` reads it
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from specjax.config import ConfigError, differences, dump_yaml, load_yaml
 from specjax.models.checkpoint import replacing
 from specjax.training.config import TrainConfig
 from specjax.training.step import TrainState
+
+STUDENTS = ("best", "latest")
 
 # --- whose directory it is -------------------------------------------------------------------------------------------
 
@@ -51,6 +54,9 @@ def claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
     stored = output / "data.sha256"
     if jax.process_index() != 0:
         return
+    for name in STUDENTS:  # what a killed run left of a student that it was writing
+        for scratch in output.glob(f".{name}-*"):
+            shutil.rmtree(scratch, ignore_errors=True)
     if not stored.exists():
         with replacing(output) as scratch:
             (scratch / "data.sha256").write_text(fingerprint)
@@ -85,9 +91,15 @@ def save(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -
 def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any) -> TrainState:
     """The newest checkpoint that can be read, with ``iterator`` set to its place; ``state`` itself when there is none.
 
-    One that cannot be read is reported, deleted, and the one before it taken.
+    Where the newest cannot be read and one before it can, that is reported, the one before is taken, and the damaged one is
+    deleted.
+
+    Raises:
+        ConfigError: there are checkpoints, and none can be read; or one cannot, and there are several processes, which must all
+            take the same.
     """
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    damaged = []
     for step in sorted(checkpoints.all_steps(), reverse=True):
         try:
             restored = checkpoints.restore(
@@ -95,13 +107,20 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
             )
             iterator.set_state(restored["data"])
         except Exception as error:  # whatever a damaged file makes orbax, tensorstore or JSON stumble over
-            print(
-                f"specjax: the checkpoint of step {step} cannot be read ({type(error).__name__}): taking the one before",
-                file=sys.stderr,
-            )
-            checkpoints.delete(step)
+            damaged.append(step)
+            reason = f"the checkpoint of step {step} cannot be read ({type(error).__name__})"
+            if jax.process_count() > 1:
+                raise ConfigError(f"output: {reason}: delete it, to continue from the one before") from error
+            print(f"specjax: {reason}: taking the one before", file=sys.stderr)
             continue
+        for unread in damaged:
+            checkpoints.delete(unread)
         return restored["state"]
+    if damaged:
+        raise ConfigError(
+            f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}): see that there is memory, and that "
+            "the files may be read; to begin anew, choose another output"
+        )
     return state
 
 

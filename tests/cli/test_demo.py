@@ -2,30 +2,42 @@
 
 import re
 
+import jax
 import pytest
 
 from specjax.cli import demo
 from specjax.cli.main import main
+from specjax.drafters import Eagle3
+from specjax.models.transformer import Target
 from tests.conftest import save_tiny
+
+METHODS = (
+    "plain",
+    "EAGLE-3",
+    "EAGLE-3, tree",
+    "draft model",
+    "draft model, adaptive",
+    "draft model, tree",
+    "prompt lookup",
+    "early exit",
+)
 
 
 def check_shown(out: str) -> None:
-    rows = {
-        name: re.search(rf"{name}\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)\W+([\d.]+|-)", out)
-        for name in ("plain", "draft model", "draft model, adaptive", "draft model, tree", "prompt lookup", "early exit")
-    }
+    rows = {name: re.search(rf"{name}\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)\W+([\d.]+|-)", out) for name in METHODS}
     assert all(rows.values()), out
     assert rows["plain"].group(2, 3, 4) == ("1.00", "1.00", "-")
     assert float(rows["draft model"].group(3)) > 1.5
     text = out[: out.index("what it bought")]
     prompts = " ".join(demo.PROMPTS[:2]).split()
-    assert set(prompts) <= set(text.split())
+    assert all(word in text for word in prompts)
     assert len(text) > len(" ".join(prompts)) + 40  # prompts and new text
 
 
 def test_the_demo_shows_every_method(capsys, monkeypatch, tmp_path) -> None:
-    directory = save_tiny(tmp_path, num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
-    monkeypatch.setattr(demo, "embedded", lambda name: directory)
+    directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
+    Eagle3.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
+    monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / "eagle3" if name == "eagle3" else directory)
     monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
     check_shown(capsys.readouterr().out)

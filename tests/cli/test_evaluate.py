@@ -63,8 +63,12 @@ def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(tiny_
     assert all(json.loads(line)["text"].startswith("def") for line in whole.splitlines())
     begun = tmp_path / "begun.jsonl"
     begun.write_text("".join(whole.splitlines(keepends=True)[:2]) + '{"text": "de')  # what a kill can leave
-    assert main([*arguments, "--output", str(begun), "--batch", "4"]) == 0
+    (tmp_path / "begun.yaml").write_text((tmp_path / "whole.yaml").read_text())
+    assert main([*arguments, "--output", str(begun), "--batch", "2"]) == 0
     assert begun.read_text() == whole
+    assert main([*arguments, "--output", str(begun), "--seed", "2"]) == 2
+    (tmp_path / "begun.yaml").unlink()
+    assert main([*arguments, "--output", str(begun)]) == 2
     assert main(["regenerate", "--target", target, "--source", str(source), "--output", "here.txt"]) == 2
 
 

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import specjax
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Eagle, Eagle3
 from specjax.drafters.features import FeatureDrafter
 from specjax.sampling import Sampling
 from specjax.training.methods.unrolling import counted, unroll
-from specjax.tree import Chain
+from specjax.tree import Chain, DynamicTree, StaticTree
 from tests.conftest import tiny_target
 
 IDS = np.array([0, 1, 3, 4, 7, 8, 10])
@@ -73,6 +74,46 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
             expected = logits.argmax(-1) if vocabulary is None else np.asarray(vocabulary.ids)[logits.argmax(-1)]
             assert drafted.tolist() == expected.tolist(), (step, row)
         state, _ = advance(target, drafter, drafting, draft)
+
+
+@pytest.mark.parametrize("shape", [StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0))), DynamicTree(3, 3, 9)])
+def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
+    """Every node is among the likeliest that reading its path alone gives: parents, positions and scratch are right."""
+    target = tiny_target()
+    drafter = DRAFTERS["eagle3"](target).replace(draft=shape)
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
+    parents = np.asarray(draft.parents).reshape(-1)
+    tokens, ids = np.asarray(draft.tokens[0]), np.asarray(drafter.vocabulary(target).ids)
+    text = np.array([1, 4, 2, 4, 2])
+    for parent in set(parents[1:].tolist()):
+        path, node = [], parent
+        while node > 0:
+            path, node = [tokens[node], *path], parents[node]
+        states = slow_states(drafter, target, np.concatenate([text, np.array(path, int)]), known=4)
+        logits = np.asarray(drafter.logits(target, states[-1]))
+        children = [tokens[node] for node in range(1, len(parents)) if parents[node] == parent]
+        assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
+
+
+def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(monkeypatch) -> None:
+    target = tiny_target()
+    drafter = DRAFTERS["eagle3"](target)
+    prompts, lengths = np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]]), np.array([8, 3])
+    options = GenerationOptions(max_new_tokens=16, sampling=Sampling(temperature=0.0))
+    whole = specjax.generate(target, drafter, prompts, lengths, **vars(options))
+    mesh = specjax.make_mesh(data=2, model=2)
+    placed = target.replace(params=jax.device_put(target.params), mesh=mesh)
+    spread = drafter.replace(mesh=mesh)
+    monkeypatch.setattr(engine, "PREFILL_CHUNK", 3)
+    jax.clear_caches()
+    parts = specjax.generate(target, drafter, prompts, lengths, **vars(options))
+    meshed = specjax.generate(placed, spread, prompts, lengths, **vars(options))
+    for other in (parts, meshed):
+        np.testing.assert_array_equal(other.tokens, whole.tokens)
+        np.testing.assert_array_equal(other.stats.accepted_at, whole.stats.accepted_at)
+    assert whole.stats.accepted.sum() > 0
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

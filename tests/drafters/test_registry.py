@@ -41,6 +41,10 @@ def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) 
     made["eagle3"].save_pretrained(tmp_path / "speculators", layout="speculators")
     for place, kind in (("eagle", Eagle), ("eagle3", Eagle3), ("speculators", Eagle3)):
         assert type(load_drafter(str(tmp_path / place), Chain(2), target.config)) is kind
+    file = tmp_path / "eagle" / "config.json"
+    published = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("bias", "qkv_bias")}
+    file.write_text(json.dumps(published))  # as SafeAILab's for Vicuna: nothing in it says EAGLE
+    assert type(load_drafter(str(tmp_path / "eagle"), Chain(2), target.config)) is Eagle
     assert load_drafter(f"eagle3:{tmp_path / 'eagle3'}", None, target.config).draft == DynamicTree()
 
 
@@ -51,7 +55,7 @@ def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint
         made.append(request.where)
         return PromptLookup(**request.shape)
 
-    wizard = Method("wizard:DIRECTORY", make, recognises=lambda config: "wizard_layers" in config)
+    wizard = Method("wizard:DIRECTORY", make, recognises=lambda config, _: "wizard_layers" in config)
     monkeypatch.setattr(registry, "METHODS", {"wizard": wizard} | registry.METHODS)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "wizard_layers": 2}))
     assert load_drafter(str(tmp_path), Chain(2), tiny_config()) == PromptLookup(draft=Chain(2))

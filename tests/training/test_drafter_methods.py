@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.drafters import Eagle, Eagle3
-from specjax.training.methods import Eagle1Training, Eagle3Training, Given, HassTraining
+from specjax.training.methods import Eagle1Training, Eagle3Training, Given, HassTraining, eagle3, feature_loss
 from specjax.training.methods.eagle3 import most_frequent
 from specjax.training.methods.unrolling import SIMULATED_STEPS, simulate, unroll
 from specjax.training.methods.windows import read
@@ -60,10 +60,17 @@ def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
     assert set(metrics) >= {"loss", "feature_loss_0", f"token_loss_{steps - 1}"}
 
 
-def test_noise_is_of_the_width_that_was_asked_for() -> None:
+def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     objective = jax.jit(lambda noise, batch: Eagle1Training(target="here", noise=noise).objective(student, batch, TARGET)[0],
                         static_argnums=0)  # fmt: skip
+    seen = []
+    with monkeypatch.context() as patched:
+        patched.setattr(feature_loss, "unroll", lambda student, batch, target, features, *a, **k: seen.append(features) or [])
+        for noise in (0.0, 0.2):
+            Eagle1Training(target="here", noise=noise).objective(student, BATCH, TARGET)
+    gap = np.abs(seen[1] - seen[0]).max()  # uniform, and for a window of 512 tokens; this one has 10
+    assert 0.9 < gap / (0.2 / 2 * 512 / 10) <= 1
     quiet, noisy = objective(0.0, BATCH), objective(0.2, BATCH)
     assert quiet != noisy
     assert noisy == objective(0.2, BATCH)  # the step's own key, and nothing else
@@ -88,8 +95,8 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary() -> None:
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
 
 
-def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass() -> None:
-    """The first step's state is changed a little: does the loss of the third know?"""
+def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(monkeypatch) -> None:
+    """The first step's state is changed a little: does the loss of the third know? And what each method asks for."""
 
     def sensitivity(student, detach):
         def last(shift):
@@ -102,6 +109,15 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
     eagle = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     whole, cut = sensitivity(eagle, False), sensitivity(eagle, True)
     assert whole != cut
+    asked = {}
+    for module, method, student in (
+        (feature_loss, HassTraining(target="here"), eagle),
+        (eagle3, Eagle3Training(target="here", steps=2), Eagle3.init(TARGET, jax.random.key(1), Chain(3))),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "unroll", lambda *_, detach, **__: asked.update({method.name: detach}) or [])  # noqa: B023
+            method.objective(student, BATCH, TARGET)
+    assert asked == {"hass": True, "eagle3": False}
     rematerialised = Eagle3Training(target="here", steps=2, remat=True)
     kept = Eagle3Training(target="here", steps=2)
     student = Eagle3.init(TARGET, jax.random.key(1), Chain(3))
@@ -128,6 +144,16 @@ def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(m
     sure = simulate(student, batch, TARGET)
     assert sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
     np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
+
+
+def test_chains_are_simulated_where_all_their_tokens_count() -> None:
+    """Two holes in the mask: of ten labels only the first five in a row are a chain of five."""
+    student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
+    mask = [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
+    tokens = [1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8]
+    found = simulate(student, batch_of([tokens], mask), TARGET)
+    alone = simulate(student, batch_of([tokens], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]), TARGET)
+    assert found["acceptance_length_sampled"] == alone["acceptance_length_sampled"] > 1
 
 
 def test_the_draft_vocabulary_is_what_is_said_most() -> None:

@@ -301,7 +301,7 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
     assert first["step"] == 1
     assert first["loss"] < metrics_of(finished)[0]["loss"] - 0.5
     other = replace(run, output=str(tmp_path / "other"), method=Lm(model=replace(SIZES, intermediate_size=16)))
-    with pytest.raises(ConfigError, match="its weights are of other shapes than this run's"):
+    with pytest.raises(ConfigError, match=r"of another shape than this run's student \(intermediate_size: 32 -> 16\)"):
         loop.train(other)
 
 

@@ -57,6 +57,11 @@ class Eagle3Training(Method):
         super().check(window)
         if self.steps < 1 or self.layers < 1:
             raise ConfigError(f"method.steps={self.steps}, method.layers={self.layers}: must be at least 1")
+        if self.draft_vocab_size < 0 or self.intermediate_size < 0:
+            raise ConfigError(
+                f"method.draft_vocab_size={self.draft_vocab_size}, method.intermediate_size={self.intermediate_size}: must be "
+                "at least 0, which is as many as the target has"
+            )
         if self.steps + 1 >= window:
             raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
 

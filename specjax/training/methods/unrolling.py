@@ -6,6 +6,7 @@ it drafts from position t on. Of the pairs with features it sees those up to t, 
 HASS calls this harmonised context alignment, EAGLE-3 training-time test. Tokens are the text's, not the drafter's own.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,7 +93,7 @@ def simulate(student: FeatureDrafter, batch: Batch, target: Target) -> Metrics:
     """
     output = read(target, batch, student.taps(target.config))
     vocabulary = student.vocabulary(target)
-    whole = counted(batch, SIMULATED_STEPS - 1)
+    whole = functools.reduce(jnp.logical_and, [counted(batch, step) for step in range(SIMULATED_STEPS)])
     still, drafted = jnp.where(whole, 1.0, 0.0), jnp.where(whole, 1.0, 0.0)
     length, sampled = jnp.ones(()), jnp.ones(())
     metrics = {}
