@@ -192,7 +192,7 @@ FAULTS = [
     (["generate", "--prompt", "x", "--target", "x" * 5000], "is not a directory"),
     (["generate", "--prompts-file", "x" * 5000], "cannot be read"),
     ([*PAIR, "--drafter", "bush"], "drafter='bush': no method of that name, no directory"),
-    ([*PAIR, "--drafter", "bush:4"], "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; draft-model:"),
+    ([*PAIR, "--drafter", "bush:4"], "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; eagle3:"),
     ([*PAIR, "--drafter", "prompt-lookup:0"], "write prompt-lookup:MAX_NGRAM"),
     ([*PAIR, "--drafter", "draft-model:"], "write draft-model:DIRECTORY"),
     (["plan", "--cost", "0.1", "--longest", str(2**32)], "at most 256"),
@@ -220,7 +220,7 @@ def test_the_module_runs_as_a_program_and_says_what_each_command_does() -> None:
     done = subprocess.run([sys.executable, "-m", "specjax", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     for name, command in COMMANDS.items():
-        assert f"  {name:<9} {command.about}\n" in done.stdout
+        assert f"  {name:<10} {command.about}\n" in done.stdout
         assert len(command.about.split()) > 5
 
 

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from specjax.chips import CHIPS
 from specjax.cli.main import main
 from specjax.models import huggingface
 from specjax.models.shapes import PUBLISHED
@@ -61,7 +62,7 @@ def test_it_says_when_speculation_does_not_pay(capsys) -> None:
 def test_the_table_of_two_models(capsys) -> None:
     code, out, _ = run(capsys, *MODELS, "--batch", "1", "256", "--context", "1024")
     assert code == 0
-    pair = roofline.Pair(PUBLISHED["llama-3.1-8b"], roofline.CHIPS["h100"], PUBLISHED["llama-3.2-1b"])
+    pair = roofline.Pair(PUBLISHED["llama-3.1-8b"], CHIPS["h100"], PUBLISHED["llama-3.2-1b"])
     one, many = table(out)
     assert one == ["1", "4.52", "0.75", "4.52", "4", "2.02x", "1", "18.7"]
     best = roofline.best_gamma(pair, 256, 1024, 0.8)
