@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ from benchmarks import peers, synthetic
 from specjax import text
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Drafter, DraftModel, check_vocabulary
+from specjax.drafters import Drafter, DraftModel, OnGrown, check_vocabulary
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface, params
@@ -52,6 +52,7 @@ class BenchmarkConfig:
     Attributes:
         target: directory or hub id of the target; "embedded" is the small one that comes along.
         draft: directory or hub id of the draft model.
+        eagle3: directory or hub id of an EAGLE-3 drafter of the target, or "embedded:eagle3"; empty: none.
         grow: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
         prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
         batch: rows, one case each.
@@ -72,6 +73,7 @@ class BenchmarkConfig:
 
     target: str = "embedded"
     draft: str = "embedded:draft"
+    eagle3: str = ""
     grow: tuple[int, int, int] = (768, 2304, 13)
     prompts: str = ""
     batch: tuple[int, ...] = (1, 4, 16)
@@ -133,7 +135,7 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
         huggingface.read_config(huggingface.locate(config.draft, weights=False)), huggingface.read_config(directory)
     )
     target = Target.from_pretrained(config.target, np.float32)
-    draft = Target.from_pretrained(config.draft, np.float32)
+    small, draft = target, Target.from_pretrained(config.draft, np.float32)
     if any(config.grow):
         hidden_size, intermediate_size, num_layers = config.grow
         target = grow(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
@@ -145,8 +147,18 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
             others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens)
     tokenizer = text.load_tokenizer(directory)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
-    return target, drafters_of(draft, config.exit_layers), texts, others
+    methods = drafters_of(draft, config.exit_layers)
+    if config.eagle3:
+        eagle3 = specjax.Eagle3.from_pretrained(huggingface.locate(config.eagle3), dtype=np.float32)
+        for name, shape in EAGLE_SHAPES.items():
+            methods[f"EAGLE-3, {name}"] = OnGrown.of(replace(eagle3, draft=shape), small)
+    return target, methods, texts, others
 
+
+EAGLE_SHAPES: dict[str, specjax.tree.Shape] = {
+    "chain 5": specjax.Chain(5),
+    "dynamic 16": specjax.DynamicTree(top_k=4, depth=5, nodes=16),
+}
 
 SMALL_TREE = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0))
 """What `specjax plan --measure` tends to find here: a chain with a second child where it is needed most."""
