@@ -87,7 +87,7 @@ def run_evaluate(config: EvaluateConfig) -> None:
     methods: dict[str, Drafter | None] = {PLAIN: None}
     directory = huggingface.locate(config.target, weights=False)
     for name in config.drafter:
-        where, at, shape = name.rpartition("@")
+        where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
         made = parse_shape(shape) if at else None
         methods[name] = load_drafter(
             where if at else name, made, huggingface.read_config(directory), generator.target.dtype, None, generator.tokenizer

@@ -239,6 +239,20 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
         assert int(state.stats.steps[row]) == int(expected.stats.steps[there])
 
 
+def test_a_coupled_request_keeps_its_text_wherever_it_is_inserted(target) -> None:
+    """Its random numbers belong to its own key and positions: neither the row nor the step at which it came matters."""
+    drafter = drafters()["draft model"]
+    shared = {"sampling": Sampling(temperature=0.8, top_p=0.9), "rule": "coupled", "eos_token_ids": ()}
+    options = GenerationOptions(max_new_tokens=np.array([NEW, 3, NEW]), key=jax.random.key(3), **shared)
+    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, options, capacity=32, mixed=True)
+    state = engine.decode(target, drafter, state, 3)
+    fresh = GenerationOptions(max_new_tokens=NEW, key=jax.random.key(8), **shared)
+    _, request = engine.start(target, drafter, [[5, 4, 5, 4]], options=fresh, capacity=32, mixed=True)
+    state = engine.decode(target, drafter, engine.insert(state, request, 1), 100)
+    (alone,) = outputs(specjax.generate(target, None, [[5, 4, 5, 4]], **vars(fresh)))
+    assert state.tokens[1, : state.lengths[1]].tolist() == alone
+
+
 @struct.dataclass
 class FromElsewhere(NoDraft):
     """Stands for a drafter in another place: it says how deep the drafts are that come from there."""
