@@ -38,4 +38,4 @@ def run_convert(config: ConvertConfig) -> None:
     dtype = checkpoint.stored_type(directory)
     params, shape = eagle3_checkpoint.load(directory, dtype)
     eagle3_checkpoint.save(Path(config.output), params, shape, config.to, target=config.target)
-    print(f"{config.output}: layout {config.to}, {dtype}; {eagle3_checkpoint.describe(Path(config.output))}")
+    print(f"{config.output}: layout {config.to}, {dtype}; {eagle3_checkpoint.describe(shape, config.to)}")

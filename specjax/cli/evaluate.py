@@ -18,7 +18,6 @@ from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.evaluation.questions import Question, read_questions
-from specjax.models import huggingface
 from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
 from specjax.sampling import Rule
@@ -85,12 +84,11 @@ def run_evaluate(config: EvaluateConfig) -> None:
     )
     generator = pipeline.load(config.target, dtype=config.dtype or None)
     methods: dict[str, Drafter | None] = {PLAIN: None}
-    directory = huggingface.locate(config.target, weights=False)
     for name in config.drafter:
         where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
         made = parse_shape(shape) if at else None
         methods[name] = load_drafter(
-            where if at else name, made, huggingface.read_config(directory), generator.target.dtype, None, generator.tokenizer
+            where if at else name, made, generator.target.config, generator.target.dtype, None, generator.tokenizer
         )
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     asking = _Asking(generator, methods, options, chat, config.repeats)
@@ -137,8 +135,9 @@ class _Asking:
             for turn, words in enumerate(question.turns):
                 history.append({"role": "user", "content": words})
                 prompt = self._encode(history)
-                found, said = self._turn(prompt, jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn))
-                answers += [replace(answer, category=question.category) for answer in found]
+                key = jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn)
+                found, said = self._turn(question.category, prompt, key)
+                answers += found
                 history.append({"role": "assistant", "content": said})
         return answers
 
@@ -155,7 +154,7 @@ class _Asking:
         self.cut += len(ids) > room
         return ids[-room:]
 
-    def _turn(self, prompt: list[int], key: jax.Array) -> tuple[list[Answer], str]:
+    def _turn(self, category: str, prompt: list[int], key: jax.Array) -> tuple[list[Answer], str]:
         tokens, lengths = text.pad([prompt])
         options = vars(replace(self._options, key=key))
 
@@ -176,5 +175,5 @@ class _Asking:
                 found[name].append((time.perf_counter() - started, result.stats))
                 if name == PLAIN:
                     said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
-        answers = [Answer("", name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
+        answers = [Answer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
         return answers, self._generator.tokenizer.decode(said, skip_special_tokens=True)

@@ -89,10 +89,8 @@ class Eagle3(FeatureDrafter):
             sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
         """
         own = layer_like(target.config, **sizes)
-        if ids is not None:
-            found = np.asarray(ids)
-            if len(np.unique(found)) < len(found) or found.min() < 0 or found.max() >= own.vocab_size:
-                raise InputError(f"ids: must name different tokens of the target's {own.vocab_size}, from 0 upwards")
+        if ids is not None and not eagle3_checkpoint.are_different_tokens(np.asarray(ids), own.vocab_size):
+            raise InputError(f"ids: must name different tokens of the target's {own.vocab_size}, from 0 upwards")
         taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
         config = Eagle3Config(
             layer=own,
@@ -145,7 +143,7 @@ class Eagle3(FeatureDrafter):
 
     def features(self, output: Output) -> jax.Array:
         taps = [output.taps[:, :, i] for i in range(output.taps.shape[2])]
-        if self.config.taps is not None and self.config.taps != tuple(sorted(set(self.config.taps))):
+        if self.config.taps is not None:  # recorded in ascending order, each once
             recorded = sorted(set(self.config.taps))
             taps = [taps[recorded.index(tap)] for tap in self.config.taps]
         if self.config.fc_norm:

@@ -6,7 +6,6 @@ of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``trans
 *input* is read. ModelOpt writes the first kind of config.json and the second kind of names.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,7 +157,7 @@ def load(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> tuple
     _check_tables(directory, config, shapes, layout)
     declared = declare(config, layout)
     if "t2d" in shapes:
-        declared["t2d"] = _T2D(config)
+        declared["t2d"] = _t2d(config)
     params = checkpoint.read(
         directory,
         declared,
@@ -174,7 +173,7 @@ def load(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> tuple
     return params, config
 
 
-def _T2D(config: Eagle3Config) -> Param:  # noqa: N802 - named as the tensor is
+def _t2d(config: Eagle3Config) -> Param:
     """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
     return Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")
 
@@ -277,9 +276,14 @@ def _check_tables(directory: Path, config: Eagle3Config, names: Collection[str],
             )
 
 
+def are_different_tokens(ids: np.ndarray, vocab: int) -> bool:
+    """Whether ``ids`` are token ids below ``vocab``, no two alike. Otherwise q would not be what tokens are drawn from."""
+    return bool(ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids))
+
+
 def _check_ids(directory: Path, config: Eagle3Config, d2t: np.ndarray, t2d: np.ndarray | None) -> None:
     ids = np.arange(len(d2t)) + d2t
-    if ids.min() < 0 or ids.max() >= config.layer.vocab_size or len(np.unique(ids)) < len(ids):
+    if not are_different_tokens(ids, config.layer.vocab_size):
         raise CheckpointError(
             f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, "
             "to each another"
@@ -301,7 +305,7 @@ def save(
     declared, arrays = declare(config, layout), dict(params)
     if config.own_ids:
         ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
-        declared["t2d"], arrays["t2d"] = _T2D(config), jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)
+        declared["t2d"], arrays["t2d"] = _t2d(config), jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)
     kept = checkpoint.float_type(dtype or params["fc"].dtype).name
     content = _speculators_config(config, kept, target) if layout == "speculators" else _eagle3_config(config, kept)
     checkpoint.write(directory, declared, arrays, {"config.json": content}, dtype)
@@ -318,8 +322,7 @@ def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),
     }
-    if config.taps is not None:
-        outputs = [tap - 1 for tap in config.taps]
+    if (outputs := _left(config)) is not None:
         content["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
     return content
 
@@ -332,7 +335,7 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),
-        "eagle_aux_hidden_state_layer_ids": None if config.taps is None else list(config.taps),
+        "eagle_aux_hidden_state_layer_ids": _entered(config),
         "transformer_layer_config": huggingface.format_config(config.layer, dtype),
         "speculators_config": {
             "algorithm": "eagle3",
@@ -345,10 +348,18 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
     }
 
 
-def describe(directory: Path) -> str:
-    """One line on a written checkpoint: which layers' ids stand in it, and what they mean."""
-    raw = json.loads((directory / "config.json").read_text())
-    if "speculators_model_type" in raw:
-        return f"eagle_aux_hidden_state_layer_ids={raw['eagle_aux_hidden_state_layer_ids']}: the layers that are entered"
-    outputs = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    return f"eagle_config.eagle_aux_hidden_state_layer_ids={outputs}: the layers whose output is read"
+def describe(config: Eagle3Config, layout: Layout) -> str:
+    """One line on what `save` writes: which layers' ids, and what they mean."""
+    if layout == "speculators":
+        return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
+    return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"
+
+
+def _entered(config: Eagle3Config) -> list[int] | None:
+    """The layers whose input is read, as speculators counts them."""
+    return None if config.taps is None else list(config.taps)
+
+
+def _left(config: Eagle3Config) -> list[int] | None:
+    """The same, as the layers whose output is read."""
+    return None if config.taps is None else [tap - 1 for tap in config.taps]

@@ -14,7 +14,7 @@ from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import TrainState, train_step, trainable
+from specjax.training.step import cast, initial_state, train_step, trainable
 
 Shapes = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -58,9 +58,7 @@ def needs(config: TrainConfig) -> Needs:
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     student = jax.eval_shape(lambda target: _student(config, target, vocab), target)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = jax.eval_shape(
-        lambda student: TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32)), student
-    )
+    state = jax.eval_shape(lambda student: initial_state(method, student, optimizer), student)
     rows, width = config.data.batch, config.data.window
     batch = {
         "tokens": jax.ShapeDtypeStruct((rows, width + 1), np.int32),
@@ -95,8 +93,7 @@ def needs(config: TrainConfig) -> Needs:
 def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
     stand_in.add_tokens([str(i) for i in range(vocab)])
-    student = config.method.init(jax.random.key(0), Given(stand_in, np.zeros(vocab, int), target))
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x, student)
+    return cast(config.method.init(jax.random.key(0), Given(stand_in, np.zeros(vocab, int), target)), jnp.float32)
 
 
 def _path(path: Any) -> str:

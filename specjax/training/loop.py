@@ -31,7 +31,7 @@ from specjax.training import data, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import TrainState, evaluate, flops_of_step, initial_state, make_batch, train_step
+from specjax.training.step import TrainState, cast, evaluate, flops_of_step, initial_state, make_batch, train_step
 from specjax.training.tokenizer import save_tokenizer
 
 
@@ -71,9 +71,8 @@ def train(config: TrainConfig) -> Path:
                 if step == first + 1:
                     report.flops = flops_of_step(state, batch, target, **run.fixed)
                 state, metrics = train_step(state, batch, target, **run.fixed)
-                metrics = {
-                    name: float(value) for name, value in sharding.to_host(metrics, run.mesh).items()
-                }  # waits for the step
+                metrics = sharding.to_host(metrics, run.mesh)  # waits for the step
+                metrics = {name: float(value) for name, value in metrics.items()}
                 now = time.perf_counter()
                 seconds, clock = now - clock, now
                 report(step, metrics["loss"], tokens_a_step, seconds)
@@ -139,7 +138,7 @@ def _prepare(config: TrainConfig) -> _Run:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
     given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh)
-    student = jax.tree.map(_as_master, method.init(jax.random.key(config.seed), given))
+    student = cast(method.init(jax.random.key(config.seed), given), jnp.float32)  # whatever the target is held in
     if config.init_from:
         student = _warm_start(student, config.init_from)
     if isinstance(student, Drafter):
@@ -152,11 +151,6 @@ def _prepare(config: TrainConfig) -> _Run:
         show_batch(tokenizer, packed)
     fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
     return _Run(state, target, mesh, tokenizer, data_config.tokenizer, packed, held_out, fixed)
-
-
-def _as_master(leaf: jax.Array) -> jax.Array:
-    """``leaf`` as it is trained: in float32, whatever the target is held in."""
-    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
 
 def _warm_start(student: Any, path: str) -> Any:

@@ -101,7 +101,7 @@ def train_step(
     trained = trainable(state.student, method)
 
     def loss(trained: Any, part: Batch) -> tuple[jax.Array, Metrics]:
-        return method.objective(_cast(_with(trained, state.student), compute_dtype), part, target)
+        return method.objective(cast(_with(trained, state.student), compute_dtype), part, target)
 
     def add(sums: Any, part: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.grad(loss, has_aux=True)(trained, part)), None
@@ -135,7 +135,7 @@ def _parts(batch: Batch, count: int) -> Batch:
     return {name: split(name, value) for name, value in batch.items()}
 
 
-def _cast(student: Any, dtype: Any) -> Any:
+def cast(student: Any, dtype: Any) -> Any:
     """``student`` with its floating-point leaves in ``dtype``."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, student)
 

@@ -1,19 +1,19 @@
 """EAGLE-1 (Li et al. 2024, arXiv 2401.15077): the drafter learns to predict the target's next feature, and its tokens."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.base import Batch, Given, Metrics
 from specjax.training.methods.feature_loss import feature_loss
-from specjax.training.methods.unrolling import layer_sizes, simulate
+from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
 
 
 @dataclass(frozen=True)
-class Eagle1Training(Method):
+class Eagle1Training(FeatureMethod):
     """Section 4.1 of the paper: SmoothL1 of the feature plus ``token_weight`` times the cross entropy of its tokens.
 
     Attributes:
@@ -31,7 +31,6 @@ class Eagle1Training(Method):
     token_weight: float = 0.1
     noise: float = 0.2
     remat: bool = False
-    best_by: ClassVar[str] = "acceptance_length"
 
     def init(self, key: jax.Array, given: Given) -> Eagle:
         return Eagle.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))
@@ -39,7 +38,3 @@ class Eagle1Training(Method):
     def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         assert target is not None
         return feature_loss(student, batch, target, token_weight=self.token_weight, noise=self.noise, remat=self.remat)
-
-    def evaluation(self, student: Eagle, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
-        return simulate(student, batch, target)

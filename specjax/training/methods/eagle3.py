@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): tokens alone, over all the steps that the drafter will take."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from specjax.config import ConfigError
 from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.unrolling import counted, expected, layer_sizes, simulate, unroll
+from specjax.training.methods.base import Batch, Given, Metrics
+from specjax.training.methods.unrolling import FeatureMethod, counted, expected, layer_sizes, unroll
 from specjax.training.methods.windows import read
 
 
 @dataclass(frozen=True)
-class Eagle3Training(Method):
+class Eagle3Training(FeatureMethod):
     """Training-time test: the sum over steps k of ``decay ** k`` times the cross entropy to the target's distribution.
 
     Attributes:
@@ -51,7 +51,6 @@ class Eagle3Training(Method):
     steps: int = 7
     decay: float = 0.8
     remat: bool = False
-    best_by: ClassVar[str] = "acceptance_length"
 
     def check(self, window: int) -> None:
         super().check(window)
@@ -101,10 +100,6 @@ class Eagle3Training(Method):
 
     def frozen(self, path: str) -> bool:
         return self.freeze_head and path == "params.lm_head"
-
-    def evaluation(self, student: Eagle3, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
-        return simulate(student, batch, target)
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:

@@ -1,20 +1,20 @@
 """HASS (Zhang et al. 2024, arXiv 2408.15766): EAGLE-1's drafter, trained on its own states too."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 
 from specjax.config import ConfigError
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.base import Batch, Given, Metrics
 from specjax.training.methods.feature_loss import feature_loss
-from specjax.training.methods.unrolling import layer_sizes, simulate
+from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
 
 
 @dataclass(frozen=True)
-class HassTraining(Method):
+class HassTraining(FeatureMethod):
     """EAGLE-1's loss over several aligned steps, and the top-k distillation loss.
 
     Attributes:
@@ -38,7 +38,6 @@ class HassTraining(Method):
     top_k_weight: float = 1.0
     noise: float = 0.2
     remat: bool = False
-    best_by: ClassVar[str] = "acceptance_length"
 
     def check(self, window: int) -> None:
         super().check(window)
@@ -61,7 +60,3 @@ class HassTraining(Method):
             noise=self.noise,
             remat=self.remat,
         )
-
-    def evaluation(self, student: Eagle, batch: Batch, target: Target | None) -> Metrics:
-        assert target is not None
-        return simulate(student, batch, target)

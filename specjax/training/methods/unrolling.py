@@ -8,7 +8,7 @@ HASS calls this harmonised context alignment, EAGLE-3 training-time test. Tokens
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.methods.base import Batch, Metrics
+from specjax.training.methods.base import Batch, Method, Metrics
 from specjax.training.methods.windows import document_mask, read
 
 
@@ -109,6 +109,16 @@ def simulate(student: FeatureDrafter, batch: Batch, target: Target) -> Metrics:
         sampled += losses.mean_over_labels(drafted, whole)
         metrics[f"accuracy_{step}"] = losses.mean_over_labels(right, counted(batch, step))
     return {"acceptance_length": length, "acceptance_length_sampled": sampled, **metrics}
+
+
+class FeatureMethod(Method):
+    """A method that trains a `FeatureDrafter`: held-out windows are judged by `simulate`."""
+
+    best_by: ClassVar[str] = "acceptance_length"
+
+    def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target | None) -> Metrics:
+        assert target is not None
+        return simulate(student, batch, target)
 
 
 def layer_sizes(intermediate_size: int) -> dict[str, Any]:
