@@ -5,7 +5,7 @@ D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
 from specjax.decoding.engine import Result, generate, stream
-from specjax.drafters import DraftModel, Eagle, Eagle3, EarlyExit, PromptLookup
+from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, PromptLookup
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.pipeline import Generation, TextGenerator, load
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EAGLE_TREE",
     "MEDUSA_TREE",
+    "MTP",
     "Chain",
     "DraftModel",
     "DynamicTree",
@@ -24,6 +25,7 @@ __all__ = [
     "Eagle3",
     "EarlyExit",
     "Generation",
+    "Medusa",
     "PromptLookup",
     "Result",
     "SampledTree",

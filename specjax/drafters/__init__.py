@@ -7,15 +7,19 @@ from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.grown import OnGrown
+from specjax.drafters.medusa import Medusa
+from specjax.drafters.mtp import MTP
 from specjax.drafters.prompt_lookup import PromptLookup
 
 __all__ = [
+    "MTP",
     "Draft",
     "DraftModel",
     "Drafter",
     "Eagle",
     "Eagle3",
     "EarlyExit",
+    "Medusa",
     "NoDraft",
     "OnGrown",
     "PromptLookup",

@@ -148,6 +148,7 @@ class Eagle(FeatureDrafter):
         positions: jax.Array,
         mask: jax.Array | None,
         past: tuple[tuple[Piece, ...], ...],
+        module: int = 0,
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
         config, (layer,) = self.config.layer, self.params["layers"]
         turn = rotations(config.rope, config.head_dim, positions)
@@ -156,5 +157,5 @@ class Eagle(FeatureDrafter):
         x = x + attended
         return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps)), (own,)
 
-    def logits(self, target: Target, states: jax.Array) -> jax.Array:
+    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)

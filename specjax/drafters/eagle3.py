@@ -160,6 +160,7 @@ class Eagle3(FeatureDrafter):
         positions: jax.Array,
         mask: jax.Array | None,
         past: tuple[tuple[Piece, ...], ...],
+        module: int = 0,
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
         config, eps = self.sizes, self.sizes.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
@@ -175,7 +176,7 @@ class Eagle3(FeatureDrafter):
             new.append(own)
         return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(new)
 
-    def logits(self, target: Target, states: jax.Array) -> jax.Array:
+    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
         flat = x.reshape(-1, x.shape[-1])  # as in `layers.linear`
         logits = jnp.matmul(flat, self.params["lm_head"], preferred_element_type=jnp.float32)

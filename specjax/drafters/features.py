@@ -1,12 +1,18 @@
-"""Drafting from what the target thinks: what EAGLE-1, EAGLE-2, HASS and EAGLE-3 have in common.
+"""Drafting from what the target thinks: what EAGLE-1, EAGLE-2, HASS, EAGLE-3 and multi-token prediction have in common.
 
 Such a drafter reads *pairs*. The pair of position t is a *feature*, made from the target's hidden states at t, and the token
 after it, t + 1. From the pairs up to t it predicts token t + 2. While it drafts, the target has not read the newest tokens, and
 there are no features of them: the state that the drafter itself came to at t then takes the place of the next one. After the
 verdict the pairs of the accepted tokens are read again with the target's features, and those alone are kept.
+
+EAGLE has one *module* that does this. Multi-token prediction has several, in a row: in place of the feature of t, module m
+(from 0) reads the state of module m - 1 at t - 1. So it needs no feature that is younger than t - m: the first m tokens of a
+draft have none, and module m reads them as it reads the text. Beyond, the last module goes on with its own states.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -37,8 +43,8 @@ def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
 @struct.dataclass
 class FeatureState:
     """Attributes:
-    cache: of the pairs that were read with the target's features; slot t holds the pair of position t.
-    newest: ``[B, H]`` the drafter's state at each row's newest pair.
+    cache: of the pairs that were read with the target's features, module by module; slot t holds the pair of position t.
+    newest: ``[B, M, H]`` each module's state at each row's newest pair.
     """
 
     cache: KVCache
@@ -63,8 +69,13 @@ class FeatureDrafter(Drafter):
 
     @property
     def sizes(self) -> ModelConfig:
-        """The shape of its own layers. ``vocab_size`` is the target's."""
+        """The shape of its own layers, those of one module. ``vocab_size`` is the target's."""
         raise NotImplementedError
+
+    @property
+    def modules(self) -> int:
+        """How many modules it has, M."""
+        return 1
 
     @property
     def target_hidden_size(self) -> int:
@@ -82,23 +93,25 @@ class FeatureDrafter(Drafter):
         positions: jax.Array,
         mask: jax.Array | None,
         past: tuple[tuple[Piece, ...], ...],
+        module: int = 0,
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
-        """Read T pairs.
+        """Read T pairs with one module.
 
         Args:
             states: ``[B, T, H]`` of each pair the feature, or the state of the drafter that takes its place.
             embedded: ``[B, T, H]`` the embeddings of the pairs' tokens.
             positions: ``[B, T]``.
             mask: ``[B|1, T, T]`` bool, which pairs of the call see each other; None: each sees itself alone.
-            past: for each layer, the pieces that the pairs see beside each other (see `layers.attend`).
+            past: for each of its layers, the pieces that the pairs see beside each other (see `layers.attend`).
+            module: its number.
 
         Returns:
-            The drafter's state ``[B, T, H]`` at each pair, and each layer's entries of the call.
+            The module's state ``[B, T, H]`` at each pair, and each layer's entries of the call.
         """
         raise NotImplementedError
 
-    def logits(self, target: Target, states: jax.Array) -> jax.Array:
-        """``[..., Vd]`` float32, what the drafter expects after pairs at which it came to ``states [..., H]``."""
+    def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
+        """``[..., Vd]`` float32, what is expected after pairs at which ``module`` came to ``states [..., H]``."""
         raise NotImplementedError
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
@@ -129,22 +142,25 @@ class FeatureDrafter(Drafter):
             raise InputError(f"drafter is on mesh={self.mesh} and target on {target.mesh}: load both with the same mesh")
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
-        entries = self._empty(batch, capacity)
-        cache = KVCache(layers=entries, length=jnp.zeros(batch, jnp.int32))
-        return FeatureState(cache=cache, newest=self._by_row(jnp.zeros((batch, self.sizes.hidden_size), self._dtype)))
+        cache = KVCache(layers=self._empty(batch, capacity), length=jnp.zeros(batch, jnp.int32))
+        newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
+        return FeatureState(cache=cache, newest=self._by_row(newest))
 
     def absorb(self, target: Target, state: FeatureState, seen: Seen) -> FeatureState:
         count = seen.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        causal = jnp.tril(jnp.ones((1, count, count), bool))
-        past = tuple(((entry, state.cache.committed[:, None]),) for entry in state.cache.layers)
-        states, new = self.run(self.features(seen.output), self.embed(target, seen.following), positions, causal, past)
+        embedded, states = self.embed(target, seen.following), self.features(seen.output)
         last = jnp.maximum(seen.count - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
-        return FeatureState(
-            cache=state.cache.append(new, seen.count, after=states),
-            newest=self._by_row(jnp.where(seen.count[:, None] > 0, newest.astype(state.newest.dtype), state.newest)),
-        )
+        newest, new = [], []
+        for module in range(self.modules):
+            if module:
+                states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
+            past = self._past(state.cache, module)
+            states, entries = self.run(states, embedded, positions, seen_by(module, positions), past, module)
+            newest.append(jnp.take_along_axis(states, last, axis=1)[:, 0])
+            new += entries
+        at_newest = jnp.where(seen.count[:, None, None] > 0, jnp.stack(newest, axis=1).astype(state.newest.dtype), state.newest)
+        return FeatureState(cache=state.cache.append(new, seen.count, after=states), newest=self._by_row(at_newest))
 
     def propose(
         self,
@@ -156,24 +172,55 @@ class FeatureDrafter(Drafter):
         active: jax.Array,
     ) -> tuple[Draft, FeatureState]:
         # The root's own pair was read when the root was committed: `newest` is the state there.
+        layers, deepest = self.sizes.num_layers, self.modules - 1
+
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
         ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
-            scratch, above = carried
-            states = jnp.take_along_axis(above, frontier.parents[..., None], axis=1)
+            scratch, newest = carried
+            above = jnp.take_along_axis(newest, frontier.parents[..., None, None], axis=1)  # [B, F, M, H]
+            embedded = self.embed(target, frontier.tokens)
             positions = jnp.broadcast_to(state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape)
-            committed = state.cache.committed[:, None]
-            past = tuple(
-                ((kept, committed), (drafted, frontier.seen)) for kept, drafted in zip(state.cache.layers, scratch, strict=True)
-            )
-            states, new = self.run(states, self.embed(target, frontier.tokens), positions, None, past)
-            return self.logits(target, states), (place_entries(scratch, new, frontier.offset), states)
 
-        above = jnp.broadcast_to(state.newest[:, None], (root.shape[0], self.draft.width, state.newest.shape[-1]))
-        carried = (self._empty(root.shape[0], self.draft.read_slots), above)
-        logits = self.logits(target, state.newest)
+            def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
+                own = slice(module * layers, (module + 1) * layers)
+                kept = self._past(state.cache, module)
+                past = tuple((*pieces, (drafted, frontier.seen)) for pieces, drafted in zip(kept, scratch[own], strict=True))
+                return self.run(states, embedded, positions, None, past, module)
+
+            # Below a node of depth d the draft goes on with module d, or the last one. Only it and those after it are needed.
+            states, new = [], []
+            for module in range(self.modules):
+                before = above[:, :, module - 1]
+                if module == deepest:
+                    before = (
+                        above[:, :, deepest]
+                        if deepest == 0
+                        else jnp.where(frontier.depth > deepest, above[:, :, deepest], before)
+                    )
+                    at_module, entries = read_with(module, before)
+                else:
+                    needed, run = frontier.depth <= module, partial(read_with, module)
+                    at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
+                states.append(at_module)
+                new += entries
+            reached = jnp.stack(states, axis=2)
+            current = jnp.minimum(frontier.depth, deepest)
+            logits = self.logits(target, jnp.take(reached, current, axis=2), current)
+            return logits, (place_entries(scratch, new, frontier.offset), reached)
+
+        batch, _, hidden = state.newest.shape
+        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft.width, self.modules, hidden))
+        carried = (self._empty(batch, self.draft.read_slots), above)
+        logits = self.logits(target, state.newest[:, 0])
         draft, _, _ = expand(self.draft, read, logits, carried, root, sampling, keys, active, self.vocabulary(target))
         return draft, state
+
+    def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
+        """What ``module`` sees of the cache, by layer."""
+        layers = self.sizes.num_layers
+        visible = (cache.committed & (jnp.arange(cache.capacity) >= module))[:, None]
+        return tuple(((entry, visible),) for entry in cache.layers[module * layers : (module + 1) * layers])
 
     @property
     def _dtype(self) -> Any:
@@ -182,8 +229,29 @@ class FeatureDrafter(Drafter):
     def _empty(self, batch: int, slots: int) -> tuple[Entry, ...]:
         sizes = self.sizes
         return empty_entries(
-            sizes.entry_parts, layers=sizes.num_layers, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
+            sizes.entry_parts,
+            layers=self.modules * sizes.num_layers,
+            batch=batch,
+            slots=slots,
+            dtype=self._dtype,
+            mesh=self.mesh,
         )
 
     def _by_row(self, x: jax.Array) -> jax.Array:
         return sharding.constrain(x, ("batch", *(None,) * (x.ndim - 1)), {}, self.mesh)
+
+
+def seen_by(module: int, positions: jax.Array) -> jax.Array:
+    """``[B|1, T, T]`` bool, which pairs at ascending ``positions [B, T]`` see each other in ``module``: causal.
+
+    The first pairs of a text have no state of the module before that could be read in place of a feature: they are seen by
+    nobody but themselves.
+    """
+    count = positions.shape[1]
+    causal = jnp.tril(jnp.ones((1, count, count), bool))
+    return causal if module == 0 else causal & ((positions >= module)[:, None] | jnp.eye(count, dtype=bool))
+
+
+def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:
+    """Zeros in the shape of what ``run`` would give."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(run, *arguments))

@@ -17,6 +17,8 @@ from specjax.drafters.eagle import Eagle, is_eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle3_checkpoint import is_eagle3
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.medusa import Medusa, is_medusa
+from specjax.drafters.mtp import MTP, is_mtp
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
@@ -97,6 +99,14 @@ def _make_eagle3(request: Request) -> Drafter:
     return Eagle3.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
+def _make_mtp(request: Request) -> Drafter:
+    return MTP.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+
+
+def _make_medusa(request: Request) -> Drafter:
+    return Medusa.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+
+
 def _whole(request: Request, usage: str) -> int:
     """WHERE as a whole number of at least 1."""
     if not (request.where.isascii() and request.where.isdecimal() and len(request.where) <= 9 and int(request.where) > 0):
@@ -109,6 +119,8 @@ METHODS: dict[str, Method] = {
     "early-exit": Method("early-exit:LAYERS", _make_early_exit),
     "eagle3": Method("eagle3:DIRECTORY or eagle3:OWNER/NAME", _make_eagle3, recognises=lambda config, _: is_eagle3(config)),
     "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", _make_eagle, recognises=is_eagle),
+    "mtp": Method("mtp:DIRECTORY or mtp:OWNER/NAME", _make_mtp, recognises=is_mtp),
+    "medusa": Method("medusa:DIRECTORY or medusa:OWNER/NAME", _make_medusa, recognises=lambda config, _: is_medusa(config)),
     "draft-model": Method(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,

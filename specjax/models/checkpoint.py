@@ -29,6 +29,8 @@ from specjax.models.torch_zip import TorchFile
 WEIGHTS = "model.safetensors"
 TORCH_WEIGHTS = "pytorch_model.bin"
 """Read where there are no safetensors."""
+MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""The names under which Medusa's heads are published."""
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
@@ -172,7 +174,7 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
     handles = []
     try:
         for name in _weight_files(directory):
-            if name == TORCH_WEIGHTS:
+            if not name.endswith(".safetensors"):
                 file = TorchFile(directory / name)
                 handles.append(closing(file))
                 tensors |= file.tensors
@@ -206,8 +208,8 @@ def _weight_files(directory: Path) -> list[str]:
         files = sorted(set(shards.values()))
     # A name is looked for among the directory's own files, so none can lead out of it.
     present = {file.name for file in directory.iterdir() if file.is_file()}
-    if files == [WEIGHTS] and WEIGHTS not in present and TORCH_WEIGHTS in present:
-        return [TORCH_WEIGHTS]
+    if files == [WEIGHTS] and WEIGHTS not in present:
+        files = [name for name in (TORCH_WEIGHTS, *MEDUSA_WEIGHTS) if name in present][:1] or files
     if missing := [name for name in files if name not in present]:
         names = ", ".join(name if name.isprintable() and len(name) <= 100 else show(name) for name in missing[:5])
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

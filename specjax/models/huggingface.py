@@ -75,7 +75,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     try:
         directory = fetch(patterns)
         if weights and not any(directory.glob("*.safetensors")):
-            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS])
+            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS, *checkpoint.MEDUSA_WEIGHTS])
         return directory
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(

@@ -15,6 +15,12 @@ def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> F
 
 
 @shape_checked
+def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """``-sum p log q`` in nats, of the target's distribution p and the student's q."""
+    return -jnp.sum(jax.nn.softmax(target_logits) * jax.nn.log_softmax(logits), axis=-1)
+
+
+@shape_checked
 def forward_kl(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """``KL(target || student)`` in nats."""
     target = jax.nn.log_softmax(target_logits)

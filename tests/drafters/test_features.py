@@ -1,5 +1,7 @@
 """Drafters that read the target's features: what they draft, against reading the whole text again for every token."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,11 @@ import pytest
 import specjax
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Eagle, Eagle3
+from specjax.drafters import MTP, Eagle, Eagle3
 from specjax.drafters.features import FeatureDrafter
 from specjax.sampling import Sampling
-from specjax.training.methods.unrolling import counted, unroll
+from specjax.training.methods.ahead import counted
+from specjax.training.methods.unrolling import unroll
 from specjax.tree import Chain, DynamicTree, StaticTree
 from tests.conftest import tiny_target
 
@@ -29,27 +32,43 @@ DRAFTERS = {
     "eagle3.1": lambda target: strong(
         Eagle3.init(target, jax.random.key(3), Chain(3), variant={"fc_norm": True, "norm_output": True}, num_layers=2)
     ),
+    "mtp": lambda target: strong(MTP.init(target, jax.random.key(3), Chain(4), modules=3)),
+    "mtp, deepseek": lambda target: strong(in_deepseek_layout(MTP.init(target, jax.random.key(3), Chain(3), modules=2))),
 }
 
 
-def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int) -> jax.Array:
-    """The drafter's states ``[len(tokens) - 1, H]`` at all pairs of a text of which the target has read ``known`` tokens.
+def in_deepseek_layout(drafter: MTP) -> MTP:
+    """The other way to join embedding and state, and to hand the state on; with norms that differ."""
+    modules = [{**module, "norm": module["norm"] * (1 + i)} for i, module in enumerate(drafter.params["modules"])]
+    return drafter.replace(params={"modules": modules}, config=replace(drafter.config, layout="deepseek", first_layer=2))
+
+
+def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int) -> list[tuple[jax.Array, int]]:
+    """The state ``[H]`` at each pair of a text of which the target has read ``known`` tokens, and which module came to it.
 
     Every pair is read by a pass of its own over all pairs up to it: no cache, no scratch, no mask but the causal one.
     """
     output = target.forward(tokens[None, :known], taps=drafter.taps(target.config))[0]
-    states = list(drafter.features(output)[0])
+    features = list(drafter.features(output)[0])
     embedded = drafter.embed(target, tokens[None, 1:])
-    found = []
+    last = drafter.modules - 1
+    inputs: list[list] = [[None] * module for module in range(drafter.modules)]  # the first pairs have none
+    states: list[list] = [[None] * module for module in range(drafter.modules)]
     for pair in range(len(tokens) - 1):
-        inputs = jnp.stack(states[: pair + 1])[None]
-        count = pair + 1
-        causal, nothing = jnp.tril(jnp.ones((1, count, count), bool)), ((),) * drafter.sizes.num_layers
-        run, _ = drafter.run(inputs, embedded[:, :count], jnp.arange(count)[None], causal, nothing)
-        found.append(run[0, -1])
-        if count >= known:  # beyond what the target has read its own state is the next feature
-            states.append(found[-1])
-    return jnp.stack(found)
+        for module in range(drafter.modules):
+            if pair < module or (pair - module >= known and module < last):
+                continue  # nothing was there to be read, or nothing is any more
+            beyond = pair - module >= known  # of what the target has read: its own state is the next feature
+            inputs[module].append(
+                states[last][pair - 1] if beyond else features[pair] if module == 0 else states[module - 1][pair - 1]
+            )
+            read = jnp.stack(inputs[module][module:])[None]
+            count = read.shape[1]
+            causal, nothing = jnp.tril(jnp.ones((1, count, count), bool)), ((),) * drafter.sizes.num_layers
+            at = jnp.arange(module, pair + 1)[None]
+            states[module].append(drafter.run(read, embedded[:, module : pair + 1], at, causal, nothing, module)[0][0, -1])
+    modules = [min(max(0, pair - known + 1), last) for pair in range(len(tokens) - 1)]
+    return [(states[module][pair], module) for pair, module in enumerate(modules)]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -69,7 +88,7 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
                 continue  # nothing has been read: there is no pair to draft from
             drafted = np.asarray(draft.tokens[row, 1:])
             states = slow_states(drafter, target, np.concatenate([text, drafted[:-1]]), known=len(text) - 1)
-            logits = np.asarray(drafter.logits(target, states[len(text) - 2 :]))
+            logits = np.stack([drafter.logits(target, *state) for state in states[len(text) - 2 :]])
             vocabulary = drafter.vocabulary(target)
             expected = logits.argmax(-1) if vocabulary is None else np.asarray(vocabulary.ids)[logits.argmax(-1)]
             assert drafted.tolist() == expected.tolist(), (step, row)
@@ -92,7 +111,7 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
         while node > 0:
             path, node = [tokens[node], *path], parents[node]
         states = slow_states(drafter, target, np.concatenate([text, np.array(path, int)]), known=4)
-        logits = np.asarray(drafter.logits(target, states[-1]))
+        logits = np.asarray(drafter.logits(target, *states[-1]))
         children = [tokens[node] for node in range(1, len(parents)) if parents[node] == parent]
         assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
 
@@ -132,7 +151,7 @@ def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
         for place in counts[-1]:
             begin = 0 if place < 5 else 5
             text = tokens[begin : place + 2 + step]  # the pair of `place`, and one more token a step
-            expected = slow_states(drafter, target, text, known=place + 1 - begin)[-1]
+            expected, _ = slow_states(drafter, target, text, known=place + 1 - begin)[-1]
             np.testing.assert_allclose(states[0, place], expected, atol=1e-3, rtol=1e-3)
     # What is read is of one document: the first has 5 tokens, and its pairs begin at 0 to 3. Token 11 is the last label.
     assert counts == [[0, 1, 2, 3, 5, 6, 7, 8, 9], [0, 1, 2, 5, 6, 7, 8], [0, 1, 5, 6, 7]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
-from specjax.drafters import Drafter, DraftModel, Eagle, Eagle3, EarlyExit, NoDraft, PromptLookup
+from specjax.drafters import MTP, Drafter, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.sampling import Sampling
@@ -21,6 +21,8 @@ METHODS = {
     "early exit": lambda shape: EarlyExit(layers=1, draft=shape),
     "eagle": lambda shape: Eagle.init(tiny_target(), jax.random.key(3), shape),
     "eagle3": lambda shape: Eagle3.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
+    "mtp": lambda shape: MTP.init(tiny_target(), jax.random.key(3), shape, modules=2),
+    "medusa": lambda shape: Medusa.init(tiny_target(), jax.random.key(3), shape),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -30,6 +32,8 @@ GROWN_ALIKE = [  # by the code that grows and verifies the draft model's
     ("early exit", "static"),
     *[("eagle", shape) for shape in SHAPES if shape != "static"],
     *[("eagle3", shape) for shape in ("adaptive", "static", "sampled")],
+    *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
 ]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in CASES]
 
@@ -55,6 +59,7 @@ LOSSLESS = [
 # The rules themselves are tested where they are; this says that the engine hands them what they need.
 LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
 OTHERS = [("early exit", "dynamic"), *[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
+OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "block", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -69,6 +74,10 @@ def small_drafter(method: str, shape: Shape) -> Drafter:
         return Eagle.init(distribution_target(), jax.random.key(3), shape)
     if method == "eagle3":
         return Eagle3.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
+    if method == "mtp":
+        return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
+    if method == "medusa":
+        return Medusa.init(distribution_target(), jax.random.key(3), shape)
     return METHODS[method](shape)
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from specjax.drafters import Eagle, Eagle3
 from specjax.training.methods import Eagle1Training, Eagle3Training, Given, HassTraining, eagle3, feature_loss
+from specjax.training.methods.ahead import SIMULATED_STEPS
 from specjax.training.methods.eagle3 import most_frequent
-from specjax.training.methods.unrolling import SIMULATED_STEPS, simulate, unroll
+from specjax.training.methods.unrolling import unroll
 from specjax.training.methods.windows import read
 from specjax.tree import Chain
 from tests.conftest import tiny_target
@@ -21,6 +22,9 @@ COUNTED = {  # by step, the positions whose pairs are of one document and whose 
     1: [0, 1, 3, 4, 7],
     2: [0, 2, 3],
 }
+
+
+JUDGED = Eagle1Training(target="here")
 
 
 def strong(drafter):
@@ -131,17 +135,17 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
 def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(monkeypatch) -> None:
     student = Eagle.init(TARGET, jax.random.key(1), Chain(3))
     batch = batch_of([list(range(1, 11))])
-    unsure = simulate(student, batch, TARGET)
+    unsure = JUDGED.evaluation(student, batch, TARGET)
     assert 1 <= unsure["acceptance_length"] < 1 + SIMULATED_STEPS
     output = read(TARGET, batch)
 
-    def oracle(self, target, states):  # the target's own logits, shifted as far as the step is
+    def oracle(self, target, states, module):  # the target's own logits, shifted as far as the step is
         oracle.step += 1
         return jnp.roll(output.logits, -oracle.step, axis=1)
 
     oracle.step = 0
     monkeypatch.setattr(Eagle, "logits", oracle)
-    sure = simulate(student, batch, TARGET)
+    sure = JUDGED.evaluation(student, batch, TARGET)
     assert sure["acceptance_length"] == sure["accuracy_4"] * SIMULATED_STEPS + 1 == 1 + SIMULATED_STEPS
     np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
 
@@ -151,8 +155,8 @@ def test_chains_are_simulated_where_all_their_tokens_count() -> None:
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     mask = [0, 1, 1, 1, 1, 1, 0, 1, 1, 1]
     tokens = [1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8]
-    found = simulate(student, batch_of([tokens], mask), TARGET)
-    alone = simulate(student, batch_of([tokens], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]), TARGET)
+    found = JUDGED.evaluation(student, batch_of([tokens], mask), TARGET)
+    alone = JUDGED.evaluation(student, batch_of([tokens], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0]), TARGET)
     assert found["acceptance_length_sampled"] == alone["acceptance_length_sampled"] > 1
 
 

@@ -10,8 +10,23 @@ from specjax.training.methods.eagle1 import Eagle1Training
 from specjax.training.methods.eagle3 import Eagle3Training
 from specjax.training.methods.hass import HassTraining
 from specjax.training.methods.lm import Lm
+from specjax.training.methods.lm_mtp import LmMTP
+from specjax.training.methods.medusa import MedusaTraining
+from specjax.training.methods.mtp import MTPTraining
 
-AnyMethod = Lm | Distill | Eagle1Training | HassTraining | Eagle3Training
+AnyMethod = Lm | Distill | Eagle1Training | HassTraining | Eagle3Training | MTPTraining | LmMTP | MedusaTraining
 """The table of methods: what the section ``method`` of a configuration can be, told apart by its ``name``."""
 
-__all__ = ["AnyMethod", "Distill", "Eagle1Training", "Eagle3Training", "Given", "HassTraining", "Lm", "Method"]
+__all__ = [
+    "AnyMethod",
+    "Distill",
+    "Eagle1Training",
+    "Eagle3Training",
+    "Given",
+    "HassTraining",
+    "Lm",
+    "LmMTP",
+    "MTPTraining",
+    "MedusaTraining",
+    "Method",
+]

@@ -11,8 +11,9 @@ from specjax.config import ConfigError
 from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
+from specjax.training.methods.ahead import counted, expected
 from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.unrolling import FeatureMethod, counted, expected, layer_sizes, unroll
+from specjax.training.methods.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.methods.windows import read
 
 
@@ -92,8 +93,7 @@ class Eagle3Training(FeatureMethod):
                 theirs = jnp.take(theirs, vocabulary.ids, axis=-1)
                 mask = mask & jnp.any(best[..., None] == vocabulary.ids, axis=-1)
             ours = student.logits(target, states)
-            each = -jnp.sum(jax.nn.softmax(theirs) * jax.nn.log_softmax(ours), axis=-1)
-            loss = losses.mean_over_positions(each, mask)
+            loss = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
             total += self.decay**step * loss
             metrics |= {f"loss_{step}": loss}
         return total, {"loss": total, **metrics}

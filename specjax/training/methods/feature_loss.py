@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
 from specjax.training import losses
+from specjax.training.methods.ahead import counted, expected
 from specjax.training.methods.base import Batch, Metrics
-from specjax.training.methods.unrolling import counted, expected, smooth_l1, unroll
+from specjax.training.methods.unrolling import smooth_l1, unroll
 from specjax.training.methods.windows import read
 
 

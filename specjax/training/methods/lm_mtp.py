@@ -1,0 +1,90 @@
+"""A whole model that learns the next token and those after it: multi-token prediction beside plain language modelling."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.config import ConfigError
+from specjax.drafters.mtp import MTP
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Target
+from specjax.training import losses
+from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.mtp import check_modules, module_loss
+from specjax.training.methods.unrolling import simulate_unrolled
+from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.methods.windows import read
+
+
+@struct.dataclass
+class ModelWithMTP:
+    """A model and its MTP modules, which use its embedding and its head."""
+
+    model: Target
+    mtp: MTP
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's."""
+        return self.model.config
+
+    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+        """Write the model, and its modules into the folder ``mtp`` in it."""
+        self.model.save_pretrained(path, dtype)
+        self.mtp.save_pretrained(Path(path) / "mtp", dtype)
+
+
+@dataclass(frozen=True)
+class LmMTP(Method):
+    """A model and its modules from random weights: the next token's cross entropy, and ``weight`` times the modules' mean.
+
+    Attributes:
+        name: the method.
+        model: sizes of the model.
+        modules: how many, D.
+        weight: lambda of equation 25, at the beginning.
+        final_weight: lambda from ``falls_at`` on.
+        falls_at: share of the training after which it falls. DeepSeek-V3: 0.3, and 0.1 for the last third.
+    """
+
+    name: Literal["lm+mtp"] = "lm+mtp"
+    model: ModelSizes = ModelSizes()
+    modules: int = 1
+    weight: float = 0.3
+    final_weight: float = 0.1
+    falls_at: float = 0.67
+    needs_target: ClassVar[bool] = False
+    whole_model: ClassVar[bool] = True
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        self.model.check(window)
+        check_modules(self.modules, window)
+        if self.weight < 0 or self.final_weight < 0:
+            raise ConfigError(f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at least 0")
+
+    def init(self, key: jax.Array, given: Given) -> ModelWithMTP:
+        """The model is drawn from the same numbers as without modules, so that the two can be compared."""
+        model = self.model.init(key, given)
+        return ModelWithMTP(model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules))
+
+    def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """In nats."""
+        output = read(student.model, batch)
+        assert output.logits is not None
+        labels = batch["tokens"][:, 1:]
+        own = losses.mean_over_positions(losses.cross_entropy(output.logits, labels), batch["loss_mask"])
+        ahead, metrics = module_loss(student.mtp, batch, student.model, output, "text")
+        weight = jnp.where(batch["progress"] < self.falls_at, self.weight, self.final_weight)
+        loss = own + weight * ahead
+        return loss, {"loss": loss, "lm_loss": own, **metrics}
+
+    def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
+        """``loss`` is the model's own: what the modules do for it is the question."""
+        output = read(student.model, batch)
+        metrics = self.objective(student, batch, target)[1]
+        return {"loss": metrics["lm_loss"], **simulate_unrolled(student.mtp, batch, student.model, output)}

@@ -1,0 +1,63 @@
+"""Medusa-1 (Cai et al. 2024, arXiv 2401.10774, section 2.2.1): heads for a frozen target."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import ConfigError
+from specjax.drafters.medusa import Medusa
+from specjax.models.transformer import Target
+from specjax.training.methods.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
+from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.windows import read
+
+
+@dataclass(frozen=True)
+class MedusaTraining(Method):
+    """The sum over the heads i of ``decay ** (i + 1)`` times the cross entropy of the token i + 2 ahead.
+
+    Attributes:
+        name: the method.
+        target: directory or hub id of the target.
+        heads: how many.
+        blocks: residual blocks in each.
+        decay: of the later heads' weight.
+        labels: the text's own tokens, as in the paper, or the target's distribution.
+    """
+
+    name: Literal["medusa"] = "medusa"
+    target: str = ""
+    heads: int = 5
+    blocks: int = 1
+    decay: float = 0.8
+    labels: Labels = "text"
+    best_by: ClassVar[str] = "acceptance_length"
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if self.heads < 1 or self.blocks < 0:
+            raise ConfigError(f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0")
+        if self.heads + 1 >= window:
+            raise ConfigError(f"method.heads={self.heads}: data.window={window} is too short; give at least heads + 2")
+
+    def init(self, key: jax.Array, given: Given) -> Medusa:
+        return Medusa.init(given.frozen_target, key, heads=self.heads, blocks=self.blocks)
+
+    def objective(self, student: Medusa, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """In nats."""
+        assert target is not None
+        output = read(target, batch)
+        total, metrics = jnp.zeros(()), {}
+        for head in range(self.heads):
+            loss = prediction_loss(self.labels, output, batch, head, student.head(head, output.hidden))
+            total += self.decay ** (head + 1) * loss
+            metrics[f"loss_{head}"] = loss
+        return total, {"loss": total, **metrics}
+
+    def evaluation(self, student: Medusa, batch: Batch, target: Target | None) -> Metrics:
+        assert target is not None
+        output = read(target, batch)
+        heads = range(min(self.heads, SIMULATED_STEPS))
+        return simulate(output, batch, (student.head(head, output.hidden) for head in heads))
