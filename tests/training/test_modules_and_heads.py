@@ -1,0 +1,123 @@
+"""The objectives of multi-token prediction and Medusa, against their formulas written out position by position."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.config import ConfigError
+from specjax.drafters import MTP, Medusa
+from specjax.models.transformer import Target
+from specjax.training import losses
+from specjax.training.methods import Lm, LmMTP, MedusaTraining, MTPTraining
+from specjax.training.methods.base import Given
+from specjax.training.methods.unrolling import unroll
+from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.methods.windows import read
+from specjax.training.tokenizer import train_tokenizer
+from tests.training.test_drafter_methods import BATCH, COUNTED, TARGET, log_softmax, strong
+from tests.training.test_methods import batch_of
+
+TOKENS = np.asarray(BATCH["tokens"][0])
+
+
+def of_labels(labels: str, theirs: np.ndarray, ours: np.ndarray, step: int, t: int) -> float:
+    """The cross entropy of one prediction: of token t + 2 + step, or of the target's distribution there."""
+    log_q = log_softmax(ours[t].astype(np.float64))
+    if labels == "text":
+        return -log_q[TOKENS[t + 2 + step]]
+    return -np.exp(log_softmax(theirs[t + 1 + step].astype(np.float64))) @ log_q
+
+
+@pytest.mark.parametrize("labels", ["text", "target"])
+def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
+    student = strong(Medusa.init(TARGET, jax.random.key(1), heads=3))
+    blocks = [{**head, "blocks": [{"linear": jnp.eye(16), "linear_bias": jnp.ones(16)}]} for head in student.params["heads"]]
+    student = student.replace(params={"heads": blocks})
+    loss, metrics = jax.jit(MedusaTraining(target="here", heads=3, labels=labels).objective)(student, BATCH, TARGET)
+    output = read(TARGET, BATCH)
+    theirs = np.asarray(output.logits[0])
+    expected = [
+        sum(of_labels(labels, theirs, np.asarray(student.head(head, output.hidden)[0]), head, t) for t in COUNTED[head]) / 10
+        for head in range(3)
+    ]
+    np.testing.assert_allclose([metrics[f"loss_{head}"] for head in range(3)], expected, rtol=1e-4)
+    np.testing.assert_allclose(loss, 0.8 * expected[0] + 0.64 * expected[1] + 0.512 * expected[2], rtol=1e-4)
+
+
+@pytest.mark.parametrize("labels", ["text", "target"])
+def test_each_module_learns_one_token_further(labels) -> None:
+    """Of 3 modules, the states of which `test_features` compares with reading token by token."""
+    student = strong(MTP.init(TARGET, jax.random.key(1), modules=3))
+    loss, metrics = jax.jit(MTPTraining(target="here", modules=3, labels=labels).objective)(student, BATCH, TARGET)
+    output = read(TARGET, BATCH)
+    theirs = np.asarray(output.logits[0])
+    states = list(unroll(student, BATCH, TARGET, output.hidden, 3, detach=False))
+    expected = [
+        sum(of_labels(labels, theirs, np.asarray(student.logits(TARGET, states[m], m)[0]), m, t) for t in COUNTED[m]) / 10
+        for m in range(3)
+    ]
+    np.testing.assert_allclose([metrics[f"loss_{m}"] for m in range(3)], expected, rtol=1e-4)
+    np.testing.assert_allclose(loss, np.mean(expected), rtol=1e-4)
+
+
+def test_a_later_module_teaches_the_ones_before_it() -> None:
+    student = MTP.init(TARGET, jax.random.key(1), modules=2)
+
+    def second(params):
+        return MTPTraining(target="here", modules=2).objective(student.replace(params=params), BATCH, TARGET)[1]["loss_1"]
+
+    first, last = jax.jit(jax.grad(second))(student.params)["modules"]
+    assert all(np.abs(module["fc"]).max() > 0 for module in (first, last))
+
+
+SIZES = ModelSizes(
+    hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=32
+)
+
+
+def test_model_and_modules_are_trained_together() -> None:
+    method = LmMTP(model=SIZES, modules=2)
+    given = Given(train_tokenizer(["abc"] * 4, 259), np.ones(259))
+    student = method.init(jax.random.key(0), given)
+    alone = Lm(model=SIZES).init(jax.random.key(0), given)
+    jax.tree.map(np.testing.assert_array_equal, student.model.params, alone.params)
+    batch = batch_of([list(range(1, 9)), [3, 4, 5]])
+    objective = jax.jit(lambda student, progress: method.objective(student, {**batch, "progress": progress}, None))
+    reported = {progress: objective(student, progress) for progress in (0.1, 0.9)}
+    own = losses.mean_over_positions(
+        losses.cross_entropy(read(student.model, batch).logits, batch["tokens"][:, 1:]), batch["loss_mask"]
+    )
+    for progress, weight in ((0.1, 0.3), (0.9, 0.1)):
+        loss, metrics = reported[progress]
+        np.testing.assert_allclose(metrics["lm_loss"], own, rtol=1e-6)
+        np.testing.assert_allclose(loss, own + weight * (metrics["loss_0"] + metrics["loss_1"]) / 2, rtol=1e-5)
+    judged = jax.jit(lambda student: method.evaluation(student, {**batch, "progress": 1.0}, None))(student)
+    np.testing.assert_allclose(judged["loss"], own, rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda model: objective(student.replace(model=model), 0.1)[1]["loss_0"]))(student.model)
+    assert np.abs(gradient.params["layers"][0]["q"]).max() > 0  # the modules teach the model
+
+
+def test_model_and_modules_are_saved_together(tmp_path) -> None:
+    method = LmMTP(model=SIZES, modules=2)
+    student = method.init(jax.random.key(0), Given(train_tokenizer(["abc"] * 4, 259), np.ones(259)))
+    student.save_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, student.model.params)
+    jax.tree.map(np.testing.assert_array_equal, MTP.from_pretrained(tmp_path / "mtp").params, student.mtp.params)
+
+
+@pytest.mark.parametrize(
+    ("method", "window", "message"),
+    [
+        (MTPTraining(target="here", modules=7), 8, "modules=7: data.window=8 is too short"),
+        (MTPTraining(target="here", modules=0), 8, "modules=0: must be at least 1"),
+        (LmMTP(model=SIZES, modules=8), 8, "modules=8: data.window=8 is too short"),
+        (LmMTP(model=SIZES, weight=-1.0), 8, "weight=-1.0"),
+        (MedusaTraining(target="here", heads=7), 8, "heads=7: data.window=8 is too short"),
+        (MedusaTraining(target="here", heads=0), 8, "heads=0"),
+        (MedusaTraining(), 8, "method.target=''"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(method, window, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method.check(window)
