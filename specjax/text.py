@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,7 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_prompts(argument: str, name: str) -> list[str]:
-    r"""The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
-
-    Lines end at "\n" or "\r\n" and nowhere else: U+2028 and its like, at which Python also splits, are text.
+    """The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
 
     Raises:
         InputError: it cannot be read, or holds none; names the ``argument`` that gave it.
@@ -155,26 +153,49 @@ def read_prompts(argument: str, name: str) -> list[str]:
     try:
         if not path.is_file():
             raise InputError(f"{argument}={name!r}: no such file")
-        lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{argument}={name!r}: not UTF-8 text ({error})") from None
+        if path.suffix == ".jsonl":
+            prompts = [_prompt_of(record, f"{path}:{number}") for number, record in read_json_lines(path)]
+        else:
+            prompts = [line for _, line in _lines(path)]
     except OSError as error:
         raise InputError(f"{argument}={_short(name)}: cannot be read ({error.strerror})") from None
-    prompts = []
-    for number, line in enumerate((line.removesuffix("\r") for line in lines), 1):
-        if not line.strip():
-            continue
-        if path.suffix == ".jsonl":
-            try:
-                record = json.loads(line)
-                prompts.append(_text(record.get("prompt") or record["text"]))
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                raise InputError(f'{path}:{number}: not a JSON object with "prompt" or "text"') from None
-        else:
-            prompts.append(line)
     if not prompts:
         raise InputError(f"{argument}={name!r}: holds no prompt")
     return prompts
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """The number of each line that is not blank, from 1, and the JSON value in it.
+
+    Raises:
+        InputError: a line is no JSON, or the file no UTF-8 text.
+    """
+    for number, line in _lines(path):
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON ({error})") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    r"""The number of each line that is not blank, and the line.
+
+    Lines end at "\n" or "\r\n" and nowhere else: U+2028 and its like, at which Python also splits, are text.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, line.removesuffix("\r")
+
+
+def _prompt_of(record: Any, where: str) -> str:
+    try:
+        return _text(record.get("prompt") or record["text"])
+    except (KeyError, AttributeError, TypeError):
+        raise InputError(f'{where}: not a JSON object with "prompt" or "text"') from None
 
 
 def _text(value: Any) -> str:

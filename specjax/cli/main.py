@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     _keep_compilations()
-    _join_processes()
+    join_processes()
     name, *options = arguments
     command = COMMANDS[name]
     try:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _join_processes() -> None:
+def join_processes() -> None:
     """Where the environment names a coordinator, be one of several processes that train or decode together.
 
     ``JAX_COORDINATOR_ADDRESS`` is host:port of the first, ``JAX_NUM_PROCESSES`` how many there are, ``JAX_PROCESS_ID`` which of

@@ -1,6 +1,5 @@
 """Questions to evaluate with: Spec-Bench's, by category and of several turns, or plain prompts."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,21 +45,18 @@ def read_questions(argument: str, name: str, per_category: int = 0) -> list[Ques
         InputError: the file cannot be read, or a line is no question.
     """
     path = Path(name)
-    lines = path.read_bytes().split(b"\n") if path.suffix == ".jsonl" and path.is_file() else []
-    if not any(b'"turns"' in line for line in lines):
+    records = list(text.read_json_lines(path)) if path.suffix == ".jsonl" and path.is_file() else []
+    if not any(isinstance(record, dict) and "turns" in record for _, record in records):
         questions = [Question(GENERAL, (prompt,)) for prompt in text.read_prompts(argument, name)]
         return questions[: per_category or None]
     questions = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, record in records:
         try:
-            record = json.loads(line)
             turns, category = record["turns"], record.get("category", GENERAL)
             said = isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns)
             if not said or not isinstance(category, str):
                 raise TypeError
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (KeyError, TypeError, AttributeError):
             raise InputError(f'{path}:{number}: not a JSON object with "turns", a list of text') from None
         questions.append(Question(SPEC_BENCH.get(category, category), tuple(turns)))
     taken: dict[str, int] = {}

@@ -4,7 +4,6 @@ A conversation is a list of messages, ``{"role": …, "content": …}``, whateve
 """
 
 import glob
-import json
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config import ConfigError
+from specjax.text import read_json_lines
 
 Message = dict[str, str]
 
@@ -27,6 +27,9 @@ _ROLES = {
     "assistant": "assistant",
     "model": "assistant",
     "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
 }
 """The roles that ShareGPT, OpenAI and others write, and the role that is meant."""
 
@@ -72,7 +75,7 @@ def read_documents(source: str) -> list[Document]:
             is a text. Or ``hf:OWNER/NAME`` or ``hf:OWNER/NAME:SPLIT``, a data set of the hub; the split is "train" by default.
 
     Raises:
-        ConfigError: there are none, or a record is neither a text nor a conversation.
+        InputError: there are none, a line is no JSON, or a record is neither a text nor a conversation.
     """
     if source.startswith("hf:"):
         return list(_of_hub(source))
@@ -125,13 +128,7 @@ def _of_records(file: Path) -> Iterator[Document]:
             raise ConfigError(f"{file}: cannot be read as Parquet ({type(error).__name__}): make it again") from None
         yield from (parse_record(record, f"{name}:{number}") for number, record in enumerate(records, 1))
         return
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{file}:{number}: not JSON ({error})") from None
+    for number, record in read_json_lines(file):
         yield parse_record(record, f"{name}:{number}")
 
 

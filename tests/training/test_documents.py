@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specjax.config import ConfigError
+from specjax.errors import InputError
 from specjax.training import chat, data, documents
 from specjax.training.config import DataConfig
 from tests.conftest import ASSETS
@@ -64,7 +65,7 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
 )
 def test_a_record_that_is_neither_is_refused_by_its_line(line, words, tmp_path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(InputError, match=words):
         documents.read_documents(str(tmp_path / "data.jsonl"))
 
 

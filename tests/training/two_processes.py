@@ -3,6 +3,7 @@
 python -m tests.training.two_processes DIRECTORY COORDINATOR PROCESS
 """
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 
 import jax
 
+from specjax.cli.main import join_processes
 from specjax.training import loop
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.methods import Eagle3Training
@@ -50,7 +52,12 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.distributed.initialize(coordinator, num_processes=2, process_id=process)
+    os.environ |= {
+        "JAX_COORDINATOR_ADDRESS": coordinator,
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(process),
+    }
+    join_processes()
     train(config(directory, "data", (2, 1)), stop_at=5)
     loop.train(config(directory, "model", (1, 2)))
 
