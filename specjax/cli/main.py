@@ -70,10 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     _keep_compilations()
-    join_processes()
     name, *options = arguments
     command = COMMANDS[name]
     try:
+        join_processes()
         command.run(parse_options(command.config, options, prog=f"specjax {name}"))
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -92,8 +92,14 @@ def join_processes() -> None:
     them this is. On clusters that JAX knows (SLURM, Cloud TPU) the first alone is enough.
     """
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        count, number = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_PROCESS_ID")
-        jax.distributed.initialize(address, None if count is None else int(count), None if number is None else int(number))
+        jax.distributed.initialize(address, _number_in("JAX_NUM_PROCESSES"), _number_in("JAX_PROCESS_ID"))
+
+
+def _number_in(variable: str) -> int | None:
+    value = os.environ.get(variable)
+    if value is not None and not (value.isascii() and value.isdecimal()):
+        raise InputError(f"{variable}={value!r}: must be a whole number")
+    return None if value is None else int(value)
 
 
 def _keep_compilations() -> None:
