@@ -19,6 +19,7 @@ from specjax.evaluation import metrics
 from specjax.models.growth import grow
 from specjax.models.params import count
 from specjax.models.transformer import Target
+from specjax.sampling import Sampling
 from specjax.tree import Chain, DynamicTree, SampledTree
 
 PROMPTS = (
@@ -40,7 +41,7 @@ class DemoConfig:
 
     Attributes:
         max_new_tokens: for each prompt.
-        temperature: 0 is greedy.
+        temperature: of the text that is shown, and of a table; greedy decoding is measured, too.
         seed: of the random draws.
         repeats: timed runs of each method; the median is shown.
     """
@@ -51,8 +52,8 @@ class DemoConfig:
     repeats: int = 3
 
 
-SHOWN = "EAGLE-3"
-"""The method whose text is shown in colour."""
+PLAIN, SHOWN = "plain", "EAGLE-3"
+"""The baseline, and the method whose text is shown in colour."""
 
 
 def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
@@ -60,7 +61,7 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
     draft = Target.from_pretrained(embedded("draft"))
     eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
-        "plain": None,
+        PLAIN: None,
         "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(5)), small),
         "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
@@ -90,13 +91,15 @@ def run_demo(config: DemoConfig) -> None:
         console.print(_coloured(tokenizer, target, drafters[SHOWN], ids, row, options))
         console.print()
     console.rule("what it bought")
-    console.print(_measure(target, drafters, ids, options, config.repeats))
+    ways = {f"T = {config.temperature:g}": options}
+    if config.temperature:
+        ways["greedy"] = replace(options, sampling=Sampling(temperature=0.0))
+    console.print(_table({way: _measure(target, drafters, ids, options, config.repeats) for way, options in ways.items()}))
     console.print(
-        f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most, "
-        f"temperature {config.temperature:g}; median of {config.repeats} interleaved runs on "
-        f"{jax.devices()[0].device_kind}. Acceptance length counts emitted tokens a target forward. "
+        f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most; median of {config.repeats} "
+        f"interleaved runs on {jax.devices()[0].device_kind}. Length is acceptance length: tokens emitted a target forward. "
         f"The target of {count(small.params) / 1e6:.1f}M parameters is padded with zeros to {count(target.params) / 1e6:.0f}M, "
-        "the cost of a real one: the text and every acceptance rate stay the same."
+        "the cost of a real one: the text and every acceptance length stay the same."
     )
 
 
@@ -120,10 +123,18 @@ def _coloured(
     return line
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Of one method: tokens a second, the median of its runs; and tokens emitted a target forward."""
+
+    speed: float
+    length: float
+
+
 def _measure(
     target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: GenerationOptions, repeats: int
-) -> Table:
-    """Tokens a second of each method, their runs interleaved, with speed-up over plain decoding and acceptance."""
+) -> dict[str, _Measured]:
+    """Every method on all prompts, their runs interleaved."""
     tokens, lengths = text.pad(ids)
 
     def run(drafter: Drafter | None, row: int) -> engine.Result:  # one width for all prompts: one compilation
@@ -141,14 +152,20 @@ def _measure(
             stats = jax.tree.map(lambda *rows: np.concatenate(rows), *(result.stats for result in results))
             summaries[name] = metrics.summarise(stats)
             speeds[name].append(summaries[name].emitted / seconds)
+    return {name: _Measured(float(np.median(speeds[name])), summary.acceptance_length) for name, summary in summaries.items()}
 
-    table = Table("method", "tokens/s", "speed-up", "acceptance length", "acceptance rate")
+
+def _table(measured: dict[str, dict[str, _Measured]]) -> Table:
+    """A row a method, and for each way to draw tokens its speed, its speed-up over plain decoding and its acceptance length."""
+    table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tokens/s", "speed-up", "length")))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
-    plain = float(np.median(speeds["plain"]))
-    for name, summary in summaries.items():
-        speed = float(np.median(speeds[name]))
-        rate = "-" if summary.acceptance_rate is None else f"{summary.acceptance_rate:.2f}"
-        table.add_row(name, f"{speed:,.0f}", f"{speed / plain:.2f}x", f"{summary.acceptance_length:.2f}", rate)
+    methods = list(next(iter(measured.values())))
+    for name in methods:
+        cells = []
+        for of_way in measured.values():
+            speed = of_way[name].speed
+            cells += [f"{speed:,.0f}", f"{speed / of_way[PLAIN].speed:.2f}x", f"{of_way[name].length:.2f}"]
+        table.add_row(name, *cells)
     return table

@@ -23,11 +23,13 @@ METHODS = (
 )
 
 
-def check_shown(out: str) -> None:
-    rows = {name: re.search(rf"{name}\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)\W+([\d.]+|-)", out) for name in METHODS}
+def check_shown(out: str, ways: int) -> None:
+    """``ways`` to draw tokens stand beside each other."""
+    figures = r"\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)"  # of one way to draw tokens
+    rows = {name: re.search(rf"{name}{figures * ways}", out) for name in METHODS}
     assert all(rows.values()), out
-    assert rows["plain"].group(2, 3, 4) == ("1.00", "1.00", "-")
-    assert float(rows["draft model"].group(3)) > 1.5
+    assert [rows["plain"].group(3 * way + 2, 3 * way + 3) for way in range(ways)] == [("1.00", "1.00")] * ways
+    assert all(float(rows["draft model"].group(3 * way + 3)) > 1.5 for way in range(ways))
     text = out[: out.index("what it bought")]
     prompts = " ".join(demo.PROMPTS[:2]).split()
     assert all(word in text for word in prompts)
@@ -39,11 +41,11 @@ def test_the_demo_shows_every_method(capsys, monkeypatch, tmp_path) -> None:
     Eagle3.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
     monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / "eagle3" if name == "eagle3" else directory)
     monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
-    assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
-    check_shown(capsys.readouterr().out)
+    assert main(["demo", "--max-new-tokens", "16", "--repeats", "1", "--temperature", "0"]) == 0
+    check_shown(capsys.readouterr().out, ways=1)
 
 
 @pytest.mark.thorough
 def test_the_demo_of_the_embedded_pair(capsys) -> None:
     assert main(["demo", "--max-new-tokens", "32", "--repeats", "1"]) == 0
-    check_shown(capsys.readouterr().out)
+    check_shown(capsys.readouterr().out, ways=2)
