@@ -411,7 +411,8 @@ def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
 def _prediction_module_count(raw: dict[str, Any], config: ModelConfig) -> int:
     if config.model_type != "deepseek_v3":
         return 0
-    return check_fields(raw, {_NEXTN: whole(0, 1000, default=0)}, "config.json")[_NEXTN]
+    field = whole(0, 1000, default=0)
+    return check_fields(raw, {_NEXTN: field}, "config.json")[_NEXTN]
 
 
 _NEXTN = "num_nextn_predict_layers"
@@ -426,6 +427,13 @@ def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) ->
         raise CheckpointError(
             f"{directory / 'config.json'}: num_hidden_layers={config.num_layers}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
+        )
+    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)
+    experts = max((int(index[1]) + 1 for index in indices if index), default=0)
+    if config.moe is not None and experts and experts != config.moe.num_experts:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: the number of experts is {config.moe.num_experts}, but the tensors are of {experts} in a "
+            "layer: give the configuration and the weights of one model"
         )
     embedding = stored.get("model.embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):

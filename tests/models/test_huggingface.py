@@ -119,7 +119,7 @@ CONFIG_FAULTS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"quantization_config": {}}, "quantization_config={}: must be left out: use the unquantised checkpoint"),
+    ({"quantization_config": {}}, "quantization_config={}: must be left out, or fp8 with weight_block_size"),
     ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ({"dtype": 32}, "dtype=32: must be one of float32"),
     ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),
