@@ -432,8 +432,8 @@ def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) ->
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
-            f"{directory / 'config.json'}: the number of experts is {config.moe.num_experts}, but the tensors are of {experts} in a "
-            "layer: give the configuration and the weights of one model"
+            f"{directory / 'config.json'}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
+            "give the configuration and the weights of one model"
         )
     embedding = stored.get("model.embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):

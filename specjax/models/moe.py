@@ -5,7 +5,9 @@ depend on the rest of the batch, and on what was drafted beside it: the target w
 decoding not lossless. Here the tokens of a call are independent.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +29,10 @@ def mixture(params: Params, config: ModelConfig, x: Float[Array, "B T H"], mesh:
     """
     moe = config.moe
     assert moe is not None
-    chosen, weights = route(params, moe, x.reshape(-1, x.shape[-1]))
-    chosen, weights = (part.reshape(*x.shape[:2], -1) for part in (chosen, weights))
+    routing = {name: params[name] for name in ("router", "correction") if name in params}
     experts = tuple(params[f"experts_{name}"] for name in ("gate", "up", "down"))
-    run = _run if mesh is None else partial(_run_split, mesh, config)
-    y = run(x, chosen, weights, *experts).astype(x.dtype)
+    run = partial(_route_and_run, moe) if mesh is None else partial(_run_split, mesh, config)
+    y = run(x, routing, experts).astype(x.dtype)
     return y + mlp(params, x, "shared_") if moe.shared_experts else y
 
 
@@ -64,9 +65,16 @@ def _in_kept_groups(moe: MoE, preference: jax.Array) -> jax.Array:
     return jnp.repeat(is_kept, grouped.shape[-1], axis=-1)
 
 
+def _route_and_run(moe: MoE, x: jax.Array, routing: Params, experts: Sequence[jax.Array], first: Any = 0) -> jax.Array:
+    """``[B, T, H]`` float32, what those of each token's experts give that are here; the one here at 0 is number ``first``."""
+    flat = x.reshape(-1, x.shape[-1])
+    chosen, weights = route(routing, moe, flat)
+    return _run(flat, chosen - first, weights, *experts).reshape(x.shape)
+
+
 def _run(
     x: jax.Array, chosen: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-) -> Float[Array, "B T H"]:
+) -> Float[Array, "n H"]:
     """The weighted sum over each token's experts, in float32. Numbers in ``chosen`` of no expert here are left out.
 
     One expert after the other runs on all tokens, and a token takes what is its own. That is more arithmetic than sorting the
@@ -75,20 +83,19 @@ def _run(
     times as long on 1 to 256 tokens, and gathering each token's experts takes 20 times as long.
 
     Args:
-        x: ``[B, T, H]``.
-        chosen: ``[B, T, k]`` numbers of experts.
-        weights: ``[B, T, k]`` float32.
+        x: ``[n, H]``.
+        chosen: ``[n, k]`` numbers of experts.
+        weights: ``[n, k]`` float32.
         gate: ``[E, H, I]`` of all experts here; ``up`` alike, ``down [E, I, H]``.
     """
     count = gate.shape[0]
-    flat = x.reshape(-1, x.shape[-1])
-    chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count).reshape(len(flat), -1)  # `count` is dropped below
-    shares = jnp.zeros((count, len(flat)), jnp.float32)
-    shares = shares.at[chosen, jnp.arange(len(flat))[:, None]].add(weights.reshape(chosen.shape), mode="drop")
+    chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)  # `count` is dropped below
+    shares = jnp.zeros((count, len(x)), jnp.float32)
+    shares = shares.at[chosen, jnp.arange(len(x))[:, None]].add(weights, mode="drop")
 
     @jax.checkpoint  # in training, what an expert made of all tokens is made again instead of kept
     def expert(share: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        y = (jax.nn.silu(flat @ gate) * (flat @ up)) @ down
+        y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
         # Not a product alone: a token that is not this expert's may be far from what it was trained on, and overflow.
         return jnp.where(share[:, None] != 0, share[:, None] * y.astype(jnp.float32), 0.0)
 
@@ -101,31 +108,29 @@ def _run(
 
         return jax.lax.cond(is_chosen[index], add, lambda total: total, total), None
 
-    total = jnp.zeros(flat.shape, jnp.float32)
+    total = jnp.zeros(x.shape, jnp.float32)
     if chosen.size >= count:  # nearly every expert is chosen by some token
         total, _ = jax.lax.scan(every, total, (shares, gate, up, down))
     else:
         is_chosen = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True, mode="drop")
         total, _ = jax.lax.scan(where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size])
-    return total.reshape(x.shape)
+    return total
 
 
-def _run_split(
-    mesh: Mesh, config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Array, *experts: jax.Array
-) -> jax.Array:
-    """`_run` where rows of the batch and experts are split over ``mesh``."""
+def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routing: Params, experts: tuple[jax.Array, ...]) -> jax.Array:
+    """`_route_and_run` where rows of the batch and experts are split over ``mesh``. No weight leaves its device."""
     units = {**config.axis_units, "batch": x.shape[0]}
     rows = sharding.partition(mesh, ("batch", None, None), units)
     split = sharding.partition(mesh, ("experts", None, None), units)
-    axis = split[0]
+    axis, moe = split[0], config.moe
+    assert moe is not None
 
-    def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *held: jax.Array) -> jax.Array:
+    def local(x: jax.Array, routing: Params, held: tuple[jax.Array, ...]) -> jax.Array:
         if axis is None:
-            return _run(x, chosen, weights, *held)
+            return _route_and_run(moe, x, routing, held)
         first = jax.lax.axis_index(axis) * held[0].shape[0]
-        return jax.lax.psum(_run(x, chosen - first, weights, *held), axis)
+        return jax.lax.psum(_route_and_run(moe, x, routing, held, first), axis)
 
-    places = (rows, rows, rows, *(split,) * len(experts))
-    # The sum over one axis is alike along it, which the check would want to be told at every scan.
-    run = jax.shard_map(local, mesh=mesh, in_specs=places, out_specs=PartitionSpec(*rows), check_vma=False)
-    return run(x, chosen, weights, *experts)
+    # Unchecked: that the sum is alike along its axis would have to be said at every scan.
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
+    return run(x, routing, experts)

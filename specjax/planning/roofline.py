@@ -65,7 +65,7 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
 def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
     """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
 
-    Latent attention reads latents and rotated keys, and a head multiplies with numbers as long as those: with the latents twice.
+    Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice.
     The T tokens' own keys and values are left out: they are few beside S.
     """
     (_, keys), (_, last) = config.entry_parts
