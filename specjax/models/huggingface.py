@@ -200,7 +200,8 @@ def read_config(directory: Path) -> ModelConfig:
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """`ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
     model_type = _model_type(raw, source)
-    fields = check_fields(_FAMILY[model_type] | raw, _FIELDS, source) | {"model_type": model_type}
+    fields = check_fields(_FAMILY[model_type] | raw, _FIELDS, source)
+    fields["model_type"] = model_type
     mla = expert_fields.parse_latent_attention(raw, model_type, source)
     moe = expert_fields.parse_experts(raw, model_type, fields["num_hidden_layers"], source)
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -246,13 +247,13 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
 
 def _model_type(raw: dict[str, Any], source: str) -> str:
     """The model type that the model is here."""
-    model_type = raw.get("model_type")
-    if type(model_type) is str and model_type in _REFUSED:
+    asked = raw.get("model_type")
+    if type(asked) is str and asked in _REFUSED:
         raise CheckpointError(
-            f"{source}: model_type={model_type!r} is not supported: {_REFUSED[model_type]}: give a model of one of the types "
+            f"{source}: model_type={asked!r} is not supported: {_REFUSED[asked]}: give a model of one of the types "
             f"{', '.join(SUPPORTED)}"
         )
-    model_type = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
+    model_type: str = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
     return _SAME_AS.get(model_type, model_type)
 
 

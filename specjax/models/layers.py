@@ -43,11 +43,11 @@ def attend(
     queries = q if isinstance(q, tuple) else (q,)
     batch, count, heads, d = queries[0].shape
     kv_heads = pieces[0][0][0].shape[1]
-    scale = d**-0.5 if scale is None else scale
+    factor = d**-0.5 if scale is None else scale
 
     def group(q: jax.Array) -> jax.Array:
         # Axes in the order in which the products give and take them: another order costs a transposed copy.
-        return q.reshape(batch, count, kv_heads, heads // kv_heads, q.shape[-1]).transpose(0, 2, 1, 3, 4) * scale
+        return q.reshape(batch, count, kv_heads, heads // kv_heads, q.shape[-1]).transpose(0, 2, 1, 3, 4) * factor
 
     grouped = [group(part) for part in queries]
 

@@ -15,12 +15,13 @@ from specjax.drafters.features import layer_like
 from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.models import float8, huggingface, params
+from specjax.models.cache import KVCache
 from specjax.models.fields import CheckpointError
 from specjax.models.growth import grow
 from specjax.models.shapes import published
 from specjax.models.transformer import Target
 from specjax.training.losses import cross_entropy
-from tests.conftest import MIXTURES, tiny_target
+from tests.conftest import MIXTURES, tiny_config, tiny_target
 
 SIZES = {
     "vocab_size": 37,
@@ -66,7 +67,12 @@ CASES = {
 TOKENS = np.random.default_rng(0).integers(0, 37, (2, 60))
 
 
-@pytest.fixture(scope="module", params=CASES)
+THOROUGH = ("DeepseekV3 biased", "Qwen3Moe biased")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in CASES]
+)
 def case(request, tmp_path_factory):
     """A random transformers model with random norms, biases and routing, saved; and its logits of TOKENS."""
     import torch
@@ -123,23 +129,22 @@ def target(request) -> Target:
     return tiny_target(**MIXTURES[request.param])
 
 
-def in_full(*families: str):
-    """Tests every family, those named only where there is time: each program takes seconds to compile."""
-    params = [pytest.param(family, marks=[pytest.mark.thorough] * (family in families)) for family in MIXTURES]
-    return pytest.mark.parametrize("target", params, indirect=True)
-
-
 def test_the_cache_holds_latents() -> None:
     """6 + 4 numbers of a token in a layer, whatever the number of heads; ordinary attention has 2 x 4 heads x 8."""
-    cache = tiny_target(**MIXTURES["deepseek_v3"]).new_cache(2, 16)
+    cache = KVCache.create(tiny_config(**MIXTURES["deepseek_v3"]).entry_parts, layers=1, batch=2, capacity=16)
     assert [part.shape for part in cache.layers[0]] == [(2, 1, 16, 6), (2, 1, 16, 4)]
 
 
-@in_full("deepseek_v3")  # whose rows `test_it_conforms` looks at
 @pytest.mark.parametrize(
-    "drafter",
-    [PromptLookup(draft=specjax.Chain(3)), pytest.param(EarlyExit(layers=1), marks=pytest.mark.thorough)],
-    ids=["prompt lookup", "early exit"],
+    ("target", "drafter"),
+    [
+        ("deepseek_v3", EarlyExit(layers=1, draft=specjax.Chain(2))),
+        pytest.param("qwen3_moe", EarlyExit(layers=1, draft=specjax.Chain(2)), marks=pytest.mark.thorough),
+        pytest.param("deepseek_v3", PromptLookup(), marks=pytest.mark.thorough),
+        pytest.param("qwen3_moe", PromptLookup(), marks=pytest.mark.thorough),
+    ],
+    indirect=["target"],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_rows_tokens_are_the_same_alone_and_in_a_batch(target, drafter) -> None:
     prompts = np.random.default_rng(1).integers(0, 11, (3, 8))
@@ -155,12 +160,12 @@ def test_a_rows_tokens_are_the_same_alone_and_in_a_batch(target, drafter) -> Non
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
 
 
-@in_full("qwen3_moe")
+@pytest.mark.thorough
 def test_it_conforms(target) -> None:
     conformance.check(target, EarlyExit(layers=1, draft=specjax.StaticTree(((0,), (1,), (0, 0)))))
 
 
-@in_full(*MIXTURES)
+@pytest.mark.thorough
 def test_a_drafter_of_features_has_a_plain_layer(target) -> None:
     drafter = Eagle3.init(target, jax.random.key(3), specjax.Chain(2))
     assert (drafter.sizes.mla, drafter.sizes.moe, drafter.sizes.model_type) == (None, None, "llama")
@@ -187,7 +192,7 @@ def test_logits_are_the_same_on_a_mesh(target, tmp_path) -> None:
     np.testing.assert_allclose(forward(split, tokens)[0].logits, forward(target, tokens)[0].logits, atol=1e-4)
 
 
-@in_full(*MIXTURES)
+@pytest.mark.thorough
 def test_greedy_tokens_are_the_same_on_a_mesh(target) -> None:
     mesh = sharding.make_mesh(2, 4)
     declared = params.declare(target.config)
@@ -200,6 +205,7 @@ def test_greedy_tokens_are_the_same_on_a_mesh(target) -> None:
     np.testing.assert_array_equal(found[:, 9:], logits[:, 8:-1].argmax(axis=-1))
 
 
+@pytest.mark.parametrize("target", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.thorough)], indirect=True)
 def test_gradients_reach_every_parameter_but_the_bias_of_the_choice(target) -> None:
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 11, (2, 17)))
 
