@@ -1,7 +1,8 @@
 """Where arrays live: logical axes to mesh axes, in one table.
 
-Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP units and the vocabulary (tensor
-parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays whole.
+Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP units, experts and the vocabulary
+(tensor and expert parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays
+whole.
 
 A mesh may span several processes (`jax.distributed.initialize`, before the first array). Every process then makes the same
 calls with the same arguments, and each has the whole result.
@@ -25,6 +26,8 @@ RULES: dict[str, str] = {
     "heads": "model",
     "kv_heads": "model",
     "mlp": "model",
+    "shared_mlp": "model",
+    "experts": "model",
 }
 """Logical axis -> mesh axis. An axis that is not listed is replicated."""
 

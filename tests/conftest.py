@@ -32,7 +32,7 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
-from specjax.models.config import ModelConfig
+from specjax.models.config import MLA, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 from specjax.tree import Chain, DynamicTree, SampledTree, StaticTree
 
@@ -75,9 +75,36 @@ def tiny_config(**changes) -> ModelConfig:
 def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
     """A random model whose distributions are far from uniform: ``scale`` multiplies the usual initialisation."""
     model = Target.init(tiny_config(**changes), jax.random.key(seed))
-    params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim == 2 else leaf, model.params)
+    params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, model.params)
     return model.replace(params=params)
 
+
+MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_kv_heads": 4,
+        "rope": Rope(kind="yarn", factor=4.0, original_max_positions=128, mscale=0.7, mscale_all_dim=1.2),
+        "mla": MLA(q_lora_rank=10, kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8),
+        "moe": MoE(
+            num_experts=8,
+            experts_per_token=2,
+            intermediate_size=8,
+            shared_experts=1,
+            scoring="sigmoid",
+            normalise=True,
+            scale=1.5,
+            groups=4,
+            groups_kept=2,
+            corrected=True,
+            dense_layers=(0,),
+        ),
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "qk_norm": True,
+        "moe": MoE(num_experts=8, experts_per_token=2, intermediate_size=8, normalise=True),
+    },
+}
 
 SHAPES = {  # one of every kind; tests that share a target, a shape of draft and the shapes of prompts share compiled programs
     "chain": Chain(3),

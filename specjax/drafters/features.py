@@ -37,7 +37,19 @@ from specjax.tree import Shape
 def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
     """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``."""
     switches = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "tie_embeddings": False}
-    return replace(config, **({"model_type": "llama", "num_layers": 1} | switches | sizes))
+    plain = {"model_type": "llama", "num_layers": 1, "mla": None, "moe": None} | switches
+    return replace(config, **(plain | _plain_heads(config) | sizes))
+
+
+def _plain_heads(config: ModelConfig) -> dict[str, int]:
+    """Heads of ordinary attention where the target's are latent, and too many for one layer: of the size of its values, as many
+    as fit the hidden size, in up to 8 groups. For DeepSeek-V3 that is 56 heads of 128 and 8 key/value heads."""
+    if config.mla is None:
+        return {}
+    head_dim = config.mla.v_head_dim + config.mla.v_head_dim % 2
+    heads = max(config.hidden_size // head_dim, 1)
+    kv_heads = max(count for count in range(1, 9) if heads % count == 0)
+    return {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
 
 
 @struct.dataclass

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax import sharding
+from specjax.models import float8
 from specjax.models.fields import CheckpointError, read_json, show
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
@@ -94,10 +95,24 @@ def read(
     with _open_tensors(directory) as tensors:
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
 
-        def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
-            stored = tensors[param.name]
-            array = stored[part[::-1]].T if param.transposed else stored[part]
+        def tensor(name: str, part: tuple[slice, ...]) -> np.ndarray:
+            stored = tensors[name]
+            if stored.get_dtype() == float8.KIND:
+                return float8.dequantise(stored, tensors[float8.scale_name(name)], part)
+            return stored[part]
+
+        def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
+            array = tensor(name, part[::-1]).T if param.transposed else tensor(name, part)
             return np.ascontiguousarray(array, param.dtype or dtype)
+
+        def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
+            if not param.stacked:
+                return one(param, param.name, part)
+            shape = [len(range(size)[piece]) for size, piece in zip(param.shape, part, strict=True)]
+            stack = np.empty(shape, param.dtype or dtype)
+            for slot, name in enumerate(param.stored_names[part[0]]):
+                stack[slot] = one(param, name, part[1:])
+            return stack
 
         def load(param: Param) -> jax.Array:
             if mesh is None:
@@ -132,13 +147,14 @@ def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any],
     if jax.process_index() != 0:
         return
 
-    def stored(param: Param, leaf: np.ndarray) -> np.ndarray:
+    def stored(param: Param, leaf: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         kept = param.stored_dtype or param.dtype or dtype or leaf.dtype
         array = leaf.astype(kept, copy=False)
-        return np.ascontiguousarray(array.T if param.transposed else array)
+        for name, one in zip(param.stored_names, array if param.stacked else [array], strict=True):
+            yield name, np.ascontiguousarray(one.T if param.transposed else one)
 
     pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True)
-    arrays = {param.name: stored(param, leaf) for param, leaf in pairs}
+    arrays = dict(tensor for param, leaf in pairs for tensor in stored(param, leaf))
     with replacing(directory) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
@@ -186,6 +202,8 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
                 raise CheckpointError(f"{directory / name} is truncated or damaged ({reason}): download it again") from None
             handles.append(handle)
             found = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
+            quantised = [key for key, tensor in found.items() if tensor.get_dtype() == float8.KIND]
+            found |= float8.open_tensors(directory / name, quantised)
             if twice := sorted(found.keys() & tensors.keys()):
                 raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= found
@@ -217,25 +235,46 @@ def _weight_files(directory: Path) -> list[str]:
     return files
 
 
+def _check_scales(tensors: Mapping[str, Any], name: str, directory: Path) -> str:
+    """The name of the scales of the FP8 matrix ``name``, which are there and of the right shape."""
+    scales = float8.scale_name(name)
+    if scales not in tensors:
+        raise CheckpointError(
+            f"{directory}: {name!r} is of type {float8.KIND}, and its scales, {scales!r}, are missing: "
+            "download the checkpoint again, or use the unquantised one"
+        )
+    shape, kind = tuple(tensors[scales].get_shape()), tensors[scales].get_dtype()
+    wanted = float8.scale_shape(tensors[name].get_shape())
+    if shape != wanted or kind not in _FLOATS:
+        raise CheckpointError(
+            f"{directory}: {scales!r} is {kind} of shape {shape}: it must hold numbers of shape {wanted}, one for each block "
+            f"of {float8.BLOCK} x {float8.BLOCK} of {name!r}: use the unquantised checkpoint"
+        )
+    return scales
+
+
 def _check_tensors(
     tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
 ) -> None:
-    names = {param.name for param in declared}
+    names = {name for param in declared for name in param.stored_names}
     if missing := sorted(names - tensors.keys()):
         raise CheckpointError(
             f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
         )
-    for param in declared:
-        shape, kind = tuple(tensors[param.name].get_shape()), tensors[param.name].get_dtype()
+    for name, param in [(name, one) for one in declared for name in one.stored_names]:
+        shape, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
         if shape != param.stored_shape:
             raise CheckpointError(
-                f"{directory}: {param.name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
+                f"{directory}: {name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
                 "give the configuration and the weights of one model"
             )
+        if kind == float8.KIND and param.dtype is None and len(shape) == 2:
+            names.add(_check_scales(tensors, name, directory))
+            continue
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
         if kind not in (wanted := _FLOATS if floating else _WHOLE_NUMBERS):
             raise CheckpointError(
-                f"{directory}: {param.name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
+                f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
                 "use the unquantised checkpoint"
             )
     extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))

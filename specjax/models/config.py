@@ -1,4 +1,4 @@
-"""The shape of a dense decoder: everything about a model that is not a parameter."""
+"""The shape of a decoder: everything about a model that is not a parameter."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,6 +6,7 @@ from typing import Literal
 from specjax.errors import InputError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+Scoring = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,96 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): a layer remembers of each token one small
+    vector, the latent, from which the keys and values of all heads are made, and one rotated key that all heads share.
+
+    Attributes:
+        kv_lora_rank: numbers in the latent.
+        qk_nope_head_dim: of a head's query and key, the part that is not rotated.
+        qk_rope_head_dim: the part that is rotated; even.
+        v_head_dim: of a head's value.
+        q_lora_rank: the queries are made from a vector of so many numbers; None: straight from the state.
+        rope_interleaved: rotated pairs are neighbours, ``(x_0, x_1)``, not halves of a head, ``(x_0, x_{d/2})``.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    rope_interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"{name}={value}: must be at least 1")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Numbers in a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Sparse layers: a router sends each token to a few of many MLPs, the experts, and adds what they give (see
+    `specjax.models.moe`).
+
+    Attributes:
+        num_experts: how many there are, E.
+        experts_per_token: how many of them a token goes to, k.
+        intermediate_size: of one expert.
+        shared_experts: how many more every token goes to; they are stored as one MLP of their sizes together.
+        scoring: what the router's numbers become: a softmax over all experts, or a sigmoid of each.
+        normalise: the weights of a token's k experts are divided by their sum.
+        scale: and multiplied by this.
+        groups: the experts lie in so many groups of equal size.
+        groups_kept: a token's experts are all in its so many best groups.
+        corrected: a bias of each expert is added to its score for the choice, and not for the weight (DeepSeek-V3's
+            balancing without a loss).
+        dense_layers: the layers that have an ordinary MLP and no experts, in ascending order.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    shared_experts: int = 0
+    scoring: Scoring = "softmax"
+    normalise: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    groups_kept: int = 1
+    corrected: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.num_experts % self.groups:
+            raise InputError(f"num_experts={self.num_experts} is no multiple of groups={self.groups}: groups are of equal size")
+        size = self.num_experts // self.groups
+        if self.groups_kept > self.groups or (self.groups > 1 and size < 2):
+            raise InputError(
+                f"groups={self.groups} of {size} experts with groups_kept={self.groups_kept}: no more groups can be kept than "
+                "there are, and a group, which is judged by its two best experts, needs two"
+            )
+        if self.experts_per_token > self.groups_kept * size:
+            raise InputError(
+                f"experts_per_token={self.experts_per_token}: a token can choose among {self.groups_kept * size} experts only "
+                f"(num_experts={self.num_experts}, groups={self.groups}, groups_kept={self.groups_kept})"
+            )
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Llama-shaped decoder. The defaults are Llama's; the families differ only in the switches below.
 
     ``qkv_bias`` Qwen2 (and ``attention_bias`` elsewhere), ``output_bias`` the bias of the attention's output projection,
-    ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens.
+    ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens. ``mla`` takes the place of
+    ordinary attention; ``head_dim`` is then its ``qk_rope_head_dim``, as `transformers` has it. ``moe`` gives the layers
+    experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``.
     """
 
     vocab_size: int
@@ -56,6 +142,8 @@ class ModelConfig:
     qk_norm: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    mla: MLA | None = None
+    moe: MoE | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -68,18 +156,34 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
+        if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.qk_rope_head_dim, self.num_heads):
+            raise InputError(
+                f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention head_dim is "
+                f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and every one of the num_heads={self.num_heads} query heads "
+                "has keys of its own"
+            )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the layer of that number has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def entry_parts(self) -> tuple[tuple[int, int], ...]:
-        """``(heads, dim)`` of each array that a layer remembers of a token: keys and values (see `specjax.models.cache`)."""
+        """``(heads, dim)`` of each array that a layer remembers of a token (see `specjax.models.cache`): keys and values, or
+        the latent and the rotated key."""
+        if self.mla is not None:
+            return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
         return ((self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim))
 
     @property
     def axis_units(self) -> dict[str, int]:
         """How many indivisible units each logical axis has: what a mesh axis must divide to shard it."""
-        return {
+        units = {
             "vocab": self.vocab_size,
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads,
             "mlp": self.intermediate_size,
         }
+        if self.moe is not None:
+            units |= {"experts": self.moe.num_experts, "shared_mlp": self.moe.shared_experts * self.moe.intermediate_size}
+        return units

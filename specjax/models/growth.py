@@ -25,9 +25,13 @@ def grow(target: Target, *, hidden_size: int, intermediate_size: int, num_layers
     epsilon is the same number, but for that epsilon too.
 
     Raises:
-        InputError: a size is below the target's own.
+        InputError: a size is below the target's own, or the target has latent attention or experts.
     """
     config = target.config
+    if config.mla is not None or config.moe is not None:
+        raise InputError(
+            f"a model of type {config.model_type!r} cannot be grown: give one with ordinary attention and no experts"
+        )
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
     for name, size in sizes.items():
         if size < getattr(config, name):

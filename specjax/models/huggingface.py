@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.models import checkpoint
+from specjax.models import checkpoint, expert_fields, float8
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import (
@@ -37,9 +37,18 @@ _ARCHITECTURES: dict[str, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-SUPPORTED = tuple(_ARCHITECTURES)
+_SAME_AS: dict[str, str] = {"mimo": "qwen2"}
+"""Model types that are another one with modules beside it which the target does not need."""
+SUPPORTED = (*_ARCHITECTURES, *_SAME_AS)
 """The model types that can be loaded."""
+_REFUSED: dict[str, str] = {
+    "qwen3_next": "its linear-attention layers keep a state that cannot be taken back when a drafted token is rejected",
+}
+_QWEN = ("qwen2", "qwen3", "qwen3_moe")
+"""Where ``use_sliding_window`` decides whether ``sliding_window`` has a meaning."""
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -94,6 +103,14 @@ _TOKENS = Field(
     default=None,
 )
 
+
+def _is_readable(quantisation: dict[str, Any]) -> bool:
+    """Whether a ``quantization_config`` is that of `specjax.models.float8`."""
+    blocks = [float8.BLOCK, float8.BLOCK]
+    kind, stored = quantisation.get("quant_method"), quantisation.get("fmt", "e4m3")
+    return kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
+
+
 _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small enough to reckon with
     "model_type": text(*SUPPORTED),
     "vocab_size": whole(1, 10_000_000),
@@ -121,14 +138,21 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
     "pad_token_id": whole(-1, 9_999_999, default=None),
     "dtype": text(*_DTYPES, default=None),
     "torch_dtype": text(*_DTYPES, default=None),
-    "quantization_config": Field("left out: use the unquantised checkpoint", lambda _: False, default=None),
+    "quantization_config": Field(
+        f"left out, or fp8 with weight_block_size [{float8.BLOCK}, {float8.BLOCK}]: use the unquantised checkpoint",
+        lambda value: type(value) is dict and _is_readable(value),
+        default=None,
+    ),
 }
 _FAMILY: dict[str, dict[str, Any]] = {  # what transformers takes where a family leaves a field out
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
     "qwen2": {"max_position_embeddings": 32_768},
     "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
+    "qwen3_moe": {"max_position_embeddings": 32_768},
+    "deepseek_v3": {"max_position_embeddings": 4096},
 }
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 _ROPE_NUMBERS: dict[str, tuple[str, Field]] = {  # Hugging Face's name -> ours
@@ -175,9 +199,13 @@ def read_config(directory: Path) -> ModelConfig:
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """`ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
-    model_type = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
+    model_type = _model_type(raw, source)
     fields = check_fields(_FAMILY[model_type] | raw, _FIELDS, source)
-    hidden, heads, head_dim = fields["hidden_size"], fields["num_attention_heads"], fields["head_dim"]
+    fields["model_type"] = model_type
+    mla = expert_fields.parse_latent_attention(raw, model_type, source)
+    moe = expert_fields.parse_experts(raw, model_type, fields["num_hidden_layers"], source)
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    head_dim = fields["head_dim"] if mla is None else mla.qk_rope_head_dim
     if head_dim is None and hidden % heads:
         raise CheckpointError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
     rope = _parse_rope(fields, source)
@@ -189,7 +217,7 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
     eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
-    attention_bias = bool(fields["attention_bias"]) and model_type in ("llama", "qwen3")
+    attention_bias = bool(fields["attention_bias"]) and model_type in _WITH_ATTENTION_BIAS
     try:
         return ModelConfig(
             model_type=model_type,
@@ -207,19 +235,41 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
             qkv_bias=model_type == "qwen2" or attention_bias,
             output_bias=attention_bias,
             mlp_bias=bool(fields["mlp_bias"]) and model_type == "llama",
-            qk_norm=model_type == "qwen3",
+            qk_norm=model_type in ("qwen3", "qwen3_moe"),
             bos_token_id=bos,
             eos_token_ids=eos,
+            mla=mla,
+            moe=moe,
         )
     except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
+
+
+def _model_type(raw: dict[str, Any], source: str) -> str:
+    """The model type that the model is here."""
+    asked = raw.get("model_type")
+    if type(asked) is str and asked in _REFUSED:
+        raise CheckpointError(
+            f"{source}: model_type={asked!r} is not supported: {_REFUSED[asked]}: give a model of one of the types "
+            f"{', '.join(SUPPORTED)}"
+        )
+    model_type: str = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
+    return _SAME_AS.get(model_type, model_type)
 
 
 def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
     """``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
 
     Drafters' config.json often says nothing of them, or repeats what the target's says.
+
+    Raises:
+        CheckpointError: it is the shape of a layer with latent attention or experts, which no drafter here has.
     """
+    if config.mla is not None or config.moe is not None:
+        raise CheckpointError(
+            f"model_type={config.model_type!r}: the layers of a drafter here have ordinary attention and one MLP: give a "
+            "drafter whose config.json is that of a dense model"
+        )
     return replace(
         config,
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
@@ -247,7 +297,7 @@ def _refuse_windows(fields: dict[str, Any], max_positions: int, source: str) -> 
     window, kinds = fields["sliding_window"], set(fields["layer_types"] or ["full_attention"])
     if others := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise CheckpointError(f"{source}: layer_types has {show(others[0])}: only 'full_attention' is supported")
-    windowed = bool(fields["use_sliding_window"]) if fields["model_type"].startswith("qwen") else window is not None
+    windowed = bool(fields["use_sliding_window"]) if fields["model_type"] in _QWEN else window is not None
     if window is not None and window >= max_positions:
         windowed = False
     if windowed or "sliding_attention" in kinds:
@@ -305,13 +355,13 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if config.model_type in ("llama", "qwen3"):
+    if config.model_type in _WITH_ATTENTION_BIAS:
         raw["attention_bias"] = config.qkv_bias
     if config.model_type == "llama":
         raw["mlp_bias"] = config.mlp_bias
     if config.model_type == "mistral":
         raw["sliding_window"] = None
-    return raw
+    return raw | expert_fields.format_parts(config)
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -324,13 +374,14 @@ def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | N
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
-    _compare_sizes(directory, config)
+    raw = read_json(directory / "config.json")
+    _compare_sizes(directory, config, raw)
     return checkpoint.read(
         directory,
         declarations.declare(config),
         dtype,
         what=f"a {config.model_type} model with this config.json",
-        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings),
+        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *_prediction_modules(raw, config)),
         mesh=mesh,
         units=config.axis_units,
     )
@@ -348,14 +399,41 @@ def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None
     checkpoint.write(directory, declarations.declare(config), params, files, dtype)
 
 
-def _compare_sizes(directory: Path, config: ModelConfig) -> None:
+def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
+    """Patterns of the tensors of modules that predict further tokens (MTP): the target does not need them.
+
+    DeepSeek's are numbered on from the last layer, MiMo's have names of their own.
+    """
+    if raw.get("model_type") == "mimo":
+        return ["model.mtp_layers.*"]
+    return [f"model.layers.{config.num_layers + i}.*" for i in range(_prediction_module_count(raw, config))]
+
+
+def _prediction_module_count(raw: dict[str, Any], config: ModelConfig) -> int:
+    if config.model_type != "deepseek_v3":
+        return 0
+    field = whole(0, 1000, default=0)
+    return check_fields(raw, {_NEXTN: field}, "config.json")[_NEXTN]
+
+
+_NEXTN = "num_nextn_predict_layers"
+
+
+def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) -> None:
     """Compare config.json's main sizes with the tensors' headers, before declarations are made after them."""
     stored = checkpoint.stored_shapes(directory)
     matches = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in stored)
     layers = max((int(match[1]) + 1 for match in matches if match), default=0)
-    if layers and layers != config.num_layers:
+    if layers and not 0 <= layers - config.num_layers <= _prediction_module_count(raw, config):
         raise CheckpointError(
             f"{directory / 'config.json'}: num_hidden_layers={config.num_layers}, but the tensors are of {layers} layers: "
+            "give the configuration and the weights of one model"
+        )
+    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)
+    experts = max((int(index[1]) + 1 for index in indices if index), default=0)
+    if config.moe is not None and experts and experts != config.moe.num_experts:
+        raise CheckpointError(
+            f"{directory / 'config.json'}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
     embedding = stored.get("model.embed_tokens.weight", ())

@@ -1,4 +1,4 @@
-"""The blocks of a dense decoder, as functions of their parameters."""
+"""The blocks of a decoder, as functions of their parameters."""
 
 import functools
 from collections.abc import Sequence
@@ -6,59 +6,63 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from specjax.models import mla, moe
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
+from specjax.models.primitives import linear, mlp, rms_norm
 from specjax.models.rope import rotate
-from specjax.shape_checks import shape_checked
-
-
-@shape_checked
-def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, returned in ``x``'s dtype."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    return weight * y.astype(x.dtype)
-
-
-def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
-    """``x @ W + b``; the bias is added where the model declares one."""
-    # Rows and tokens as one axis: the gradient of a product over two takes XLA's CPU backend several times as long.
-    y = (x.reshape(-1, x.shape[-1]) @ params[name]).reshape(*x.shape[:-1], -1)
-    bias = params.get(f"{name}_bias")
-    return y if bias is None else y + bias
-
 
 Piece = tuple[Entry, jax.Array | None]
-"""Keys and values of one layer to attend to, and ``[B|1, T|1, S]`` bool, which of them each query sees. None: there is one for
-each query, its own, and it sees no other."""
+"""What one layer remembers of some tokens, to attend to, and ``[B|1, T|1, S]`` bool, which of them each query sees. None: there
+is one for each query, its own, and it sees no other."""
 
 
-def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Array, "B T heads_d"]:
+def attend(
+    q: Float[Array, "B T heads d"] | tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+    *,
+    scale: float | None = None,
+    values: int = 1,
+) -> Float[Array, "B T heads_d"]:
     """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
 
     This is the one place where queries meet keys: another kind of attention (windows, compressed keys, a fused kernel) enters
     here and nowhere else.
 
     Args:
-        q: the queries.
+        q: the queries, which meet the first part of an entry. A tuple ``[B, T, heads, d_i]`` meets the first parts one by one,
+            and the products are added: latent attention meets the latents and the rotated keys.
         pieces: what is committed, what a draft holds in scratch, and what the call itself adds.
+        scale: of the scores; by default ``d ** -0.5``.
+        values: the part of an entry that holds what is attended to: the second, or, in latent attention, the latents again.
     """
-    batch, count, heads, d = q.shape
+    queries = q if isinstance(q, tuple) else (q,)
+    batch, count, heads, d = queries[0].shape
     kv_heads = pieces[0][0][0].shape[1]
-    # Axes in the order in which the products give and take them: another order costs a transposed copy.
-    q = q.reshape(batch, count, kv_heads, heads // kv_heads, d).transpose(0, 2, 1, 3, 4) * d**-0.5
+    factor = d**-0.5 if scale is None else scale
 
-    def score(keys: jax.Array, visible: jax.Array | None) -> jax.Array:
+    def group(q: jax.Array) -> jax.Array:
+        # Axes in the order in which the products give and take them: another order costs a transposed copy.
+        return q.reshape(batch, count, kv_heads, heads // kv_heads, q.shape[-1]).transpose(0, 2, 1, 3, 4) * factor
+
+    grouped = [group(part) for part in queries]
+
+    def multiply(keys: jax.Array, q: jax.Array, visible: jax.Array | None) -> jax.Array:
         if visible is None:
             return jnp.einsum("bktd,bktgd->bktg", keys, q, preferred_element_type=jnp.float32)[..., None]
         # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
-        scores = jnp.einsum("bksd,bktgd->bkstg", keys, q, preferred_element_type=jnp.float32).transpose(0, 1, 3, 4, 2)
-        return jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
+        return jnp.einsum("bksd,bktgd->bkstg", keys, q, preferred_element_type=jnp.float32).transpose(0, 1, 3, 4, 2)
 
-    scores = [score(keys, visible) for (keys, _), visible in pieces]
+    def score(entry: Entry, visible: jax.Array | None) -> jax.Array:
+        products = [multiply(keys, part, visible) for keys, part in zip(entry, grouped, strict=False)]
+        scores = functools.reduce(jnp.add, products)
+        return scores if visible is None else jnp.where(visible[:, None, :, None], scores, jnp.finfo(jnp.float32).min)
+
+    scores = [score(entry, visible) for entry, visible in pieces]
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
     sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
 
@@ -69,8 +73,8 @@ def attend(q: Float[Array, "B T heads d"], pieces: Sequence[Piece]) -> Float[Arr
         return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
 
     weighted = zip(jnp.split(weights, sizes, axis=-1), pieces, strict=True)
-    attended = functools.reduce(jnp.add, [gather(weight, values, seen) for weight, ((_, values), seen) in weighted])
-    return attended.astype(q.dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, heads * d)
+    attended = functools.reduce(jnp.add, [gather(weight, entry[values], seen) for weight, (entry, seen) in weighted])
+    return attended.astype(queries[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
 def attention(
@@ -88,8 +92,13 @@ def attention(
     is written.
 
     Returns:
-        The attention output ``[B, T, H]``, and the call's own keys and values.
+        The attention output ``[B, T, H]``, and the call's own entry: its keys and values, or latents and rotated keys.
     """
+    if config.mla is not None:
+        own = mla.entry(params, config, x, rotations)
+        pieces = [*past, (own, mask)]
+        latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values=0)
+        return linear(params, "o", mla.head_values(params, config, latents)), own
 
     def heads(name: str, count: int) -> jax.Array:
         return linear(params, name, x).reshape(*x.shape[:2], count, config.head_dim)
@@ -103,11 +112,6 @@ def attention(
     return linear(params, "o", attend(q, [*past, (own, mask)])), own
 
 
-def mlp(params: Params, x: jax.Array) -> jax.Array:
-    """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202)."""
-    return linear(params, "down", jax.nn.silu(linear(params, "gate", x)) * linear(params, "up", x))
-
-
 def decoder_layer(
     params: Params,
     config: ModelConfig,
@@ -115,9 +119,16 @@ def decoder_layer(
     rotations: tuple[jax.Array, jax.Array],
     mask: jax.Array | None,
     past: Sequence[Piece] = (),
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, Entry]:
-    """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`."""
+    """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
+
+    ``mesh`` is where ``params`` live: experts that are split over it are run where they lie.
+    """
     normed = rms_norm(x, params["input_norm"], config.norm_eps)
     attended, own = attention(params, config, normed, rotations, mask, past)
     x = x + attended
-    return x + mlp(params, rms_norm(x, params["post_norm"], config.norm_eps)), own
+    normed = rms_norm(x, params["post_norm"], config.norm_eps)
+    # By its parameters a layer is known as sparse: one configuration has layers of both kinds.
+    mixed = moe.mixture(params, config, normed, mesh) if "router" in params else mlp(params, normed)
+    return x + mixed, own

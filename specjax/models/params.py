@@ -29,7 +29,8 @@ class Param:
     Attributes:
         shape: as it is used.
         axes: logical axes (see `specjax.sharding`).
-        name: in a Hugging Face checkpoint.
+        name: in a Hugging Face checkpoint. With ``{}`` in it there is one tensor for each index of the first axis, whose name
+            has the index there: the experts of a layer, which are published one by one and used as one array.
         init: how a new model starts.
         stddev: of a normal ``init``.
         transposed: the checkpoint holds the transpose.
@@ -47,9 +48,20 @@ class Param:
     stored_dtype: str | None = None
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is several tensors in the checkpoint."""
+        return "{}" in self.name
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """The names of its tensors in the checkpoint, in the order of its first axis where it is stacked."""
+        return tuple(self.name.replace("{}", str(i)) for i in range(self.shape[0])) if self.stacked else (self.name,)
+
+    @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
-        return self.shape[::-1] if self.transposed else self.shape
+        """The shape of each of its tensors in the checkpoint."""
+        shape = self.shape[1:] if self.stacked else self.shape
+        return shape[::-1] if self.transposed else shape
 
     def initialise(self, key: jax.Array, dtype: Any) -> jax.Array:
         """A random value of this parameter, in ``dtype`` unless it has its own; consumes ``key``."""
@@ -63,7 +75,7 @@ def declare(config: ModelConfig) -> Params:
     """The tree of `Param` declarations of a model: ``{"embed", "layers": [{...}], "norm", "lm_head"?}``."""
     tree: Params = {
         "embed": Param((config.vocab_size, config.hidden_size), ("vocab", None), "model.embed_tokens.weight"),
-        "layers": [declare_layer(config, f"model.layers.{i}.") for i in range(config.num_layers)],
+        "layers": [declare_layer(config, f"model.layers.{i}.", i) for i in range(config.num_layers)],
         "norm": Param((config.hidden_size,), (None,), "model.norm.weight", "ones"),
     }
     if not config.tie_embeddings:
@@ -77,36 +89,112 @@ def matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | 
     return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True)
 
 
-def declare_layer(config: ModelConfig, prefix: str) -> dict[str, Param]:
-    """The parameters of one decoder layer; ``prefix`` starts their Hugging Face names."""
-    hidden, mlp = (config.hidden_size, None), (config.intermediate_size, "mlp")
+def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
+    """The parameters of one decoder layer.
+
+    Args:
+        config: its shape.
+        prefix: starts their Hugging Face names.
+        index: the number of the layer in the model, which decides whether it has experts.
+    """
+    attention = _declare_attention if config.mla is None else _declare_latent_attention
+    mlp = _declare_experts if config.is_sparse(index) else _declare_mlp
+    layer = {
+        "input_norm": _norm(f"{prefix}input_layernorm", config.hidden_size),
+        **attention(config, f"{prefix}self_attn."),
+        "post_norm": _norm(f"{prefix}post_attention_layernorm", config.hidden_size),
+        **mlp(config, f"{prefix}mlp."),
+    }
+    inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
+    biased = inputs * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
+    for weight in biased:
+        if (declared := layer.get(weight)) is not None:
+            name = declared.name.removesuffix("weight") + "bias"
+            layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros")
+    if config.qk_norm:
+        layer["q_norm"] = _norm(f"{prefix}self_attn.q_norm", config.head_dim)
+        layer["k_norm"] = _norm(f"{prefix}self_attn.k_norm", config.head_dim)
+    return layer
+
+
+def _norm(name: str, size: int) -> Param:
+    return Param((size,), (None,), f"{name}.weight", "ones")
+
+
+def _residual_stddev(config: ModelConfig) -> float:
+    """Two residual branches a layer: their sum keeps unit scale at depth (GPT-2's initialisation)."""
+    return 0.02 / (2 * config.num_layers) ** 0.5
+
+
+def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    hidden = (config.hidden_size, None)
     heads = (config.num_heads * config.head_dim, "heads")
     kv_heads = (config.num_kv_heads * config.head_dim, "kv_heads")
-    # Two residual branches a layer: their sum keeps unit scale at depth (GPT-2's initialisation).
-    residual_stddev = 0.02 / (2 * config.num_layers) ** 0.5
+    return {
+        "q": matrix(f"{prefix}q_proj", hidden, heads),
+        "k": matrix(f"{prefix}k_proj", hidden, kv_heads),
+        "v": matrix(f"{prefix}v_proj", hidden, kv_heads),
+        "o": matrix(f"{prefix}o_proj", heads, hidden, _residual_stddev(config)),
+    }
 
-    def norm(name: str, size: int = config.hidden_size) -> Param:
-        return Param((size,), (None,), f"{prefix}{name}.weight", "ones")
+
+def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """DeepSeek's; ``kv_b`` makes of a latent each head's key (but for the rotated part) and then its value."""
+    mla = config.mla
+    assert mla is not None
+    hidden, latent = (config.hidden_size, None), (mla.kv_lora_rank, None)
+    queries = (config.num_heads * mla.qk_head_dim, "heads")
+    keys_values = (config.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), "heads")
+    if mla.q_lora_rank is None:
+        query = {"q": matrix(f"{prefix}q_proj", hidden, queries)}
+    else:
+        query = {
+            "q_a": matrix(f"{prefix}q_a_proj", hidden, (mla.q_lora_rank, None)),
+            "q_a_norm": _norm(f"{prefix}q_a_layernorm", mla.q_lora_rank),
+            "q_b": matrix(f"{prefix}q_b_proj", (mla.q_lora_rank, None), queries),
+        }
+    return {
+        **query,
+        "kv_a": matrix(f"{prefix}kv_a_proj_with_mqa", hidden, (mla.kv_lora_rank + mla.qk_rope_head_dim, None)),
+        "kv_a_norm": _norm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank),
+        "kv_b": matrix(f"{prefix}kv_b_proj", latent, keys_values),
+        "o": matrix(f"{prefix}o_proj", (config.num_heads * mla.v_head_dim, "heads"), hidden, _residual_stddev(config)),
+    }
+
+
+def _declare_mlp(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    hidden, mlp = (config.hidden_size, None), (config.intermediate_size, "mlp")
+    return {
+        "gate": matrix(f"{prefix}gate_proj", hidden, mlp),
+        "up": matrix(f"{prefix}up_proj", hidden, mlp),
+        "down": matrix(f"{prefix}down_proj", mlp, hidden, _residual_stddev(config)),
+    }
+
+
+def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    moe = config.moe
+    assert moe is not None
+    hidden, stddev = config.hidden_size, _residual_stddev(config)
+
+    def experts(name: str, inputs: int, outputs: int, stddev: float = 0.02) -> Param:
+        name = f"{prefix}experts.{{}}.{name}.weight"
+        shape = (moe.num_experts, inputs, outputs)
+        return Param(shape, ("experts", None, None), name, stddev=stddev, transposed=True)
 
     layer = {
-        "input_norm": norm("input_layernorm"),
-        "q": matrix(f"{prefix}self_attn.q_proj", hidden, heads),
-        "k": matrix(f"{prefix}self_attn.k_proj", hidden, kv_heads),
-        "v": matrix(f"{prefix}self_attn.v_proj", hidden, kv_heads),
-        "o": matrix(f"{prefix}self_attn.o_proj", heads, hidden, residual_stddev),
-        "post_norm": norm("post_attention_layernorm"),
-        "gate": matrix(f"{prefix}mlp.gate_proj", hidden, mlp),
-        "up": matrix(f"{prefix}mlp.up_proj", hidden, mlp),
-        "down": matrix(f"{prefix}mlp.down_proj", mlp, hidden, residual_stddev),
+        "router": matrix(f"{prefix}gate", (hidden, None), (moe.num_experts, None)),
+        "experts_gate": experts("gate_proj", hidden, moe.intermediate_size),
+        "experts_up": experts("up_proj", hidden, moe.intermediate_size),
+        "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),
     }
-    biased = ("q", "k", "v") * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
-    for weight in biased:
-        declared = layer[weight]
-        name = declared.name.removesuffix("weight") + "bias"
-        layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros")
-    if config.qk_norm:
-        layer["q_norm"] = norm("self_attn.q_norm", config.head_dim)
-        layer["k_norm"] = norm("self_attn.k_norm", config.head_dim)
+    if moe.corrected:  # its differences are small beside the scores: kept in float32, as it is published
+        name = f"{prefix}gate.e_score_correction_bias"
+        layer["correction"] = Param((moe.num_experts,), (None,), name, "zeros", dtype="float32")
+    if moe.shared_experts:
+        shared = (moe.shared_experts * moe.intermediate_size, "shared_mlp")
+        layer["shared_gate"] = matrix(f"{prefix}shared_experts.gate_proj", (hidden, None), shared)
+        layer["shared_up"] = matrix(f"{prefix}shared_experts.up_proj", (hidden, None), shared)
+        layer["shared_down"] = matrix(f"{prefix}shared_experts.down_proj", shared, (hidden, None), stddev)
     return layer
 
 

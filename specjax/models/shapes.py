@@ -1,4 +1,4 @@
-"""Published dense shapes by name, to reckon with a model without its files.
+"""Published shapes by name, to reckon with a model without its files.
 
 The sizes are those of each base model's config.json on the Hugging Face hub. Token ids are no part of a shape and are left out.
 """
@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from specjax.errors import InputError
-from specjax.models.config import ModelConfig, Rope
+from specjax.models.config import MLA, ModelConfig, MoE, Rope
 from specjax.models.params import declare
 
 
@@ -38,6 +38,31 @@ _QWEN_3 = partial(_QWEN, model_type="qwen3", qk_norm=True, vocab_size=151936, ma
 _QWEN_3_SMALL = partial(_QWEN_3, tie_embeddings=True)
 _MISTRAL = partial(ModelConfig, model_type="mistral", vocab_size=32768, max_positions=32768, rope=Rope(theta=1e6))
 
+_QWEN_3_MOE = partial(_QWEN_3, model_type="qwen3_moe")
+_128_EXPERTS = MoE(num_experts=128, experts_per_token=8, intermediate_size=768, normalise=True)
+_DEEPSEEK_V3 = partial(
+    ModelConfig,
+    model_type="deepseek_v3",
+    vocab_size=129280,
+    max_positions=163840,
+    norm_eps=1e-6,
+    rope=Rope(kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0),
+    mla=MLA(q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    moe=MoE(
+        num_experts=256,
+        experts_per_token=8,
+        intermediate_size=2048,
+        shared_experts=1,
+        scoring="sigmoid",
+        normalise=True,
+        scale=2.5,
+        groups=8,
+        groups_kept=4,
+        corrected=True,
+        dense_layers=(0, 1, 2),
+    ),
+)
+
 # hidden size, intermediate size, layers, heads, key/value heads, head size
 PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-7b": _shape(_LLAMA_2, 4096, 11008, 32, 32, 32, 128),
@@ -57,6 +82,8 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen3-8b": _shape(_QWEN_3, 4096, 12288, 36, 32, 8, 128),
     "qwen3-14b": _shape(_QWEN_3, 5120, 17408, 40, 40, 8, 128),
     "qwen3-32b": _shape(_QWEN_3, 5120, 25600, 64, 64, 8, 128),
+    "qwen3-30b-a3b": _shape(partial(_QWEN_3_MOE, moe=_128_EXPERTS), 2048, 6144, 48, 32, 4, 128),
+    "deepseek-v3": _shape(_DEEPSEEK_V3, 7168, 18432, 61, 128, 128, 64),
 }
 """The shapes by lower-case name."""
 

@@ -1,4 +1,4 @@
-"""The decoder behind every target and every draft model: one class for the dense families."""
+"""The decoder behind every target and every draft model: one class for all families."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +52,11 @@ class Target:
 
     @classmethod
     def from_pretrained(cls, path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> "Target":
-        """Load a Hugging Face checkpoint (a directory or a hub id) of the Llama, Mistral, Qwen2 or Qwen3 family.
+        """Load a Hugging Face checkpoint (a directory or a hub id) of a family that is known here.
+
+        These are Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 (and R1), and MiMo. Weights in FP8 with a scale for each
+        block, as DeepSeek publishes them, are converted to ``dtype``. Modules that predict further tokens (MTP) are no part of
+        the target and are left out.
 
         Args:
             path: directory with config.json and safetensors, or a hub id.
@@ -151,7 +155,7 @@ class Target:
                 past.append((cache.layers[i], cache.committed[:, None]))
             if scratch is not None:
                 past.append((scratch[0][i], scratch[1]))
-            x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past)
+            x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past, self.mesh)
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:

@@ -1,4 +1,4 @@
-"""What speculation should gain on a chip: a roofline of a dense decoder, and MagicDec's speed-up from it.
+"""What speculation should gain on a chip: a roofline of a decoder, and MagicDec's speed-up from it.
 
 A forward pass is two kinds of work, one after the other: products with the weights, and attention over the cache. Each takes
 as long as the slower of its arithmetic at the chip's peak and its memory traffic at full bandwidth; the pass takes the sum. A
@@ -49,23 +49,34 @@ class Work:
 
 
 def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> Work:
-    """The layers' products and the head's for ``rows`` = B T tokens: 2 operations a weight and token, each weight read once."""
-    weights = _product_weights(config)
-    return Work(2.0 * weights * rows, weights * weight_bytes)
+    """The layers' products and the head's for ``rows`` = B T tokens: 2 operations a weight and token, each weight read once.
+
+    A token is multiplied with its own experts, and an expert is read if a token chooses it. They are taken to choose evenly and
+    independently, which is the most that can be read: tokens of one text choose alike.
+    """
+    weights, experts = _product_weights(config), _expert_weights(config)
+    if config.moe is None:
+        return Work(2.0 * weights * rows, weights * weight_bytes)
+    chosen = config.moe.experts_per_token / config.moe.num_experts
+    read = weights + experts * (1 - (1 - chosen) ** rows)
+    return Work(2.0 * (weights + experts * chosen) * rows, read * weight_bytes)
 
 
 def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
     """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
 
+    Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice.
     The T tokens' own keys and values are left out: they are few beside S.
     """
-    queries = batch * tokens * config.num_heads * config.head_dim * config.num_layers
-    return Work(4.0 * queries * context, batch * context * cache_bytes(config, kv_bytes))
+    (_, keys), (_, last) = config.entry_parts
+    products = keys + last if config.mla is None else 2 * keys + last
+    queries = batch * tokens * config.num_heads * config.num_layers
+    return Work(2.0 * queries * products * context, batch * context * cache_bytes(config, kv_bytes))
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
-    """Bytes that one token takes in the cache: its key and its value in every layer."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * kv_bytes
+    """Bytes that one token takes in the cache: its entry in every layer."""
+    return config.num_layers * sum(heads * dim for heads, dim in config.entry_parts) * kv_bytes
 
 
 def forward_time(
@@ -90,8 +101,14 @@ def forward_time(
 
 
 @lru_cache
+def _expert_weights(config: ModelConfig) -> int:
+    """The weights of all experts of all layers, but for shared ones."""
+    return sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if param.stacked)
+
+
+@lru_cache
 def _product_weights(config: ModelConfig) -> int:
-    """Weights that tokens are multiplied with: all matrices, but for an embedding that is only looked up."""
+    """Weights that every token is multiplied with: all matrices, but for experts and an embedding that is only looked up."""
     matrices = sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if len(param.shape) == 2)
     return matrices if config.tie_embeddings else matrices - config.vocab_size * config.hidden_size
 

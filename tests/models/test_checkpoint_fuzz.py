@@ -18,7 +18,7 @@ from specjax.models import checkpoint, huggingface
 from specjax.models.config import Rope
 from specjax.models.rope import inverse_frequencies
 from specjax.models.transformer import Target
-from tests.conftest import tiny_target
+from tests.conftest import MIXTURES, tiny_target
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 16, 2**31, 2**63, -(2**63), 10**400, 0.5, 16.0, 1e-45, 1e308, -1e308]
 NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), None, True, False, "", "16", "float32", "\n", "\u2028x", "../x", "\0"]
@@ -36,12 +36,14 @@ JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> list[dict[str, bytes]]:
-    """Valid checkpoints, file by file: one for every kind of RoPE, in one file and in a shard with an index."""
+    """Valid checkpoints, file by file: one for every kind of RoPE and of experts, in one file and in a shard with an index."""
     found = []
     path = tmp_path_factory.mktemp("original")
-    target = tiny_target(tie_embeddings=True, eos_token_ids=(3, 4), bos_token_id=1)
-    for rope in ROPES:
-        target.replace(config=replace(target.config, rope=rope)).save_pretrained(path)
+    common = {"tie_embeddings": True, "eos_token_ids": (3, 4), "bos_token_id": 1}
+    target = tiny_target(**common)
+    targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
+    for one in [*targets, *(tiny_target(**common, **changes) for changes in MIXTURES.values())]:
+        one.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
         weights = files.pop("model.safetensors")

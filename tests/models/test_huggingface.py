@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.models import checkpoint as checkpoint_module
 from specjax.models import huggingface
-from specjax.models.config import Rope
+from specjax.models.config import MLA, MoE, Rope
 from specjax.models.huggingface import CheckpointError
 from specjax.models.transformer import Target
-from tests.conftest import ASSETS, tiny_config, tiny_target
+from tests.conftest import ASSETS, MIXTURES, tiny_config, tiny_target
 
 
 @pytest.fixture
@@ -49,6 +49,16 @@ CONFIGS = [
     tiny_config(rope=Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=32)),
     tiny_config(rope=Rope(kind="yarn", factor=4.0, original_max_positions=64, mscale=1.0, truncate=False)),
     tiny_config(rope=Rope(kind="linear", factor=2.0, original_max_positions=512)),
+    *[tiny_config(**changes) for changes in MIXTURES.values()],
+    tiny_config(
+        model_type="deepseek_v3",
+        num_kv_heads=4,
+        qkv_bias=True,
+        output_bias=True,
+        mla=MLA(kv_lora_rank=6, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8, rope_interleaved=False),
+        moe=MoE(6, 2, 8, scoring="sigmoid", corrected=True),
+    ),
+    tiny_config(model_type="qwen3_moe", qk_norm=True, num_layers=4, moe=MoE(6, 2, 8, dense_layers=(1, 3))),
 ]
 
 
@@ -97,6 +107,10 @@ def test_shards_are_read_like_one_file(checkpoint) -> None:
 CONFIG_FAULTS = [
     ({"model_type": "mamba"}, "model_type='mamba': must be one of llama, mistral, qwen2, qwen3"),
     ({"model_type": "remove"}, "model_type is missing"),
+    (
+        {"model_type": "qwen3_next"},
+        "'qwen3_next' is not supported: its linear-attention layers keep a state .* of the types llama",
+    ),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
     ({"hidden_size": "remove"}, "hidden_size is missing: it must be a whole number from 1 to 1,000,000"),
     ({"hidden_size": [16]}, r"hidden_size=\[16\]: must be a whole number"),
@@ -119,7 +133,10 @@ CONFIG_FAULTS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"quantization_config": {}}, "quantization_config={}: must be left out: use the unquantised checkpoint"),
+    ({"quantization_config": {}}, "quantization_config={}: must be left out, or fp8 with weight_block_size"),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config={'bits': 4, 'quant_method': 'gptq'}"),
+    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"weight_block_size \[128, 128\]"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "use the unquantised checkpoint"),
     ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ({"dtype": 32}, "dtype=32: must be one of float32"),
     ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),

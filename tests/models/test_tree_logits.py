@@ -10,16 +10,16 @@ from specjax.decoding import engine
 from specjax.draft import Draft
 from specjax.drafters.base import NoDraft
 from specjax.tree import EAGLE_TREE, StaticTree
-from tests.conftest import REAL_PAIRS, tiny_target
+from tests.conftest import MIXTURES, REAL_PAIRS, tiny_target
 
 LENGTHS = np.array([9, 2, 5])
 
 
-@pytest.fixture(scope="module", params=["tiny", *REAL_PAIRS])
+@pytest.fixture(scope="module", params=["tiny", *MIXTURES, *REAL_PAIRS])
 def case(request):
     """A target, and prompts of different lengths."""
-    if request.param == "tiny":
-        return tiny_target(), np.random.default_rng(0).integers(0, 11, (3, 9)).astype(np.int32)
+    if isinstance(request.param, str):
+        return tiny_target(**MIXTURES.get(request.param, {})), np.random.default_rng(0).integers(0, 11, (3, 9)).astype(np.int32)
     pair = request.param()
     return pair.target, pair.prompts(3, 9)[0]
 

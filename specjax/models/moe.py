@@ -1,0 +1,137 @@
+"""Sparse mixture of experts, dropless: every token goes to all of its experts, whatever the others choose.
+
+Many implementations give an expert a capacity, and drop the tokens beyond it. What the model says of one token would then
+depend on the rest of the batch, and on what was drafted beside it: the target would not be one distribution, and speculative
+decoding not lossless. Here the tokens of a call are independent.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from specjax import sharding
+from specjax.models.config import ModelConfig, MoE
+from specjax.models.params import Params
+from specjax.models.primitives import mlp
+from specjax.shape_checks import shape_checked
+
+
+def mixture(params: Params, config: ModelConfig, x: Float[Array, "B T H"], mesh: Mesh | None = None) -> Float[Array, "B T H"]:
+    """What the experts that each token chose give, weighted and added, and the shared experts.
+
+    Experts that are split over a ``mesh`` run where they lie: every device sees all tokens of its rows, runs its own experts on
+    them, and the results are added up.
+    """
+    moe = config.moe
+    assert moe is not None
+    routing = {name: params[name] for name in ("router", "correction") if name in params}
+    experts = tuple(params[f"experts_{name}"] for name in ("gate", "up", "down"))
+    run = partial(_route_and_run, moe) if mesh is None else partial(_run_split, mesh, config)
+    y = run(x, routing, experts).astype(x.dtype)
+    return y + mlp(params, x, "shared_") if moe.shared_experts else y
+
+
+@shape_checked
+def route(params: Params, moe: MoE, x: Float[Array, "n H"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+    """The k experts of each token, and their weights. In float32: near a tie, rounding would send a token elsewhere.
+
+    With sigmoid scores, groups and a bias for the choice alone this is DeepSeek-V3's (arXiv 2412.19437, section 2.1.2),
+    otherwise the usual top-k of a softmax (Qwen3, arXiv 2505.09388).
+    """
+    highest = jax.lax.Precision.HIGHEST  # "float32" on an accelerator is less by default
+    logits = jnp.matmul(x.astype(jnp.float32), params["router"].astype(jnp.float32), precision=highest)
+    scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    preference = scores + params["correction"] if moe.corrected else scores
+    if moe.groups > 1:
+        preference = jnp.where(_in_kept_groups(moe, preference), preference, -jnp.inf)
+    _, chosen = jax.lax.top_k(preference, moe.experts_per_token)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if moe.normalise:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+    return chosen, weights * moe.scale
+
+
+def _in_kept_groups(moe: MoE, preference: jax.Array) -> jax.Array:
+    """``[n, E]`` bool: whether an expert is in one of the token's best groups. A group counts as its two best experts."""
+    grouped = preference.reshape(-1, moe.groups, moe.num_experts // moe.groups)
+    of_group = jax.lax.top_k(grouped, 2)[0].sum(axis=-1)
+    _, kept = jax.lax.top_k(of_group, moe.groups_kept)
+    is_kept = jax.nn.one_hot(kept, moe.groups, dtype=bool).any(axis=-2)
+    return jnp.repeat(is_kept, grouped.shape[-1], axis=-1)
+
+
+def _route_and_run(moe: MoE, x: jax.Array, routing: Params, experts: Sequence[jax.Array], first: Any = 0) -> jax.Array:
+    """``[B, T, H]`` float32, what those of each token's experts give that are here; the one here at 0 is number ``first``."""
+    flat = x.reshape(-1, x.shape[-1])
+    chosen, weights = route(routing, moe, flat)
+    return _run(flat, chosen - first, weights, *experts).reshape(x.shape)
+
+
+def _run(
+    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+) -> Float[Array, "n H"]:
+    """The weighted sum over each token's experts, in float32. Numbers in ``chosen`` of no expert here are left out.
+
+    One expert after the other runs on all tokens, and a token takes what is its own. That is more arithmetic than sorting the
+    tokens by expert, but the time of a pass over a few tokens goes into reading the experts' weights, and this reads each
+    expert's once. On a CPU (64 experts of 1024 x 384, 8 for a token, 1 to 256 tokens) `jax.lax.ragged_dot` over sorted tokens,
+    which XLA makes there out of masked products with all experts, takes 5 to 10 times as long, and gathering each token's
+    experts 20 times.
+
+    Args:
+        x: ``[n, H]``.
+        chosen: ``[n, k]`` numbers of experts.
+        weights: ``[n, k]`` float32.
+        gate: ``[E, H, I]`` of all experts here; ``up`` alike, ``down [E, I, H]``.
+    """
+    count = gate.shape[0]
+    chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)  # `count` is dropped below
+    shares = jnp.zeros((count, len(x)), jnp.float32)
+    shares = shares.at[chosen, jnp.arange(len(x))[:, None]].add(weights, mode="drop")
+
+    @jax.checkpoint  # in training, what an expert made of all tokens is made again instead of kept
+    def expert(share: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        # Not a product alone: a token that is not this expert's may be far from what it was trained on, and overflow.
+        return jnp.where(share[:, None] != 0, share[:, None] * y.astype(jnp.float32), 0.0)
+
+    def every(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        return total + expert(*one), None
+
+    def where_chosen(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
+        def add(total: jax.Array) -> jax.Array:
+            return total + expert(shares[index], gate[index], up[index], down[index])
+
+        return jax.lax.cond(is_chosen[index], add, lambda total: total, total), None
+
+    total = jnp.zeros(x.shape, jnp.float32)
+    if chosen.size >= count:  # nearly every expert is chosen by some token
+        total, _ = jax.lax.scan(every, total, (shares, gate, up, down))
+    else:
+        is_chosen = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True, mode="drop")
+        total, _ = jax.lax.scan(where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size])
+    return total
+
+
+def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routing: Params, experts: tuple[jax.Array, ...]) -> jax.Array:
+    """`_route_and_run` where rows of the batch and experts are split over ``mesh``. No weight leaves its device."""
+    units = {**config.axis_units, "batch": x.shape[0]}
+    rows = sharding.partition(mesh, ("batch", None, None), units)
+    split = sharding.partition(mesh, ("experts", None, None), units)
+    axis, moe = split[0], config.moe
+    assert moe is not None
+
+    def local(x: jax.Array, routing: Params, held: tuple[jax.Array, ...]) -> jax.Array:
+        if axis is None:
+            return _route_and_run(moe, x, routing, held)
+        first = jax.lax.axis_index(axis) * held[0].shape[0]
+        return jax.lax.psum(_route_and_run(moe, x, routing, held, first), axis)
+
+    # Unchecked: that the sum is alike along its axis would have to be said at every scan.
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
+    return run(x, routing, experts)
