@@ -9,6 +9,7 @@ row at a time, plain decoding between the drafters; the drafters stay as they ar
 
 import glob
 import json
+import math
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ class DraftersConfig:
         count: prompts for acceptance.
         context: tokens of a prompt.
         new_tokens: for each prompt.
-        timed: prompts for speed.
+        timed: prompts for speed; 0 leaves speed out.
         temperature: settings; 0 is greedy.
         repeats: timed runs of every drafter.
         output: a .json file for the results; empty prints only.
@@ -138,11 +139,11 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
                 for name, seeds in shaped.items()
                 for seed, drafter in enumerate(seeds)
             }
-            measured = speeds(grown, timed, prompts[: config.timed], config, temperature)
+            measured = speeds(grown, timed, prompts[: config.timed], config, temperature) if config.timed else {}
             for name, seeds in shaped.items():
                 found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
                 lengths = [each.acceptance_length for each in found]
-                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))]
+                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else [math.nan]
                 rows.append(
                     {
                         "method": name,
@@ -154,7 +155,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
                         "first": mean(each.by_position[0] or 0.0 for each in found),
                         "tokens_per_second": mean(of_seeds),
                         "speeds": of_seeds,
-                        "speedup": mean(of_seeds) / median(measured["plain"]),
+                        "speedup": mean(of_seeds) / median(measured["plain"]) if measured else math.nan,
                     }
                 )
     return rows

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.features import FeatureDrafter
+from specjax.drafters.features import FeatureDrafter, layer_like
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
@@ -80,7 +80,7 @@ def declare(config: MTPConfig) -> Params:
             "hidden_norm": norm("hidden_norm"),
             "embed_norm": norm("embed_norm"),
             "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
-            "layers": [declarations.declare_layer(config.layer, prefix)],
+            "layers": [declarations.declare_layer(config.layer, prefix, config.first_layer)],  # which has experts, if any do
             "norm": norm("norm"),
         }
 
@@ -105,7 +105,9 @@ def _read_config(directory: Path) -> MTPConfig:
             f"{directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
             f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
         )
-    return replace(config, layer=huggingface.with_switches(replace(layer, num_layers=1), names, config.prefix(0)))
+    own = replace(layer, num_layers=1)
+    is_plain = own.mla is None and own.moe is None
+    return replace(config, layer=huggingface.with_switches(own, names, config.prefix(0)) if is_plain else own)
 
 
 @struct.dataclass
@@ -158,9 +160,9 @@ class MTP(FeatureDrafter):
     def init(cls, target: Target, key: jax.Array, draft: Shape = Chain(4), *, modules: int = 1, **sizes: Any) -> "MTP":
         """Modules for ``target`` with random weights; consumes ``key``.
 
-        Their layers are as the target's; ``sizes`` override fields of their `ModelConfig`.
+        Their layers are plain Llama layers of the target's sizes; ``sizes`` override fields of their `ModelConfig`.
         """
-        layer = replace(target.config, **{"num_layers": 1, "tie_embeddings": False} | sizes)
+        layer = layer_like(target.config, **sizes)
         config = MTPConfig(layer, modules)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
@@ -208,7 +210,7 @@ class MTP(FeatureDrafter):
         parts = [rms_norm(states, own["hidden_norm"], eps), rms_norm(embedded, own["embed_norm"], eps)]
         joined = jnp.concatenate(parts if self._is_mimo else parts[::-1], axis=-1)
         turn = rotations(config.rope, config.head_dim, positions)
-        x, entry = decoder_layer(own["layers"][0], config, linear(own, "fc", joined), turn, mask, past[0])
+        x, entry = decoder_layer(own["layers"][0], config, linear(own, "fc", joined), turn, mask, past[0], self.mesh)
         return (rms_norm(x, own["norm"], eps) if self._is_mimo else x), (entry,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:

@@ -10,10 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import MTP
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError
+from specjax.sampling import Sampling
 from specjax.tree import Chain
 from tests.conftest import tiny_target
 
@@ -28,7 +31,7 @@ def target():
 @pytest.fixture
 def beside_its_target(tmp_path, target):
     """A checkpoint as MiMo's: the modules' tensors among the target's."""
-    drafter = MTP.init(target, jax.random.key(1), modules=2)
+    drafter = MTP.init(target, jax.random.key(1), modules=2, qkv_bias=True, model_type="qwen2")
     target.save_pretrained(tmp_path)
     drafter.save_pretrained(tmp_path / "mtp")
     tensors = load_file(tmp_path / "model.safetensors") | load_file(tmp_path / "mtp" / "model.safetensors")
@@ -64,33 +67,93 @@ def test_what_is_written_is_read_again_bit_for_bit(tmp_path, target, deepseek) -
         assert "model.layers.3.eh_proj.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def mimo(tensors: dict[str, np.ndarray], hidden: np.ndarray, embedded: np.ndarray) -> np.ndarray:
-    """What MiMo's own module gives at the first token of a text (where attention returns the token's value), in numpy."""
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
+LATENT = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 10}
+EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2}
+PUBLISHED = {  # transformers' name of the family, its sizes, and how the module's tensors are called
+    "mimo": (
+        "Qwen2",
+        {},
+        "model.mtp_layers.0.",
+        ("hidden_layernorm", "token_layernorm", "input_proj", "final_layernorm"),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        LATENT | EXPERTS | {"first_k_dense_replace": 1},
+        "model.layers.2.",
+        ("hnorm", "enorm", "eh_proj", "shared_head.norm"),
+    ),
+}
+
+
+@pytest.fixture(params=PUBLISHED)
+def published(request, tmp_path):
+    """A checkpoint of two layers and a module, made of a model of three that transformers runs; a text; the module's logits."""
+    import torch
+    import transformers
+
+    family, sizes, prefix, names = PUBLISHED[request.param]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | sizes)).eval()
+    extra = {name: torch.randn(32) * 0.3 + 1 for name in names} | {names[2]: torch.randn(32, 64) * 0.2}
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 37, (1, 12)))
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * tensors[f"model.mtp_layers.0.{name}.weight"]
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.config.rms_norm_eps) * extra[name]
 
-    def linear(x, name):
-        bias = tensors.get(f"model.mtp_layers.0.{name}.bias", 0.0)
-        return x @ tensors[f"model.mtp_layers.0.{name}.weight"].T + bias
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if "norm" in key or "bias" in key:
+                value.add_(torch.randn_like(value) * 0.3)
+        inner, places = model.model, torch.arange(11)[None]
+        hidden = inner.norm(model(tokens[:, :-1], output_hidden_states=True).hidden_states[2])
+        parts = [norm(hidden, names[0]), norm(inner.embed_tokens(tokens[:, 1:]), names[1])]
+        x = torch.cat(parts if request.param == "mimo" else parts[::-1], dim=-1) @ extra[names[2]].T
+        mask = torch.full((11, 11), float("-inf")).triu(1)[None, None]
+        x = inner.layers[2](x, attention_mask=mask, position_ids=places, position_embeddings=inner.rotary_emb(x, places))
+        x = x[0] if isinstance(x, tuple) else x
+        logits = norm(x, names[3]) @ model.lm_head.weight.T
+    model.save_pretrained(tmp_path)
+    tensors = {
+        name.replace("model.layers.2.", prefix): value for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    tensors |= {f"{prefix}{name}.weight": value.numpy() for name, value in extra.items()}
+    if request.param == "deepseek_v3":  # which repeats what the modules share
+        tensors |= {f"{prefix}embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+        tensors |= {f"{prefix}shared_head.head.weight": tensors["lm_head.weight"]}
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"num_hidden_layers": 2, "model_type": request.param}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_nextn_predict_layers": 1, "layer_types": None}))
+    return tmp_path, tokens.numpy(), logits.numpy()
 
-    x = linear(np.concatenate([norm(hidden, "hidden_layernorm"), norm(embedded, "token_layernorm")]), "input_proj")
-    value = linear(norm(x, "input_layernorm"), "self_attn.v_proj")
-    x = x + linear(np.repeat(value.reshape(2, -1), 2, axis=0).reshape(-1), "self_attn.o_proj")  # 4 heads share 2
-    y = norm(x, "post_attention_layernorm")
-    gate = linear(y, "mlp.gate_proj")
-    x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, "mlp.up_proj"), "mlp.down_proj")
-    return norm(x, "final_layernorm")
 
-
-def test_a_module_reads_the_hidden_state_first(beside_its_target, target) -> None:
-    directory, drafter = beside_its_target
-    tensors = load_file(directory / "model.safetensors")
-    output = target.forward(TEXT[:, :1])[0]
-    embedded = target.embed(TEXT[:, 1:2])
-    ours, _ = drafter.run(output.hidden, embedded, jnp.zeros((1, 1), int), jnp.ones((1, 1, 1), bool), ((),))
-    theirs = mimo(tensors, np.asarray(output.hidden[0, 0]), np.asarray(embedded[0, 0]))
-    np.testing.assert_allclose(ours[0, 0], theirs, atol=1e-5)
+def test_published_modules_say_what_the_published_network_says(published) -> None:
+    """In one pass over the text, and in the engine: the first token that is drafted after each prompt."""
+    directory, tokens, expected = published
+    target, drafter = (
+        specjax.Target.from_pretrained(directory, np.float32),
+        MTP.from_pretrained(directory, Chain(2), np.float32),
+    )
+    output = target.forward(tokens[:, :-1])[0]
+    causal, positions = jnp.tril(jnp.ones((1, 11, 11), bool)), jnp.arange(11)[None]
+    states, _ = drafter.run(drafter.features(output), drafter.embed(target, tokens[:, 1:]), positions, causal, ((),))
+    np.testing.assert_allclose(drafter.logits(target, states), expected, atol=1e-4)
+    prompts = np.concatenate([tokens, tokens])
+    options = GenerationOptions(max_new_tokens=8, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, prompts, np.array([12, 7]), options)
+    draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
+    assert draft.tokens[:, 1].tolist() == expected[0, [10, 5]].argmax(-1).tolist()
+    plain = specjax.generate(target, None, prompts, max_new_tokens=8)
+    np.testing.assert_array_equal(specjax.generate(target, drafter, prompts, max_new_tokens=8).tokens, plain.tokens)
 
 
 def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
