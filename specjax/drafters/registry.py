@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
@@ -91,20 +92,8 @@ def _make_draft_model(request: Request) -> Drafter:
     return DraftModel.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
-def _make_eagle(request: Request) -> Drafter:
-    return Eagle.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
-
-
-def _make_eagle3(request: Request) -> Drafter:
-    return Eagle3.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
-
-
-def _make_mtp(request: Request) -> Drafter:
-    return MTP.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
-
-
-def _make_medusa(request: Request) -> Drafter:
-    return Medusa.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+def _make_trained(kind: type[Eagle | Eagle3 | MTP | Medusa], request: Request) -> Drafter:
+    return kind.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
 def _whole(request: Request, usage: str) -> int:
@@ -117,10 +106,14 @@ def _whole(request: Request, usage: str) -> int:
 METHODS: dict[str, Method] = {
     "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
     "early-exit": Method("early-exit:LAYERS", _make_early_exit),
-    "eagle3": Method("eagle3:DIRECTORY or eagle3:OWNER/NAME", _make_eagle3, recognises=lambda config, _: is_eagle3(config)),
-    "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", _make_eagle, recognises=is_eagle),
-    "mtp": Method("mtp:DIRECTORY or mtp:OWNER/NAME", _make_mtp, recognises=is_mtp),
-    "medusa": Method("medusa:DIRECTORY or medusa:OWNER/NAME", _make_medusa, recognises=lambda config, _: is_medusa(config)),
+    "eagle3": Method(
+        "eagle3:DIRECTORY or eagle3:OWNER/NAME", partial(_make_trained, Eagle3), recognises=lambda config, _: is_eagle3(config)
+    ),
+    "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", partial(_make_trained, Eagle), recognises=is_eagle),
+    "mtp": Method("mtp:DIRECTORY or mtp:OWNER/NAME", partial(_make_trained, MTP), recognises=is_mtp),
+    "medusa": Method(
+        "medusa:DIRECTORY or medusa:OWNER/NAME", partial(_make_trained, Medusa), recognises=lambda config, _: is_medusa(config)
+    ),
     "draft-model": Method(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,
