@@ -9,7 +9,6 @@ row at a time, plain decoding between the drafters; the drafters stay as they ar
 
 import glob
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -143,7 +142,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
             for name, seeds in shaped.items():
                 found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
                 lengths = [each.acceptance_length for each in found]
-                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else [math.nan]
+                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else []
                 rows.append(
                     {
                         "method": name,
@@ -153,9 +152,9 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
                         "acceptance_length": mean(lengths),
                         "lengths": lengths,
                         "first": mean(each.by_position[0] or 0.0 for each in found),
-                        "tokens_per_second": mean(of_seeds),
+                        "tokens_per_second": mean(of_seeds) if measured else None,
                         "speeds": of_seeds,
-                        "speedup": mean(of_seeds) / median(measured["plain"]) if measured else math.nan,
+                        "speedup": mean(of_seeds) / median(measured["plain"]) if measured else None,
                     }
                 )
     return rows
@@ -175,8 +174,7 @@ def main(config: DraftersConfig) -> None:
             f"{row['acceptance_length']:.2f}",
             " ".join(f"{length:.2f}" for length in row["lengths"]),
             f"{row['first']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['speedup']:.2f}x",
+            *((f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}x") if row["speeds"] else ("-", "-")),
         )
     Console(width=140).print(table)
     if config.output:

@@ -147,7 +147,7 @@ def read_prompts(argument: str, name: str) -> list[str]:
     """The prompts of a file: one a line, or in a .jsonl file the "prompt" or "text" of the object in each line.
 
     Raises:
-        InputError: it cannot be read, or holds none; names the ``argument`` that gave it.
+        InputError: it cannot be read, or holds none; names the ``argument`` that gave it, or the file and its line.
     """
     path = Path(name)
     try:

@@ -154,7 +154,7 @@ class FeatureDrafter(Drafter):
             raise InputError(f"drafter is on mesh={self.mesh} and target on {target.mesh}: load both with the same mesh")
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
-        cache = KVCache(layers=self._empty(batch, capacity), length=jnp.zeros(batch, jnp.int32))
+        cache = KVCache(layers=self._empty(batch, capacity, self.modules), length=jnp.zeros(batch, jnp.int32))
         newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
         return FeatureState(cache=cache, newest=self._by_row(newest))
 
@@ -162,17 +162,19 @@ class FeatureDrafter(Drafter):
         count = seen.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, seen.following), self.features(seen.output)
-        last = jnp.maximum(seen.count - 1, 0)[:, None, None]
-        newest, new = [], []
+        last, causal = jnp.maximum(seen.count - 1, 0)[:, None, None], jnp.tril(jnp.ones((1, count, count), bool))
+        newest, new, read_first = [], [], []
         for module in range(self.modules):
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)
-            states, entries = self.run(states, embedded, positions, seen_by(module, positions), past, module)
+            states, entries = self.run(states, embedded, positions, seen_by(module, positions, causal), past, module)
             newest.append(jnp.take_along_axis(states, last, axis=1)[:, 0])
             new += entries
+            read_first.append(states[:, 0])
         at_newest = jnp.where(seen.count[:, None, None] > 0, jnp.stack(newest, axis=1).astype(state.newest.dtype), state.newest)
-        return FeatureState(cache=state.cache.append(new, seen.count, after=states), newest=self._by_row(at_newest))
+        cache = state.cache.append(new, seen.count, after=sum(read_first))
+        return FeatureState(cache=cache, newest=self._by_row(at_newest))
 
     def propose(
         self,
@@ -183,47 +185,47 @@ class FeatureDrafter(Drafter):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, FeatureState]:
-        # The root's own pair was read when the root was committed: `newest` is the state there.
-        layers, deepest = self.sizes.num_layers, self.modules - 1
+        # The root's own pair was read when the root was committed: `newest` is the state there. Module 0 reads features alone,
+        # and a draft needs it no more, unless it is the last one, which goes on with its own states.
+        layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
+        modules = range(min(1, last), self.modules)
+        depths = jnp.arange(self.draft.read_slots) // self.draft.width + 1  # of the nodes in scratch
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
         ) -> tuple[jax.Array, tuple[tuple[Entry, ...], jax.Array]]:
-            scratch, newest = carried
-            above = jnp.take_along_axis(newest, frontier.parents[..., None, None], axis=1)  # [B, F, M, H]
+            scratch, states = carried
+            above = jnp.take_along_axis(states, frontier.parents[..., None, None], axis=1)  # [B, F, M, H]
             embedded = self.embed(target, frontier.tokens)
             positions = jnp.broadcast_to(state.cache.length[:, None] + frontier.depth - 1, frontier.tokens.shape)
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
-                own = slice(module * layers, (module + 1) * layers)
-                kept = self._past(state.cache, module)
-                past = tuple((*pieces, (drafted, frontier.seen)) for pieces, drafted in zip(kept, scratch[own], strict=True))
+                kept, at = self._past(state.cache, module), (module - modules.start) * layers
+                # As in the cache: the first pairs of a text are nothing to be seen.
+                seen = frontier.seen & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
+                drafted = scratch[at : at + layers]
+                past = tuple((*pieces, (entry, seen)) for pieces, entry in zip(kept, drafted, strict=True))
                 return self.run(states, embedded, positions, None, past, module)
 
-            # Below a node of depth d the draft goes on with module d, or the last one. Only it and those after it are needed.
-            states, new = [], []
-            for module in range(self.modules):
-                before = above[:, :, module - 1]
-                if module == deepest:
-                    before = (
-                        above[:, :, deepest]
-                        if deepest == 0
-                        else jnp.where(frontier.depth > deepest, above[:, :, deepest], before)
-                    )
+            # Below a node of depth d the draft goes on with module d, or the last one. Only it and those after it are run.
+            reached, new = [above[:, :, module] for module in range(modules.start)], []
+            for module in modules:
+                if module == last:
+                    before = jnp.where(frontier.depth > last, above[:, :, last], above[:, :, last - 1])
                     at_module, entries = read_with(module, before)
                 else:
-                    needed, run = frontier.depth <= module, partial(read_with, module)
+                    run = partial(read_with, module)
+                    needed, before = frontier.depth <= module, above[:, :, module - 1]
                     at_module, entries = jax.lax.cond(needed, run, partial(_zeros_of, run), before)
-                states.append(at_module)
+                reached.append(at_module.astype(states.dtype))
                 new += entries
-            reached = jnp.stack(states, axis=2)
-            current = jnp.minimum(frontier.depth, deepest)
-            logits = self.logits(target, jnp.take(reached, current, axis=2), current)
-            return logits, (place_entries(scratch, new, frontier.offset), reached)
+            current = jnp.minimum(frontier.depth, last)
+            of_modules = jnp.stack(reached, axis=2)
+            logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
+            return logits, (place_entries(scratch, new, frontier.offset), of_modules)
 
-        batch, _, hidden = state.newest.shape
-        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft.width, self.modules, hidden))
-        carried = (self._empty(batch, self.draft.read_slots), above)
+        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft.width, *state.newest.shape[1:]))
+        carried = (self._empty(batch, self.draft.read_slots, len(modules)), above)
         logits = self.logits(target, state.newest[:, 0])
         draft, _, _ = expand(self.draft, read, logits, carried, root, sampling, keys, active, self.vocabulary(target))
         return draft, state
@@ -236,13 +238,13 @@ class FeatureDrafter(Drafter):
 
     @property
     def _dtype(self) -> Any:
-        return self.params["fc"].dtype
+        return next(leaf.dtype for leaf in jax.tree.leaves(self.params) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
-    def _empty(self, batch: int, slots: int) -> tuple[Entry, ...]:
+    def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
         sizes = self.sizes
         return empty_entries(
             sizes.entry_parts,
-            layers=self.modules * sizes.num_layers,
+            layers=modules * sizes.num_layers,
             batch=batch,
             slots=slots,
             dtype=self._dtype,
@@ -253,15 +255,18 @@ class FeatureDrafter(Drafter):
         return sharding.constrain(x, ("batch", *(None,) * (x.ndim - 1)), {}, self.mesh)
 
 
-def seen_by(module: int, positions: jax.Array) -> jax.Array:
-    """``[B|1, T, T]`` bool, which pairs at ascending ``positions [B, T]`` see each other in ``module``: causal.
+def seen_by(module: int, places: jax.Array, causal: jax.Array) -> jax.Array:
+    """``[B|1, T, T]`` bool, which pairs see each other in ``module``.
 
     The first pairs of a text have no state of the module before that could be read in place of a feature: they are seen by
     nobody but themselves.
+
+    Args:
+        module: its number.
+        places: ``[B, T]`` how far each pair is from the beginning of its text.
+        causal: ``[B|1, T, T]`` bool, which pairs a model would see.
     """
-    count = positions.shape[1]
-    causal = jnp.tril(jnp.ones((1, count, count), bool))
-    return causal if module == 0 else causal & ((positions >= module)[:, None] | jnp.eye(count, dtype=bool))
+    return causal if module == 0 else causal & ((places >= module)[:, None] | jnp.eye(places.shape[1], dtype=bool))
 
 
 def _zeros_of(run: Callable[..., Any], *arguments: jax.Array) -> Any:

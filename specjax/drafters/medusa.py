@@ -24,8 +24,6 @@ from specjax.models.transformer import Target, default_dtype
 from specjax.sampling import RowSampling
 from specjax.tree import MEDUSA_TREE, Shape, StaticTree
 
-_TREE = StaticTree(MEDUSA_TREE)
-
 
 @dataclass(frozen=True)
 class MedusaConfig:
@@ -70,6 +68,11 @@ def declare(config: MedusaConfig) -> Params:
     return {"heads": [declare_head(head) for head in range(config.heads)]}
 
 
+def default_draft(heads: int) -> StaticTree:
+    """The authors' tree, as deep as there are heads."""
+    return StaticTree(tuple(path for path in MEDUSA_TREE if len(path) <= heads))
+
+
 def is_medusa(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of Medusa heads."""
     return "medusa_num_heads" in raw
@@ -86,7 +89,10 @@ def _read_config(directory: Path) -> MedusaConfig:
             f"{fields['medusa_num_layers']} blocks: these are not the weights of Medusa heads of this config.json"
         )
     vocab, hidden = shapes[output]
-    return MedusaConfig(hidden, vocab, fields["medusa_num_heads"], fields["medusa_num_layers"])
+    # Published files may hold more heads than their config.json says.
+    stored = {name.partition(".")[0] for name in shapes}
+    heads = max(fields["medusa_num_heads"], sum(f"{i}" in stored for i in range(len(stored))))
+    return MedusaConfig(hidden, vocab, heads, fields["medusa_num_layers"])
 
 
 @struct.dataclass
@@ -105,17 +111,19 @@ class Medusa(Drafter):
 
     params: Params
     config: MedusaConfig = struct.field(pytree_node=False)
-    draft: Shape = struct.field(pytree_node=False, default=_TREE)
+    draft: Shape = struct.field(pytree_node=False, default=StaticTree(MEDUSA_TREE))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     grows_trees: ClassVar[bool] = True
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, draft: Shape = _TREE, dtype: Any = None, mesh: Mesh | None = None) -> "Medusa":
+    def from_pretrained(
+        cls, path: str | Path, draft: Shape | None = None, dtype: Any = None, mesh: Mesh | None = None
+    ) -> "Medusa":
         """Load the authors' checkpoints: config.json, and ``medusa_lm_head`` as safetensors or ``.pt``.
 
         Args:
             path: directory, or hub id.
-            draft: the shape of its drafts.
+            draft: the shape of its drafts; None: `default_draft`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
 
@@ -132,17 +140,17 @@ class Medusa(Drafter):
             mesh=mesh,
             units=config.axis_units,
         )
-        return cls(params=params, config=config, draft=draft, mesh=mesh)
+        return cls(params=params, config=config, draft=draft or default_draft(config.heads), mesh=mesh)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: Shape = _TREE, *, heads: int = 5, blocks: int = 1) -> "Medusa":
+    def init(cls, target: Target, key: jax.Array, draft: Shape | None = None, *, heads: int = 5, blocks: int = 1) -> "Medusa":
         """Heads for ``target``; consumes ``key``. Each begins as a copy of the target's own head, as the authors' do."""
         config = MedusaConfig(target.config.hidden_size, target.config.vocab_size, heads, blocks)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, config.axis_units)
         output = target.params["lm_head"] if "lm_head" in target.params else target.params["embed"].T
         for head in params["heads"]:
             head["output"] = output
-        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+        return cls(params=params, config=config, draft=draft or default_draft(heads), mesh=target.mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
         """Write a checkpoint under the authors' names, in ``dtype`` (by default its own). All of it or nothing."""

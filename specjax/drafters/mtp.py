@@ -110,6 +110,21 @@ def _read_config(directory: Path) -> MTPConfig:
     return replace(config, layer=huggingface.with_switches(own, names, config.prefix(0)) if is_plain else own)
 
 
+def _not_of_modules(config: MTPConfig, names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are the target's own tensors, and DeepSeek's copies of its embedding and head in a module."""
+    own = _PREFIX[config.layout]
+    copies = ("embed_tokens.weight", "embed_tokens.weight_scale_inv", "shared_head.head.weight")
+
+    def is_foreign(name: str) -> bool:
+        if not name.startswith(own):
+            return name.startswith(("model.", "lm_head."))
+        number = name.removeprefix(own).partition(".")[0]
+        is_layer = config.layout == "deepseek" and number.isdecimal() and int(number) < config.first_layer
+        return is_layer or name.endswith(copies) or name.endswith("rotary_emb.inv_freq")
+
+    return [name for name in names if is_foreign(name)]
+
+
 @struct.dataclass
 class MTP(FeatureDrafter):
     """Modules in a row: module m drafts the token m + 1 places below the root, and the last one all that follow.
@@ -149,8 +164,7 @@ class MTP(FeatureDrafter):
             declare(config),
             dtype or default_dtype(),
             what="the MTP modules with this config.json",
-            # The target's own; and DeepSeek's copies of its embedding and its head in every module.
-            ignored=("model.layers.*", "model.embed_tokens.*", "model.norm.*", "lm_head.*", "*rotary_emb.inv_freq"),
+            ignored=_not_of_modules(config, checkpoint.stored_shapes(directory)),
             mesh=mesh,
             units=config.layer.axis_units,
         )
@@ -189,10 +203,6 @@ class MTP(FeatureDrafter):
     @property
     def modules(self) -> int:
         return self.config.modules
-
-    @property
-    def _dtype(self) -> Any:
-        return self.params["modules"][0]["fc"].dtype
 
     def features(self, output: Output) -> jax.Array:
         return output.hidden

@@ -161,7 +161,11 @@ def _warm_start(student: Any, path: str) -> Any:
             f"init_from={path!r}: is of another shape than this run's student ({'; '.join(changed)}): set the options under "
             "method to what it has"
         )
-    return student.replace(params=earlier.params)
+    if jax.tree.structure(earlier) != jax.tree.structure(student):  # a part of it is of another shape
+        raise ConfigError(
+            f"init_from={path!r}: is of another shape than this run's student: set the options under method alike"
+        )
+    return jax.tree.map(lambda _, leaf: leaf, student, earlier)
 
 
 def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:

@@ -67,7 +67,7 @@ class Method:
     Attributes:
         target: directory or hub id of the frozen target; a field of every method that learns from one.
         needs_target: whether it learns from one.
-        whole_model: whether the student is a `Target`, so that a tokenizer is written beside it.
+        whole_model: whether the student is a `Target`, or has one, so that a tokenizer is written beside it.
         best_by: the held-out metric by which the best of several checkpoints is told; of a loss the smallest is best.
     """
 

@@ -46,13 +46,13 @@ def feature_loss(
     for step, states in enumerate(unroll(student, batch, target, features, steps, detach=True, remat=remat)):
         mask = counted(batch, step)
         wanted, theirs = expected(output, step)
-        p, log_q = jax.nn.softmax(theirs), jax.nn.log_softmax(student.logits(target, states))
+        ours = student.logits(target, states)
         of_feature = losses.mean_over_positions(smooth_l1(states, wanted), mask)
-        of_token = losses.mean_over_positions(-jnp.sum(p * log_q, axis=-1), mask)
+        of_token = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
         loss = of_feature + token_weight * of_token
         if top_k_weight:
-            best, tokens = jax.lax.top_k(p, top_k)
-            over_best = -jnp.sum(best * jnp.take_along_axis(log_q, tokens, axis=-1), axis=-1)
+            best, tokens = jax.lax.top_k(jax.nn.softmax(theirs), top_k)
+            over_best = -jnp.sum(best * jnp.take_along_axis(jax.nn.log_softmax(ours), tokens, axis=-1), axis=-1)
             loss += top_k_weight * losses.mean_over_positions(over_best, mask)
         total += loss / steps
         metrics |= {f"feature_loss_{step}": of_feature, f"token_loss_{step}": of_token}

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
@@ -31,6 +32,17 @@ class ModelWithMTP:
     def config(self) -> ModelConfig:
         """The model's."""
         return self.model.config
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where both lie."""
+        return self.model.mesh
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> "ModelWithMTP":
+        """Read what ``save_pretrained`` wrote."""
+        mtp = MTP.from_pretrained(Path(path) / "mtp", dtype=dtype, mesh=mesh)
+        return cls(Target.from_pretrained(path, dtype, mesh), mtp)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
         """Write the model, and its modules into the folder ``mtp`` in it."""
@@ -66,6 +78,8 @@ class LmMTP(Method):
         check_modules(self.modules, window)
         if self.weight < 0 or self.final_weight < 0:
             raise ConfigError(f"method.weight={self.weight}, method.final_weight={self.final_weight}: must be at least 0")
+        if not 0 <= self.falls_at <= 1:
+            raise ConfigError(f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1")
 
     def init(self, key: jax.Array, given: Given) -> ModelWithMTP:
         """The model is drawn from the same numbers as without modules, so that the two can be compared."""

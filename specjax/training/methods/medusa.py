@@ -39,6 +39,8 @@ class MedusaTraining(Method):
         super().check(window)
         if self.heads < 1 or self.blocks < 0:
             raise ConfigError(f"method.heads={self.heads}, method.blocks={self.blocks}: must be at least 1 and 0")
+        if self.decay <= 0:
+            raise ConfigError(f"method.decay={self.decay}: must be above 0")
         if self.heads + 1 >= window:
             raise ConfigError(f"method.heads={self.heads}: data.window={window} is too short; give at least heads + 2")
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters.features import FeatureDrafter
+from specjax.drafters.features import FeatureDrafter, seen_by
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
@@ -43,7 +43,7 @@ def unroll(
     for module in range(student.modules):
         if module:
             states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-            mask = causal & ((place >= module)[:, None] | jnp.eye(count, dtype=bool))
+            mask = seen_by(module, place, causal)
         embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :count])
         states, new = run(student, states, embedded, every, mask, ((),) * student.sizes.num_layers, module)
         if module < steps:
