@@ -257,22 +257,22 @@ def _model_type(raw: dict[str, Any], source: str) -> str:
     return _SAME_AS.get(model_type, model_type)
 
 
-def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
+def with_switches(config: ModelConfig, names: Collection[str], prefix: str, plain: bool = True) -> ModelConfig:
     """``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
 
     Drafters' config.json often says nothing of them, or repeats what the target's says.
 
     Raises:
-        CheckpointError: it is the shape of a layer with latent attention or experts, which no drafter here has.
+        CheckpointError: the layer must be ``plain``, and has latent attention or experts.
     """
-    if config.mla is not None or config.moe is not None:
+    if plain and (config.mla is not None or config.moe is not None):
         raise CheckpointError(
-            f"model_type={config.model_type!r}: the layers of a drafter here have ordinary attention and one MLP: give a "
-            "drafter whose config.json is that of a dense model"
+            f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
+            "whose config.json is that of a dense model"
         )
     return replace(
         config,
-        qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
+        qkv_bias=f"{prefix}self_attn.{'q_proj' if config.mla is None else 'kv_a_proj_with_mqa'}.bias" in names,
         output_bias=f"{prefix}self_attn.o_proj.bias" in names,
         mlp_bias=f"{prefix}mlp.gate_proj.bias" in names,
         qk_norm=f"{prefix}self_attn.q_norm.weight" in names,

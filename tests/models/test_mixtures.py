@@ -299,3 +299,14 @@ def test_bfloat16_survives_a_round_trip(tmp_path, family) -> None:
     for name, value in first.items():
         assert value.dtype == second[name].dtype == (np.float32 if "correction" in name else jnp.bfloat16)
         np.testing.assert_array_equal(value.view(np.uint8), second[name].view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
+    drafter = Eagle3.init(tiny_target(), jax.random.key(3), specjax.Chain(2))
+    drafter.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    other = huggingface.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(raw | other))
+    with pytest.raises(CheckpointError, match=f"model_type='{family}': the layers of such a drafter have ordinary attention"):
+        Eagle3.from_pretrained(tmp_path)
