@@ -257,22 +257,22 @@ def _model_type(raw: dict[str, Any], source: str) -> str:
     return _SAME_AS.get(model_type, model_type)
 
 
-def with_switches(config: ModelConfig, names: Collection[str], prefix: str, plain: bool = True) -> ModelConfig:
+def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
     """``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
 
     Drafters' config.json often says nothing of them, or repeats what the target's says.
 
     Raises:
-        CheckpointError: the layer must be ``plain``, and has latent attention or experts.
+        CheckpointError: the layer has latent attention or experts.
     """
-    if plain and (config.mla is not None or config.moe is not None):
+    if config.mla is not None or config.moe is not None:
         raise CheckpointError(
             f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
             "whose config.json is that of a dense model"
         )
     return replace(
         config,
-        qkv_bias=f"{prefix}self_attn.{'q_proj' if config.mla is None else 'kv_a_proj_with_mqa'}.bias" in names,
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
         output_bias=f"{prefix}self_attn.o_proj.bias" in names,
         mlp_bias=f"{prefix}mlp.gate_proj.bias" in names,
         qk_norm=f"{prefix}self_attn.q_norm.weight" in names,
