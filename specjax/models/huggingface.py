@@ -133,6 +133,7 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
     "sliding_window": whole(1, 1_000_000_000, default=None),
     "use_sliding_window": flag(default=None),
     "layer_types": texts(default=None),
+    "num_nextn_predict_layers": whole(0, 1000, default=None),
     "bos_token_id": _TOKEN,
     "eos_token_id": _TOKENS,
     "pad_token_id": whole(-1, 9_999_999, default=None),
@@ -410,13 +411,8 @@ def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
 
 
 def _prediction_module_count(raw: dict[str, Any], config: ModelConfig) -> int:
-    if config.model_type != "deepseek_v3":
-        return 0
-    field = whole(0, 1000, default=0)
-    return check_fields(raw, {_NEXTN: field}, "config.json")[_NEXTN]
-
-
-_NEXTN = "num_nextn_predict_layers"
+    """How many of them are numbered on from the last layer; ``raw`` has been checked by `parse_config`."""
+    return (raw.get("num_nextn_predict_layers") or 0) if config.model_type == "deepseek_v3" else 0
 
 
 def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) -> None:
