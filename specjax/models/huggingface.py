@@ -133,6 +133,7 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
     "sliding_window": whole(1, 1_000_000_000, default=None),
     "use_sliding_window": flag(default=None),
     "layer_types": texts(default=None),
+    "num_nextn_predict_layers": whole(0, 1000, default=None),
     "bos_token_id": _TOKEN,
     "eos_token_id": _TOKENS,
     "pad_token_id": whole(-1, 9_999_999, default=None),
@@ -263,12 +264,12 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
     Drafters' config.json often says nothing of them, or repeats what the target's says.
 
     Raises:
-        CheckpointError: it is the shape of a layer with latent attention or experts, which no drafter here has.
+        CheckpointError: the layer has latent attention or experts.
     """
     if config.mla is not None or config.moe is not None:
         raise CheckpointError(
-            f"model_type={config.model_type!r}: the layers of a drafter here have ordinary attention and one MLP: give a "
-            "drafter whose config.json is that of a dense model"
+            f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
+            "whose config.json is that of a dense model"
         )
     return replace(
         config,
@@ -410,13 +411,8 @@ def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
 
 
 def _prediction_module_count(raw: dict[str, Any], config: ModelConfig) -> int:
-    if config.model_type != "deepseek_v3":
-        return 0
-    field = whole(0, 1000, default=0)
-    return check_fields(raw, {_NEXTN: field}, "config.json")[_NEXTN]
-
-
-_NEXTN = "num_nextn_predict_layers"
+    """How many of them are numbered on from the last layer; ``raw`` has been checked by `parse_config`."""
+    return (raw.get("num_nextn_predict_layers") or 0) if config.model_type == "deepseek_v3" else 0
 
 
 def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) -> None:

@@ -10,7 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax import sharding
-from specjax.drafters import Eagle3, EarlyExit, PromptLookup
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import Eagle3, EarlyExit, NoDraft, PromptLookup
 from specjax.drafters.features import layer_like
 from specjax.errors import InputError
 from specjax.evaluation import conformance
@@ -299,3 +301,27 @@ def test_bfloat16_survives_a_round_trip(tmp_path, family) -> None:
     for name, value in first.items():
         assert value.dtype == second[name].dtype == (np.float32 if "correction" in name else jnp.bfloat16)
         np.testing.assert_array_equal(value.view(np.uint8), second[name].view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
+    drafter = Eagle3.init(tiny_target(), jax.random.key(3), specjax.Chain(2))
+    drafter.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    other = huggingface.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
+    (tmp_path / "config.json").write_text(json.dumps(raw | other))
+    with pytest.raises(CheckpointError, match=f"model_type='{family}': the layers of such a drafter have ordinary attention"):
+        Eagle3.from_pretrained(tmp_path)
+
+
+@pytest.mark.thorough
+def test_the_compiled_loop_copies_neither_caches_nor_experts(target) -> None:
+    _, state = engine.start(target, None, np.arange(8)[None], options=GenerationOptions(max_new_tokens=450))
+    compiled = engine.decode.lower(target, NoDraft(), state, 5).compile()
+    layer = target.params["layers"][1]
+    for buffer in (*state.cache.layers[1], layer["experts_gate"], layer["experts_down"]):
+        shape = ",".join(map(str, buffer.shape))
+        copies = [line for line in compiled.as_text().splitlines() if f"f32[{shape}]" in line and " copy(" in line]
+        assert copies == []
+    buffers = jax.tree.leaves(state.cache)
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(buffer.nbytes for buffer in buffers)

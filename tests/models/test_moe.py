@@ -112,6 +112,20 @@ def test_experts_run_where_they_lie(kind, mesh) -> None:
     assert "all-gather" not in compiled.as_text()  # weights stay where they are
 
 
+@pytest.mark.thorough
+def test_gradients_are_the_same_on_a_mesh() -> None:
+    config, layer = layer_of(KINDS["deepseek"])
+    x = jax.random.normal(jax.random.key(2), (2, 3, config.hidden_size))
+    mesh = sharding.make_mesh(2, 4)
+    split = jax.device_put(layer, params.shardings(params.declare_layer(config, "", 1), mesh, config.axis_units))
+
+    def gradient(layer, mesh):
+        return jax.jit(jax.grad(lambda layer: jnp.sum(jnp.tanh(moe.mixture(layer, config, x, mesh)))))(layer)
+
+    expected, found = gradient(layer, None), gradient(split, mesh)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, expected)
+
+
 @pytest.mark.parametrize("count", [2, 20])
 def test_gradients_are_those_of_running_all_experts(count) -> None:
     config, layer = layer_of(KINDS["deepseek"])

@@ -43,6 +43,19 @@ def test_a_tied_head_is_multiplied_and_biases_and_norms_are_not() -> None:
     assert roofline.product_work(other, rows=12) == roofline.product_work(SHAPE, rows=12)
 
 
+def test_experts_and_latents_by_hand() -> None:
+    """DeepSeek-V3: 37 billion parameters for a token (its report's abstract), and 512 + 64 numbers in each layer's cache."""
+    config = PUBLISHED["deepseek-v3"]
+    one, many = roofline.product_work(config, rows=1), roofline.product_work(config, rows=10_000)
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert one.flops / 2 == pytest.approx(37e9, rel=0.02)
+    assert many.flops == pytest.approx(10_000 * one.flops)
+    assert (one.bytes, many.bytes) == pytest.approx((one.flops, 2 * (one.flops / 2 + experts * 31 / 32)))
+    assert roofline.cache_bytes(config) == 61 * (512 + 64) * 2
+    attention = roofline.attention_work(config, batch=1, tokens=3, context=100)
+    assert (attention.flops, attention.bytes) == (2 * 3 * 100 * 128 * (512 + 64 + 512) * 61, 100 * 61 * 576 * 2)
+
+
 def test_forward_time_by_hand() -> None:
     """Four tokens: the products wait for arithmetic (4.49 ms), attention for memory (0.77 ms). One token: both for memory."""
     assert roofline.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8)
