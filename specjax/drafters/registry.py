@@ -24,7 +24,6 @@ from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
 from specjax.tree import Shape
 
 
@@ -62,7 +61,7 @@ class Method:
         usage: how to write its name.
         make: the drafter of a request. It refuses what cannot be, with an `InputError`, before it reads any weights.
         recognises: whether a checkpoint is one of its own, by the fields of its config.json, and by the names of its tensors
-            where they are at hand (of the hub's, only config.json has been fetched by then). None: it has none, and WHERE is no
+            where they are at hand (of the hub's the weights have not been fetched by then). None: it has none, and WHERE is no
             place.
     """
 
@@ -169,10 +168,7 @@ def _resolve(name: str) -> tuple[Method, str]:
         raise InputError(f"drafter={name!r}: no method of that name, no directory and no hub id owner/name; methods: {known}")
     file = huggingface.locate(name, weights=False) / "config.json"
     config = huggingface.read_json(file)
-    try:
-        tensors = checkpoint.stored_shapes(file.parent)
-    except CheckpointError:
-        tensors = {}
+    tensors = checkpoint.stored_names(file.parent)
     for method in METHODS.values():
         if method.recognises is not None and method.recognises(config, tensors):
             return method, name

@@ -54,6 +54,15 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
 
 
+def stored_names(directory: Path) -> Collection[str]:
+    """The names of a checkpoint's tensors; none where neither an index of the shards nor the weights are there."""
+    index = directory / INDEX
+    try:
+        return read_json(index)["weight_map"].keys() if index.exists() else stored_shapes(directory).keys()
+    except (CheckpointError, KeyError, AttributeError):
+        return ()
+
+
 def stored_type(directory: Path) -> Any:
     """The one data type of all floating-point tensors. Raises `CheckpointError` where they are of several."""
     with _open_tensors(directory) as tensors:

@@ -31,9 +31,9 @@ _DEEPSEEK: dict[str, Field] = {
     "scoring_func": text("sigmoid", default="sigmoid"),
     "topk_method": text("noaux_tc", default="noaux_tc"),
     "norm_topk_prob": flag(default=True),
-    "routed_scaling_factor": number(1e-6, 1e6, default=1.0),
-    "n_group": whole(1, 100_000, default=None),
-    "topk_group": whole(1, 100_000, default=None),
+    "routed_scaling_factor": number(1e-6, 1e6),  # no default: no tensor would show that it is wrong, and so with the next two
+    "n_group": whole(1, 100_000),
+    "topk_group": whole(1, 100_000),
     "first_k_dense_replace": whole(0, 10_000, default=0),
     "moe_layer_freq": whole(1, 1, default=1),
 }
@@ -88,8 +88,8 @@ def _parse_deepseek(raw: Mapping[str, Any], layers: int, source: str) -> MoE:
         scoring="sigmoid",
         normalise=fields["norm_topk_prob"],
         scale=float(fields["routed_scaling_factor"]),
-        groups=fields["n_group"] or 1,
-        groups_kept=fields["topk_group"] or 1,
+        groups=fields["n_group"],
+        groups_kept=fields["topk_group"],
         corrected=True,
         dense_layers=tuple(range(min(fields["first_k_dense_replace"], layers))),
     )

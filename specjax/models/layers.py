@@ -26,7 +26,7 @@ def attend(
     pieces: Sequence[Piece],
     *,
     scale: float | None = None,
-    values: int = 1,
+    values_part: int = 1,
 ) -> Float[Array, "B T heads_d"]:
     """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
 
@@ -38,7 +38,7 @@ def attend(
             and the products are added: latent attention meets the latents and the rotated keys.
         pieces: what is committed, what a draft holds in scratch, and what the call itself adds.
         scale: of the scores; by default ``d ** -0.5``.
-        values: the part of an entry that holds what is attended to: the second, or, in latent attention, the latents again.
+        values_part: which part of an entry is attended to: the second, or, in latent attention, the latents again.
     """
     queries = q if isinstance(q, tuple) else (q,)
     batch, count, heads, d = queries[0].shape
@@ -73,7 +73,7 @@ def attend(
         return jnp.einsum("bktgs,bksd->bktgd", weights, values, preferred_element_type=jnp.float32)
 
     weighted = zip(jnp.split(weights, sizes, axis=-1), pieces, strict=True)
-    attended = functools.reduce(jnp.add, [gather(weight, entry[values], seen) for weight, (entry, seen) in weighted])
+    attended = functools.reduce(jnp.add, [gather(weight, entry[values_part], seen) for weight, (entry, seen) in weighted])
     return attended.astype(queries[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
@@ -97,7 +97,7 @@ def attention(
     if config.mla is not None:
         own = mla.entry(params, config, x, rotations)
         pieces = [*past, (own, mask)]
-        latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values=0)
+        latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
     def heads(name: str, count: int) -> jax.Array:

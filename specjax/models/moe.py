@@ -96,9 +96,9 @@ def _run(
 
     @jax.checkpoint  # in training, what an expert made of all tokens is made again instead of kept
     def expert(share: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        y = (jax.nn.silu(x @ gate) * (x @ up)) @ down
-        # Not a product alone: a token that is not this expert's may be far from what it was trained on, and overflow.
-        return jnp.where(share[:, None] != 0, share[:, None] * y.astype(jnp.float32), 0.0)
+        # A token that is not this expert's may be far from what it was trained on, and overflow: the expert reads 0 for it.
+        own = jnp.where(share[:, None] != 0, x, 0)
+        return share[:, None] * ((jax.nn.silu(own @ gate) * (own @ up)) @ down).astype(jnp.float32)
 
     def every(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         return total + expert(*one), None

@@ -76,9 +76,9 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = tiny_target()
     drafter = DRAFTERS[name](target)
-    prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 10, 0, 0], [3, 0, 0, 0, 0]])
+    prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, prompts, np.array([5, 3, 1]), options)
+    drafter, state = engine.start(target, drafter, prompts, np.array([5, 2, 1]), options)
     propose, advance = jax.jit(engine.propose_step), jax.jit(engine.advance)
     for step in range(4):
         draft, drafting = propose(target, drafter, state)
@@ -95,16 +95,22 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
         state, _ = advance(target, drafter, drafting, draft)
 
 
-@pytest.mark.parametrize("shape", [StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0))), DynamicTree(3, 3, 9)])
-def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
+TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("eagle3", TREE), ("eagle3", DynamicTree(3, 3, 9)), ("mtp", DynamicTree(3, 4, 12))]
+)
+def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
     """Every node is among the likeliest that reading its path alone gives: parents, positions and scratch are right."""
     target = tiny_target()
-    drafter = DRAFTERS["eagle3"](target).replace(draft=shape)
+    drafter = DRAFTERS[name](target).replace(draft=shape)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
     drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
     draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
     parents = np.asarray(draft.parents).reshape(-1)
-    tokens, ids = np.asarray(draft.tokens[0]), np.asarray(drafter.vocabulary(target).ids)
+    vocabulary = drafter.vocabulary(target)
+    tokens, ids = np.asarray(draft.tokens[0]), np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids)
     text = np.array([1, 4, 2, 4, 2])
     for parent in set(parents[1:].tolist()):
         path, node = [], parent
@@ -116,9 +122,10 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
         assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
 
 
-def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(monkeypatch) -> None:
+@pytest.mark.parametrize("name", [pytest.param("eagle3", marks=pytest.mark.thorough), "mtp"])
+def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, monkeypatch) -> None:
     target = tiny_target()
-    drafter = DRAFTERS["eagle3"](target)
+    drafter = DRAFTERS[name](target)
     prompts, lengths = np.array([[1, 4, 2, 4, 2, 7, 3, 9], [5, 9, 10, 0, 0, 0, 0, 0]]), np.array([8, 3])
     options = GenerationOptions(max_new_tokens=16, sampling=Sampling(temperature=0.0))
     whole = specjax.generate(target, drafter, prompts, lengths, **vars(options))

@@ -90,10 +90,13 @@ def test_an_expert_that_overflows_on_other_tokens_harms_none() -> None:
     x = jax.random.normal(jax.random.key(2), (1, 20, config.hidden_size))
     chosen, _ = moe.route(layer, KINDS["plain"], x[0])
     (spared,) = np.nonzero(~np.isin(chosen, 0).any(axis=1))
-    layer["experts_down"] = layer["experts_down"].at[0].set(jnp.inf)
+    layer["experts_down"] = layer["experts_down"].at[0].set(1e38)
     y = moe.mixture(layer, config, x)[0]
     assert 0 < len(spared) < 20
     assert np.isfinite(y[spared]).all()
+    assert not np.isfinite(y).all()
+    gradient = jax.grad(lambda x: moe.mixture(layer, config, x)[0, spared].sum())(x)
+    assert np.isfinite(gradient[0, spared]).all()
 
 
 @pytest.mark.parametrize(("kind", "mesh"), [("deepseek", (2, 4)), ("one", (1, 4)), ("plain", (2, 2)), ("plain", (2, 4))])
