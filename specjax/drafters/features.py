@@ -163,7 +163,7 @@ class FeatureDrafter(Drafter):
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, seen.following), self.features(seen.output)
         last, causal = jnp.maximum(seen.count - 1, 0)[:, None, None], jnp.tril(jnp.ones((1, count, count), bool))
-        newest, new, read_first = [], [], []
+        newest, new, first_states = [], [], []
         for module in range(self.modules):
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
@@ -171,9 +171,9 @@ class FeatureDrafter(Drafter):
             states, entries = self.run(states, embedded, positions, seen_by(module, positions, causal), past, module)
             newest.append(jnp.take_along_axis(states, last, axis=1)[:, 0])
             new += entries
-            read_first.append(states[:, 0])
+            first_states.append(states[:, 0])
         at_newest = jnp.where(seen.count[:, None, None] > 0, jnp.stack(newest, axis=1).astype(state.newest.dtype), state.newest)
-        cache = state.cache.append(new, seen.count, after=sum(read_first))
+        cache = state.cache.append(new, seen.count, after=sum(first_states[1:], first_states[0]))
         return FeatureState(cache=cache, newest=self._by_row(at_newest))
 
     def propose(

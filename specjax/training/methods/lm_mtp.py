@@ -15,7 +15,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.mtp import check_modules, module_loss
+from specjax.training.methods.module_loss import check_modules, module_loss
 from specjax.training.methods.unrolling import simulate_unrolled
 from specjax.training.methods.whole_model import ModelSizes
 from specjax.training.methods.windows import read

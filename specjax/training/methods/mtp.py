@@ -4,14 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
-from specjax.models.transformer import Output, Target
-from specjax.training.methods.ahead import Labels, prediction_loss
+from specjax.models.transformer import Target
+from specjax.training.methods.ahead import Labels
 from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.unrolling import FeatureMethod, layer_sizes, unroll
+from specjax.training.methods.module_loss import check_modules, module_loss
+from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
 from specjax.training.methods.windows import read
 
 
@@ -47,23 +46,3 @@ class MTPTraining(FeatureMethod):
         assert target is not None
         loss, metrics = module_loss(student, batch, target, read(target, batch), self.labels, remat=self.remat)
         return loss, {"loss": loss, **metrics}
-
-
-def check_modules(modules: int, window: int) -> None:
-    """Refuse numbers of modules that a window of so many tokens has no labels for."""
-    if modules < 1:
-        raise ConfigError(f"method.modules={modules}: must be at least 1")
-    if modules + 1 >= window:
-        raise ConfigError(f"method.modules={modules}: data.window={window} is too short; give at least modules + 2")
-
-
-def module_loss(
-    student: MTP, batch: Batch, target: Target, output: Output, labels: Labels, *, remat: bool = False
-) -> tuple[jax.Array, Metrics]:
-    """The mean of the modules' cross entropies, and each of them; ``output`` is the target's at the windows."""
-    states_of_modules = unroll(student, batch, target, output.hidden, student.modules, detach=False, remat=remat)
-    each = [
-        prediction_loss(labels, output, batch, module, student.logits(target, states, module))
-        for module, states in enumerate(states_of_modules)
-    ]
-    return sum(each, jnp.zeros(())) / len(each), {f"loss_{module}": loss for module, loss in enumerate(each)}
