@@ -49,7 +49,11 @@ assets: .venv/installed
 	.venv/bin/python -m specjax train --config configs/demo_target.yaml
 	.venv/bin/python -m specjax train --config configs/demo_draft.yaml
 	.venv/bin/python -m specjax train --config configs/eagle3_embedded.yaml --method.target runs/demo_target/best
-	mkdir -p specjax/assets/target specjax/assets/draft
+	.venv/bin/python -m specjax train --config configs/eagle3_embedded.yaml --method.target runs/demo_target/best \
+	  --init-from runs/eagle3_embedded/best --output runs/eagle3_embedded_again --seed 1 --steps 1200 --optimizer.learning-rate 0.01
+	.venv/bin/python -m specjax train --config configs/mtp_embedded.yaml --method.target runs/demo_target/best
+	mkdir -p $(addprefix specjax/assets/,target draft eagle3 mtp)
 	cp runs/demo_target/best/* specjax/assets/target/
 	cp runs/demo_draft/best/* specjax/assets/draft/
-	cp runs/eagle3_embedded/best/* specjax/assets/eagle3/
+	cp runs/eagle3_embedded_again/best/* specjax/assets/eagle3/
+	cp runs/mtp_embedded/best/* specjax/assets/mtp/

@@ -1,7 +1,7 @@
-"""The checkpoints that come along: a small target, a draft model and an EAGLE-3 drafter for it, in Hugging Face format.
+"""The checkpoints that come along: a small target, and for it a draft model, an EAGLE-3 drafter and an MTP module.
 
-Trained by ``configs/demo_target.yaml``, ``configs/demo_draft.yaml`` and ``configs/eagle3_embedded.yaml`` on the Python standard
-library's own source.
+Trained by ``configs/demo_target.yaml``, ``configs/demo_draft.yaml``, ``configs/eagle3_embedded.yaml`` and
+``configs/mtp_embedded.yaml`` on the Python standard library's own source.
 """
 
 from pathlib import Path

@@ -13,7 +13,7 @@ from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Drafter, DraftModel, Eagle3, EarlyExit, OnGrown, PromptLookup
+from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, OnGrown, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.growth import grow
@@ -64,6 +64,7 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
         PLAIN: None,
         "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(5)), small),
         "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
+        "MTP": OnGrown.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(3)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),

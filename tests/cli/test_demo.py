@@ -7,7 +7,7 @@ import pytest
 
 from specjax.cli import demo
 from specjax.cli.main import main
-from specjax.drafters import Eagle3
+from specjax.drafters import MTP, Eagle3
 from specjax.models.transformer import Target
 from tests.conftest import save_tiny
 
@@ -15,6 +15,7 @@ METHODS = (
     "plain",
     "EAGLE-3",
     "EAGLE-3, tree",
+    "MTP",
     "draft model",
     "draft model, adaptive",
     "draft model, tree",
@@ -38,8 +39,9 @@ def check_shown(out: str, ways: int) -> None:
 
 def test_the_demo_shows_every_method(capsys, monkeypatch, tmp_path) -> None:
     directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
-    Eagle3.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / "eagle3")
-    monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / "eagle3" if name == "eagle3" else directory)
+    for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):
+        kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / name)
+    monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory)
     monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1", "--temperature", "0"]) == 0
     check_shown(capsys.readouterr().out, ways=1)
