@@ -62,7 +62,7 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
     eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
         PLAIN: None,
-        "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(5)), small),
+        "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(4)), small),
         "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
         "MTP": OnGrown.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(3)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
