@@ -92,13 +92,14 @@ def run_demo(config: DemoConfig) -> None:
         console.print(_coloured(tokenizer, target, drafters[SHOWN], ids, row, options))
         console.print()
     console.rule("what it bought")
-    ways = {f"T = {config.temperature:g}": options}
+    ways = {f"T={config.temperature:g}": options}
     if config.temperature:
         ways["greedy"] = replace(options, sampling=Sampling(temperature=0.0))
     console.print(_table({way: _measure(target, drafters, ids, options, config.repeats) for way, options in ways.items()}))
     console.print(
         f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most; median of {config.repeats} "
-        f"interleaved runs on {jax.devices()[0].device_kind}. Length is acceptance length: tokens emitted a target forward. "
+        f"interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain decoding, and length is "
+        "acceptance length: tokens emitted a target forward. "
         f"The target of {count(small.params) / 1e6:.1f}M parameters is padded with zeros to {count(target.params) / 1e6:.0f}M, "
         "the cost of a real one: the text and every acceptance length stay the same."
     )
@@ -158,7 +159,7 @@ def _measure(
 
 def _table(measured: dict[str, dict[str, _Measured]]) -> Table:
     """A row a method, and for each way to draw tokens its speed, its speed-up over plain decoding and its acceptance length."""
-    table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tokens/s", "speed-up", "length")))
+    table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tok/s", "gain", "length")))
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
