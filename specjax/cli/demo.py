@@ -98,8 +98,8 @@ def run_demo(config: DemoConfig) -> None:
     console.print(_table({way: _measure(target, drafters, ids, options, config.repeats) for way, options in ways.items()}))
     console.print(
         f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most; median of {config.repeats} "
-        f"interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain decoding, and length "
-        "is acceptance length: tokens emitted a target forward. "
+        f"interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain decoding, "
+        "and length is acceptance length: tokens emitted a target forward. "
         f"The target of {count(small.params) / 1e6:.1f}M parameters is padded with zeros to {count(target.params) / 1e6:.0f}M, "
         "the cost of a real one: the text and every acceptance length stay the same."
     )
