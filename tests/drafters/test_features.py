@@ -71,7 +71,10 @@ def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int)
     return [(states[module][pair], module) for pair, module in enumerate(modules)]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where steps are unrolled, too
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS])
 def test_drafts_are_those_of_reading_everything_again(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = tiny_target()

@@ -67,7 +67,10 @@ def test_published_heads_are_read(tmp_path, kind) -> None:
     assert again.config == drafter.config
 
 
-@pytest.mark.parametrize("shape", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))), DynamicTree(3, 3, 9)])
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
+@pytest.mark.parametrize("shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)])
 def test_a_node_at_depth_d_is_among_the_best_of_head_d(tmp_path, shape) -> None:
     """Before and after a verdict, in rows of different lengths."""
     target, tensors = tiny_target(), published(np.random.default_rng(0))
