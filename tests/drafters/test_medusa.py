@@ -97,6 +97,12 @@ def test_a_node_at_depth_d_is_among_the_best_of_head_d(tmp_path, shape) -> None:
     np.testing.assert_array_equal(ours.tokens, plain.tokens)
 
 
+def test_a_file_may_hold_more_heads_than_its_config_says(tmp_path) -> None:
+    write(tmp_path, published(np.random.default_rng(0)), medusa_num_heads=2)
+    drafter = Medusa.from_pretrained(tmp_path)
+    assert drafter.config.heads == drafter.draft.depth == 3
+
+
 def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     tensors = published(np.random.default_rng(0))
     write(tmp_path, tensors, medusa_num_layers=2)

@@ -166,6 +166,16 @@ def test_published_modules_say_what_the_published_network_says(published) -> Non
     np.testing.assert_array_equal(specjax.generate(target, drafter, prompts, max_new_tokens=8).tokens, plain.tokens)
 
 
+def test_a_tensor_that_no_module_has_is_refused(published) -> None:
+    directory, *_ = published
+    tensors = load_file(directory / "model.safetensors")
+    own = next(name for name in tensors if name.endswith((".eh_proj.weight", ".input_proj.weight")))
+    strange = own.replace("weight", "bias")
+    save_file(tensors | {strange: np.zeros(32, np.float32)}, directory / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{strange}. is no part of the MTP modules"):
+        MTP.from_pretrained(directory)
+
+
 def test_what_is_wrong_is_refused_by_name(beside_its_target, target) -> None:
     directory, drafter = beside_its_target
     tensors = load_file(directory / "model.safetensors")

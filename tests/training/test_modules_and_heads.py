@@ -104,6 +104,8 @@ def test_model_and_modules_are_saved_together(tmp_path) -> None:
     student.save_pretrained(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, student.model.params)
     jax.tree.map(np.testing.assert_array_equal, MTP.from_pretrained(tmp_path / "mtp").params, student.mtp.params)
+    again = type(student).from_pretrained(tmp_path, dtype=np.float32)
+    jax.tree.map(np.testing.assert_array_equal, again, student)  # also of one structure, as a warm start needs
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,8 @@ def test_model_and_modules_are_saved_together(tmp_path) -> None:
         (MTPTraining(target="here", modules=0), 8, "modules=0: must be at least 1"),
         (LmMTP(model=SIZES, modules=8), 8, "modules=8: data.window=8 is too short"),
         (LmMTP(model=SIZES, weight=-1.0), 8, "weight=-1.0"),
+        (LmMTP(model=SIZES, falls_at=67), 8, "falls_at=67"),
+        (MedusaTraining(target="here", decay=0.0), 8, "decay=0.0"),
         (MedusaTraining(target="here", heads=7), 8, "heads=7: data.window=8 is too short"),
         (MedusaTraining(target="here", heads=0), 8, "heads=0"),
         (MedusaTraining(), 8, "method.target=''"),
