@@ -5,9 +5,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from specjax import tree
 from specjax.draft import Draft, Verdict
+from specjax.errors import InputError
 from specjax.models.cache import KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
@@ -31,6 +33,12 @@ class Seen:
     output: Output
     count: jax.Array
     cache: KVCache
+
+    def newest(self, states: jax.Array, before: jax.Array) -> jax.Array:
+        """``[B, H]`` of ``states [B, T, H]`` those of each row's newest token; ``before [B, H]`` where none counts."""
+        last = jnp.maximum(self.count - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
+        return jnp.where(self.count[:, None] > 0, newest.astype(before.dtype), before)
 
 
 class Drafter:
@@ -116,6 +124,12 @@ class Drafter:
             seen: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
         """
         return self.absorb(target, state, seen)
+
+
+def check_mesh(mesh: Mesh | None, target: Target) -> None:
+    """Refuse, with an InputError, a drafter on another ``mesh`` than its target."""
+    if mesh != target.mesh:
+        raise InputError(f"drafter is on mesh={mesh} and target on {target.mesh}: load both with the same mesh")
 
 
 def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.draft import Draft, Verdict
-from specjax.drafters.base import Drafter, Seen
+from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, gather_entries
@@ -100,8 +100,7 @@ class DraftModel(Drafter):
     def check(self, target: Target) -> None:
         check_vocabulary(self.model.config, target.config)
         self.draft.check(min(self.model.config.vocab_size, target.config.vocab_size))
-        if self.model.mesh != target.mesh:
-            raise InputError(f"drafter is on mesh={self.model.mesh} and target on {target.mesh}: load both with the same mesh")
+        check_mesh(self.model.mesh, target)
 
     @property
     def max_positions(self) -> int:

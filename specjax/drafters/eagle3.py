@@ -23,6 +23,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.layers import Piece, attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
+from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target
 from specjax.tree import DynamicTree, Shape
@@ -104,8 +105,7 @@ class Eagle3(FeatureDrafter):
         params = eagle3_checkpoint.init(config, key, target.dtype, target.mesh)
         if ids is not None:
             params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
-        head = target.params["lm_head"] if "lm_head" in target.params else target.params["embed"].T
-        params["lm_head"] = head if ids is None else head[:, jnp.asarray(ids)]
+        params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None, layout: Layout = "eagle3", target: str = "") -> None:
@@ -178,8 +178,6 @@ class Eagle3(FeatureDrafter):
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        flat = x.reshape(-1, x.shape[-1])  # as in `layers.linear`
-        logits = jnp.matmul(flat, self.params["lm_head"], preferred_element_type=jnp.float32)
-        logits = logits.reshape(*x.shape[:-1], -1)
+        logits = vocabulary_logits(x, self.params["lm_head"])
         units = {"vocab": logits.shape[-1]}
         return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)

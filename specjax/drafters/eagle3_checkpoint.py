@@ -21,7 +21,7 @@ from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, read_json, whole
-from specjax.models.params import Param, Params, matrix
+from specjax.models.params import Param, Params, matrix, norm
 from specjax.models.transformer import default_dtype
 
 Layout = Literal["eagle3", "speculators"]
@@ -93,18 +93,15 @@ def declare(config: Eagle3Config, layout: Layout = "eagle3") -> Params:
     layer, hidden = config.layer, config.layer.hidden_size
     first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
 
-    def norm(name: str, size: int = hidden) -> Param:
-        return Param((size,), (None,), f"{name}.weight", "ones")
-
     layers = [declarations.declare_layer(layer, f"layers.{i}." if i else first) for i in range(layer.num_layers)]
-    layers[0]["hidden_norm"] = norm(f"{first}hidden_norm")
+    layers[0]["hidden_norm"] = norm(f"{first}hidden_norm", hidden)
     for name in ("q", "k", "v"):  # which read an embedding beside the state
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
     tree: Params = {
         "fc": matrix("fc", (fused, None), (hidden, None)),
         "layers": layers,
-        "norm": norm("norm"),
+        "norm": norm("norm", hidden),
         "lm_head": matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab")),
     }
     if config.norm_before_fc:

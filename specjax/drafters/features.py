@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.draft import Draft
-from specjax.drafters.base import Drafter, Seen
+from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, Vocabulary, expand
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
@@ -150,8 +150,7 @@ class FeatureDrafter(Drafter):
             )
         vocabulary = self.vocabulary(target)
         self.draft.check(own.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
-        if self.mesh != target.mesh:
-            raise InputError(f"drafter is on mesh={self.mesh} and target on {target.mesh}: load both with the same mesh")
+        check_mesh(self.mesh, target)
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
         cache = KVCache(layers=self._empty(batch, capacity, self.modules), length=jnp.zeros(batch, jnp.int32))
@@ -162,19 +161,18 @@ class FeatureDrafter(Drafter):
         count = seen.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, seen.following), self.features(seen.output)
-        last, causal = jnp.maximum(seen.count - 1, 0)[:, None, None], jnp.tril(jnp.ones((1, count, count), bool))
+        causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest, new, first_states = [], [], []
         for module in range(self.modules):
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)
             states, entries = self.run(states, embedded, positions, seen_by(module, positions, causal), past, module)
-            newest.append(jnp.take_along_axis(states, last, axis=1)[:, 0])
+            newest.append(seen.newest(states, state.newest[:, module]))
             new += entries
             first_states.append(states[:, 0])
-        at_newest = jnp.where(seen.count[:, None, None] > 0, jnp.stack(newest, axis=1).astype(state.newest.dtype), state.newest)
         cache = state.cache.append(new, seen.count, after=sum(first_states[1:], first_states[0]))
-        return FeatureState(cache=cache, newest=self._by_row(at_newest))
+        return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest, axis=1)))
 
     def propose(
         self,

@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.draft import Draft
-from specjax.drafters.base import Drafter, Seen
+from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, expand
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
 from specjax.models.fields import CheckpointError, check_fields, read_json, whole
-from specjax.models.layers import linear
 from specjax.models.params import Param, Params, matrix
+from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target, default_dtype
 from specjax.sampling import RowSampling
 from specjax.tree import MEDUSA_TREE, Shape, StaticTree
@@ -147,9 +147,8 @@ class Medusa(Drafter):
         """Heads for ``target``; consumes ``key``. Each begins as a copy of the target's own head, as the authors' do."""
         config = MedusaConfig(target.config.hidden_size, target.config.vocab_size, heads, blocks)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, config.axis_units)
-        output = target.params["lm_head"] if "lm_head" in target.params else target.params["embed"].T
         for head in params["heads"]:
-            head["output"] = output
+            head["output"] = target.head_weights
         return cls(params=params, config=config, draft=draft or default_draft(heads), mesh=target.mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
@@ -169,16 +168,14 @@ class Medusa(Drafter):
                 f"draft={self.draft}: {self.draft.depth} deep, but there are {own.heads} heads; give at most as many"
             )
         self.draft.check(own.vocab_size)
-        if self.mesh != target.mesh:
-            raise InputError(f"drafter is on mesh={self.mesh} and target on {target.mesh}: load both with the same mesh")
+        check_mesh(self.mesh, target)
 
     def head(self, number: int, states: jax.Array) -> jax.Array:
         """``[..., V]`` float32, what head ``number`` expects after tokens with ``states [..., H]``."""
         head, x = self.params["heads"][number], states
         for block in head["blocks"]:
             x = x + jax.nn.silu(linear(block, "linear", x))
-        flat = x.reshape(-1, x.shape[-1])  # as in `layers.linear`
-        logits = jnp.matmul(flat, head["output"], preferred_element_type=jnp.float32).reshape(*x.shape[:-1], -1)
+        logits = vocabulary_logits(x, head["output"])
         axes = ("batch", *(None,) * (logits.ndim - 2), "vocab")
         return sharding.constrain(logits, axes, self.config.axis_units, self.mesh)
 
@@ -188,9 +185,7 @@ class Medusa(Drafter):
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
     def absorb(self, target: Target, state: jax.Array, seen: Seen) -> jax.Array:
-        last = jnp.maximum(seen.count - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(seen.output.hidden, last, axis=1)[:, 0]
-        return jnp.where(seen.count[:, None] > 0, newest.astype(state.dtype), state)
+        return seen.newest(seen.output.hidden, state)
 
     def propose(
         self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array

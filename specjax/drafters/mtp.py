@@ -22,14 +22,14 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, check_fields, read_json, whole
 from specjax.models.layers import Piece, decoder_layer, linear, rms_norm
-from specjax.models.params import Param, Params, matrix
+from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target, default_dtype
 from specjax.tree import Chain, Shape
 
 Layout = Literal["mimo", "deepseek"]
 
-_PREFIX: dict[Layout, str] = {"mimo": "model.mtp_layers.", "deepseek": "model.layers."}
+_PREFIX: dict[Layout, str] = {"mimo": huggingface.MIMO_MODULES, "deepseek": "model.layers."}
 _NAMES: dict[Layout, dict[str, str]] = {
     "mimo": {
         "hidden_norm": "hidden_layernorm",
@@ -73,15 +73,12 @@ def declare(config: MTPConfig) -> Params:
     hidden, names = config.layer.hidden_size, _NAMES[config.layout]
 
     def declare_module(prefix: str) -> Params:
-        def norm(name: str) -> Param:
-            return Param((hidden,), (None,), f"{prefix}{names[name]}.weight", "ones")
-
         return {
-            "hidden_norm": norm("hidden_norm"),
-            "embed_norm": norm("embed_norm"),
+            "hidden_norm": norm(prefix + names["hidden_norm"], hidden),
+            "embed_norm": norm(prefix + names["embed_norm"], hidden),
             "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
             "layers": [declarations.declare_layer(config.layer, prefix, config.first_layer)],  # which has experts, if any do
-            "norm": norm("norm"),
+            "norm": norm(prefix + names["norm"], hidden),
         }
 
     return {"modules": [declare_module(config.prefix(module)) for module in range(config.modules)]}
@@ -93,8 +90,8 @@ def is_mtp(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
 
 
-def _read_config(directory: Path) -> MTPConfig:
-    file, names = directory / "config.json", checkpoint.stored_shapes(directory)
+def _read_config(directory: Path, names: Collection[str]) -> MTPConfig:
+    file = directory / "config.json"
     raw = read_json(file)
     count = check_fields(raw, {"num_nextn_predict_layers": whole(1, 100)}, str(file))["num_nextn_predict_layers"]
     layer = huggingface.parse_config(raw, str(file))
@@ -158,13 +155,14 @@ class MTP(FeatureDrafter):
             CheckpointError: a file, a field or a tensor is not as it must be.
         """
         directory = huggingface.locate(path)
-        config = _read_config(directory)
+        names = checkpoint.stored_shapes(directory)
+        config = _read_config(directory, names)
         params = checkpoint.read(
             directory,
             declare(config),
             dtype or default_dtype(),
             what="the MTP modules with this config.json",
-            ignored=_not_of_modules(config, checkpoint.stored_shapes(directory)),
+            ignored=_not_of_modules(config, names),
             mesh=mesh,
             units=config.layer.axis_units,
         )

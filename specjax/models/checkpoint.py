@@ -212,7 +212,8 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
             handles.append(handle)
             found = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
             quantised = [key for key, tensor in found.items() if tensor.get_dtype() == float8.KIND]
-            found |= float8.open_tensors(directory / name, quantised)
+            if quantised:
+                found |= float8.open_tensors(directory / name, quantised)
             if twice := sorted(found.keys() & tensors.keys()):
                 raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= found

@@ -41,8 +41,6 @@ def open_tensors(path: Path, names: Sequence[str]) -> dict[str, Float8Tensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    if not names:
-        return {}
     mapped = np.memmap(path, np.uint8, "r")[8 + length :]  # once a file: every map costs a file handle
 
     def numbers(name: str) -> np.ndarray:

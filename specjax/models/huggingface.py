@@ -42,6 +42,8 @@ _ARCHITECTURES: dict[str, str] = {
 }
 _SAME_AS: dict[str, str] = {"mimo": "qwen2"}
 """Model types that are another one with modules beside it which the target does not need."""
+MIMO_MODULES = "model.mtp_layers."
+"""How the names of MiMo's MTP modules begin."""
 SUPPORTED = (*_ARCHITECTURES, *_SAME_AS)
 """The model types that can be loaded."""
 _REFUSED: dict[str, str] = {
@@ -406,7 +408,7 @@ def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
     DeepSeek's are numbered on from the last layer, MiMo's have names of their own.
     """
     if raw.get("model_type") == "mimo":
-        return ["model.mtp_layers.*"]
+        return [f"{MIMO_MODULES}*"]
     return [f"model.layers.{config.num_layers + i}.*" for i in range(_prediction_module_count(raw, config))]
 
 

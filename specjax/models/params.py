@@ -100,9 +100,9 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     attention = _declare_attention if config.mla is None else _declare_latent_attention
     mlp = _declare_experts if config.is_sparse(index) else _declare_mlp
     layer = {
-        "input_norm": _norm(f"{prefix}input_layernorm", config.hidden_size),
+        "input_norm": norm(f"{prefix}input_layernorm", config.hidden_size),
         **attention(config, f"{prefix}self_attn."),
-        "post_norm": _norm(f"{prefix}post_attention_layernorm", config.hidden_size),
+        "post_norm": norm(f"{prefix}post_attention_layernorm", config.hidden_size),
         **mlp(config, f"{prefix}mlp."),
     }
     inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
@@ -112,12 +112,13 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
             name = declared.name.removesuffix("weight") + "bias"
             layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros")
     if config.qk_norm:
-        layer["q_norm"] = _norm(f"{prefix}self_attn.q_norm", config.head_dim)
-        layer["k_norm"] = _norm(f"{prefix}self_attn.k_norm", config.head_dim)
+        layer["q_norm"] = norm(f"{prefix}self_attn.q_norm", config.head_dim)
+        layer["k_norm"] = norm(f"{prefix}self_attn.k_norm", config.head_dim)
     return layer
 
 
-def _norm(name: str, size: int) -> Param:
+def norm(name: str, size: int) -> Param:
+    """The weight ``[size]`` of an RMSNorm."""
     return Param((size,), (None,), f"{name}.weight", "ones")
 
 
@@ -150,13 +151,13 @@ def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Par
     else:
         query = {
             "q_a": matrix(f"{prefix}q_a_proj", hidden, (mla.q_lora_rank, None)),
-            "q_a_norm": _norm(f"{prefix}q_a_layernorm", mla.q_lora_rank),
+            "q_a_norm": norm(f"{prefix}q_a_layernorm", mla.q_lora_rank),
             "q_b": matrix(f"{prefix}q_b_proj", (mla.q_lora_rank, None), queries),
         }
     return {
         **query,
         "kv_a": matrix(f"{prefix}kv_a_proj_with_mqa", hidden, (mla.kv_lora_rank + mla.qk_rope_head_dim, None)),
-        "kv_a_norm": _norm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank),
+        "kv_a_norm": norm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank),
         "kv_b": matrix(f"{prefix}kv_b_proj", latent, keys_values),
         "o": matrix(f"{prefix}o_proj", (config.num_heads * mla.v_head_dim, "heads"), hidden, _residual_stddev(config)),
     }

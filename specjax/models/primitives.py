@@ -24,6 +24,12 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     return y if bias is None else y + bias
 
 
+def vocabulary_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``[..., V]`` float32, the product of states ``x [..., H]`` with a head's ``weight [H, V]``."""
+    flat = x.reshape(-1, x.shape[-1])  # as in `linear`
+    return jnp.matmul(flat, weight, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], -1)
+
+
 def mlp(params: Params, x: jax.Array, prefix: str = "") -> jax.Array:
     """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202); ``prefix`` starts its names."""
     gated = jax.nn.silu(linear(params, f"{prefix}gate", x)) * linear(params, f"{prefix}up", x)

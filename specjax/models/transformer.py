@@ -18,6 +18,7 @@ from specjax.models.cache import Entry, KVCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.layers import Piece, decoder_layer, rms_norm
 from specjax.models.params import Params
+from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations
 
 
@@ -169,12 +170,16 @@ class Target:
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
-        flat = hidden.reshape(-1, hidden.shape[-1])  # as in `layers.linear`
         if "lm_head" in self.params:
-            logits = jnp.matmul(flat, self.params["lm_head"], preferred_element_type=jnp.float32)
-        else:
-            logits = jnp.einsum("th,vh->tv", flat, self.params["embed"], preferred_element_type=jnp.float32)
+            return self._constrain(vocabulary_logits(hidden, self.params["lm_head"]), "vocab")
+        flat = hidden.reshape(-1, hidden.shape[-1])  # as in `vocabulary_logits`
+        logits = jnp.einsum("th,vh->tv", flat, self.params["embed"], preferred_element_type=jnp.float32)
         return self._constrain(logits.reshape(*hidden.shape[:-1], -1), "vocab")
+
+    @property
+    def head_weights(self) -> jax.Array:
+        """``[H, V]`` the head's matrix, for drafters whose own head begins as the target's."""
+        return self.params["lm_head"] if "lm_head" in self.params else self.params["embed"].T
 
     # --- the whole model ---
 

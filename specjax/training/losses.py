@@ -15,6 +15,12 @@ def cross_entropy(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> F
 
 
 @shape_checked
+def next_token(logits: Float[Array, "B T V"], labels: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """The loss of plain language modelling, in nats."""
+    return mean_over_positions(cross_entropy(logits, labels), mask)
+
+
+@shape_checked
 def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """``-sum p log q`` in nats, of the target's distribution p and the student's q."""
     return -jnp.sum(jax.nn.softmax(target_logits) * jax.nn.log_softmax(logits), axis=-1)

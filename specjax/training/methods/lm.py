@@ -37,5 +37,5 @@ class Lm(Method):
         """In nats. The end of a document is predicted like any other token."""
         labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
         logits = windows.logits(student, batch)
-        loss = losses.mean_over_positions(losses.cross_entropy(logits, labels), mask)
+        loss = losses.next_token(logits, labels, mask)
         return loss, {"loss": loss, "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask)}

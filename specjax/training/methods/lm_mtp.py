@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Target
+from specjax.models.transformer import Output, Target
 from specjax.training import losses
 from specjax.training.methods.base import Batch, Given, Method, Metrics
 from specjax.training.methods.module_loss import check_modules, module_loss
@@ -89,9 +89,7 @@ class LmMTP(Method):
     def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
         output = read(student.model, batch)
-        assert output.logits is not None
-        labels = batch["tokens"][:, 1:]
-        own = losses.mean_over_positions(losses.cross_entropy(output.logits, labels), batch["loss_mask"])
+        own = _own_loss(output, batch)
         ahead, metrics = module_loss(student.mtp, batch, student.model, output, "text")
         weight = jnp.where(batch["progress"] < self.falls_at, self.weight, self.final_weight)
         loss = own + weight * ahead
@@ -100,5 +98,10 @@ class LmMTP(Method):
     def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
         """``loss`` is the model's own: what the modules do for it is the question."""
         output = read(student.model, batch)
-        metrics = self.objective(student, batch, target)[1]
-        return {"loss": metrics["lm_loss"], **simulate_unrolled(student.mtp, batch, student.model, output)}
+        return {"loss": _own_loss(output, batch), **simulate_unrolled(student.mtp, batch, student.model, output)}
+
+
+def _own_loss(output: Output, batch: Batch) -> jax.Array:
+    """The model's, of the next token."""
+    assert output.logits is not None
+    return losses.next_token(output.logits, batch["tokens"][:, 1:], batch["loss_mask"])

@@ -39,12 +39,12 @@ def unroll(
     causal, place = document_mask(batch["segments"][:, :-1]), places(batch["segments"][:, :-1])
     run = jax.checkpoint(type(student).run, static_argnums=(6,)) if remat else type(student).run
     every = jnp.broadcast_to(jnp.arange(count), features.shape[:2])
+    embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :count])
     states, mask, new = features, causal, ()
     for module in range(student.modules):
         if module:
             states = jnp.pad(states, ((0, 0), (1, 0), (0, 0)))[:, :-1]
             mask = seen_by(module, place, causal)
-        embedded = student.embed(target, ahead(batch["tokens"], 1)[:, :count])
         states, new = run(student, states, embedded, every, mask, ((),) * student.sizes.num_layers, module)
         if module < steps:
             yield ahead(states, module)
