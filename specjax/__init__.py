@@ -5,7 +5,7 @@ D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
 from specjax.decoding.engine import Result, generate, stream
-from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, PromptLookup
+from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, MixtureOfAttentions, PromptLookup
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.pipeline import Generation, TextGenerator, load
@@ -26,6 +26,7 @@ __all__ = [
     "EarlyExit",
     "Generation",
     "Medusa",
+    "MixtureOfAttentions",
     "PromptLookup",
     "Result",
     "SampledTree",

@@ -128,13 +128,13 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
     # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
     cache, state = jax.lax.optimization_barrier((target.new_cache(batch, capacity), drafter.start(target, batch, capacity)))
 
-    def absorb(state: Any, tokens: jax.Array, following: jax.Array, output: Output, cache: KVCache, count: jax.Array) -> Any:
-        return drafter.absorb(target, state, Seen(tokens, following, output, count, cache))
+    def absorb(state: Any, *seen: Any) -> Any:
+        return drafter.absorb(target, state, Seen(*seen))
 
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
         output, new = target.score(tokens, taps=taps, with_logits=False)
         cache = cache.append(new, committed, after=output.hidden)
-        return cache, absorb(state, tokens, following, output, cache, committed)
+        return cache, absorb(state, tokens, following, output, new, committed, cache)
 
     chunks = -(-width // PREFILL_CHUNK)
 
@@ -146,9 +146,9 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         cache, state = carry
         tokens, following, number = part
         count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
-        output, written = target.forward(tokens, cache, count, taps=taps, with_logits=False)
-        assert written is not None
-        return (written, absorb(state, tokens, following, output, written, count)), None
+        output, new = target.score(tokens, cache, taps=taps, with_logits=False)
+        written = cache.append(new, count, after=output.hidden)
+        return (written, absorb(state, tokens, following, output, new, count, written)), None
 
     (cache, state), _ = jax.lax.scan(read, (cache, state), (split(tokens), split(following), jnp.arange(chunks)))
     return cache, state
@@ -214,6 +214,7 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
         following=scored.emitted,
         output=scored.output,
+        entries=scored.entries,
         count=verdict.count,
         cache=cache,
     )

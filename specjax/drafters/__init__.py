@@ -8,6 +8,7 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.grown import OnGrown
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
 from specjax.drafters.prompt_lookup import PromptLookup
 
@@ -20,6 +21,7 @@ __all__ = [
     "Eagle3",
     "EarlyExit",
     "Medusa",
+    "MixtureOfAttentions",
     "NoDraft",
     "OnGrown",
     "PromptLookup",

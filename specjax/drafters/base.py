@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from specjax import tree
 from specjax.draft import Draft, Verdict
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
+from specjax.models.cache import Entry, KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
@@ -24,6 +24,7 @@ class Seen:
         tokens: ``[B, T]``.
         following: ``[B, T]`` the token after each: the next of ``tokens``, and after the last the row's new root.
         output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``, no logits.
+        entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part.
         count: ``[B]`` how many of them count.
         cache: the target's, in which they are the newest ``count`` entries. To be read, not kept.
     """
@@ -31,6 +32,7 @@ class Seen:
     tokens: jax.Array
     following: jax.Array
     output: Output
+    entries: tuple[Entry, ...]
     count: jax.Array
     cache: KVCache
 

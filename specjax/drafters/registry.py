@@ -19,6 +19,7 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle3_checkpoint import is_eagle3
 from specjax.drafters.early_exit import EarlyExit
 from specjax.drafters.medusa import Medusa, is_medusa
+from specjax.drafters.mixture_of_attentions import MixtureOfAttentions, is_moa
 from specjax.drafters.mtp import MTP, is_mtp
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.errors import InputError
@@ -91,7 +92,7 @@ def _make_draft_model(request: Request) -> Drafter:
     return DraftModel.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
-def _make_trained(kind: type[Eagle | Eagle3 | MTP | Medusa], request: Request) -> Drafter:
+def _make_trained(kind: type[Eagle | Eagle3 | MTP | Medusa | MixtureOfAttentions], request: Request) -> Drafter:
     return kind.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
 
 
@@ -112,6 +113,11 @@ METHODS: dict[str, Method] = {
     "mtp": Method("mtp:DIRECTORY or mtp:OWNER/NAME", partial(_make_trained, MTP), recognises=is_mtp),
     "medusa": Method(
         "medusa:DIRECTORY or medusa:OWNER/NAME", partial(_make_trained, Medusa), recognises=lambda config, _: is_medusa(config)
+    ),
+    "moa": Method(
+        "moa:DIRECTORY or moa:OWNER/NAME",
+        partial(_make_trained, MixtureOfAttentions),
+        recognises=lambda config, _: is_moa(config),
     ),
     "draft-model": Method(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",

@@ -100,16 +100,22 @@ def attention(
         latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
-    def heads(name: str, count: int) -> jax.Array:
-        return linear(params, name, x).reshape(*x.shape[:2], count, config.head_dim)
-
-    q, k, v = heads("q", config.num_heads), heads("k", config.num_kv_heads), heads("v", config.num_kv_heads)
-    if config.qk_norm:
-        q = rms_norm(q, params["q_norm"], config.norm_eps)
-        k = rms_norm(k, params["k_norm"], config.norm_eps)
-    q, k = rotate(q, *rotations), rotate(k, *rotations).transpose(0, 2, 1, 3)
-    own = (k, v.transpose(0, 2, 1, 3))
+    q, own = queries(params, config, x, rotations), keys_values(params, config, x, rotations)
     return linear(params, "o", attend(q, [*past, (own, mask)])), own
+
+
+def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """``[B, T, heads, d]`` the rotated queries of ordinary attention, of states ``x [B, T, H]`` that have been normed."""
+    q = linear(params, "q", x).reshape(*x.shape[:2], config.num_heads, config.head_dim)
+    return rotate(rms_norm(q, params["q_norm"], config.norm_eps) if config.qk_norm else q, *rotations)
+
+
+def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> Entry:
+    """The rotated keys and the values, ``[B, kv_heads, T, d]`` each, of states ``x [B, T, H]`` that have been normed."""
+    shape = (*x.shape[:2], config.num_kv_heads, config.head_dim)
+    k, v = linear(params, "k", x).reshape(shape), linear(params, "v", x).reshape(shape)
+    k = rotate(rms_norm(k, params["k_norm"], config.norm_eps) if config.qk_norm else k, *rotations)
+    return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def decoder_layer(

@@ -78,7 +78,7 @@ def rotations(
 
 @shape_checked
 def rotate(
-    x: Float[Array, "B T heads d"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+    x: Float[Array, "B T heads d"], cos: Float[Array, "#B T 1 half"], sin: Float[Array, "#B T 1 half"]
 ) -> Float[Array, "B T heads d"]:
     """Turn each head's pairs ``(x_i, x_{i + d/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype."""
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)

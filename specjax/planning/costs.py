@@ -169,7 +169,14 @@ def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes
         hidden = target.config.hidden_size
         output = Output(logits=None, hidden=along_path(hidden), taps=along_path(taps, hidden))
         path = jnp.broadcast_to(draft.tokens[:, :1], verdict.path.shape)
-        seen = Seen(tokens=path, following=jnp.broadcast_to(newest, path.shape), output=output, count=one, cache=state.cache)
+        seen = Seen(
+            tokens=path,
+            following=jnp.broadcast_to(newest, path.shape),
+            output=output,
+            entries=target.new_scratch(batch, draft.depth + 1),
+            count=one,
+            cache=state.cache,
+        )
         return replace(
             state,
             tokens=append_tokens(state.tokens, state.lengths, newest, one),

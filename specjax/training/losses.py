@@ -34,6 +34,13 @@ def forward_kl(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V
 
 
 @shape_checked
+def smooth_l1(predicted: Float[Array, "B T H"], wanted: Float[Array, "B T H"]) -> Float[Array, "B T"]:
+    """SmoothL1 with beta 1, its mean over H: half the square of a difference below 1, and beyond it the difference less 1/2."""
+    size = jnp.abs(predicted.astype(jnp.float32) - wanted.astype(jnp.float32))
+    return jnp.mean(jnp.where(size < 1, 0.5 * size * size, size - 0.5), axis=-1)
+
+
+@shape_checked
 def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """The values where ``mask`` counts them, summed and divided by all B*T positions. For losses.
 

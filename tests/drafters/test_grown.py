@@ -5,17 +5,24 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.drafters import Eagle3, EarlyExit, OnGrown
+from specjax.drafters import Eagle3, EarlyExit, MixtureOfAttentions, OnGrown
 from specjax.errors import InputError
 from specjax.models.growth import grow
 from specjax.tree import Chain
 from tests.conftest import outputs, tiny_target
 
+SMALL = tiny_target()
+INNER = {
+    "features": Eagle3.init(SMALL, jax.random.key(0), Chain(3), taps=(0, 1, 2)),
+    "keys, values and the last layer": MixtureOfAttentions.init(SMALL, jax.random.key(0), Chain(3), tli=1),
+    "the first layer": EarlyExit(layers=1, draft=Chain(3)),
+}
 
-def test_it_drafts_as_on_the_small_target() -> None:
-    small = tiny_target()
+
+@pytest.mark.parametrize("reads", list(INNER))
+def test_it_drafts_as_on_the_small_target(reads) -> None:
+    small, inner = SMALL, INNER[reads]
     grown = grow(small, hidden_size=24, intermediate_size=32, num_layers=3)
-    inner = Eagle3.init(small, jax.random.key(0), Chain(3), taps=(0, 1, 2))
     prompts = np.array([[1, 4, 2, 4], [5, 9, 10, 3]])
     ours = specjax.generate(small, inner, prompts, max_new_tokens=24)
     theirs = specjax.generate(grown, OnGrown.of(inner, small), prompts, max_new_tokens=24)
@@ -29,5 +36,3 @@ def test_what_cannot_have_grown_is_refused() -> None:
     inner = Eagle3.init(small, jax.random.key(0), Chain(3))
     with pytest.raises(InputError, match="which cannot have grown from one of 16 and 11"):
         OnGrown.of(inner, small).check(tiny_target(hidden_size=8))
-    with pytest.raises(InputError, match="EarlyExit runs the target's layers, and these have grown"):
-        OnGrown.of(EarlyExit(layers=1), small)

@@ -12,9 +12,10 @@ from specjax.training.methods.hass import HassTraining
 from specjax.training.methods.lm import Lm
 from specjax.training.methods.lm_mtp import LmMTP
 from specjax.training.methods.medusa import MedusaTraining
+from specjax.training.methods.moa import MoATraining
 from specjax.training.methods.mtp import MTPTraining
 
-AnyMethod = Lm | Distill | Eagle1Training | HassTraining | Eagle3Training | MTPTraining | LmMTP | MedusaTraining
+AnyMethod = Lm | Distill | Eagle1Training | HassTraining | Eagle3Training | MTPTraining | LmMTP | MedusaTraining | MoATraining
 """The table of methods: what the section ``method`` of a configuration can be, told apart by its ``name``."""
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     "MTPTraining",
     "MedusaTraining",
     "Method",
+    "MoATraining",
 ]

@@ -8,7 +8,7 @@ from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.methods.ahead import counted, expected
 from specjax.training.methods.base import Batch, Metrics
-from specjax.training.methods.unrolling import smooth_l1, unroll
+from specjax.training.methods.unrolling import unroll
 from specjax.training.methods.windows import read
 
 
@@ -47,7 +47,7 @@ def feature_loss(
         mask = counted(batch, step)
         wanted, theirs = expected(output, step)
         ours = student.logits(target, states)
-        of_feature = losses.mean_over_positions(smooth_l1(states, wanted), mask)
+        of_feature = losses.mean_over_positions(losses.smooth_l1(states, wanted), mask)
         of_token = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
         loss = of_feature + token_weight * of_token
         if top_k_weight:

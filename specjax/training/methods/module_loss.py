@@ -20,12 +20,24 @@ def check_modules(modules: int, window: int) -> None:
 
 
 def module_loss(
-    student: MTP, batch: Batch, target: Target, output: Output, labels: Labels, *, remat: bool = False
+    student: MTP, batch: Batch, target: Target, output: Output, labels: Labels, *, steps: int = 0, remat: bool = False
 ) -> tuple[jax.Array, Metrics]:
-    """The mean of the modules' cross entropies, and each of them; ``output`` is the target's at the windows."""
-    states_of_modules = unroll(student, batch, target, output.hidden, student.modules, detach=False, remat=remat)
+    """The mean of the steps' cross entropies, and each of them.
+
+    Args:
+        student: the modules.
+        batch: the windows.
+        target: whose embedding and head they use.
+        output: the target's at the windows.
+        labels: what is predicted.
+        steps: how many tokens ahead; those beyond the modules are the last one's, which goes on with its own states. 0: as many
+            as there are modules.
+        remat: as in `unroll`.
+    """
+    last = student.modules - 1
+    states_by_step = unroll(student, batch, target, output.hidden, steps or student.modules, detach=False, remat=remat)
     each = [
-        prediction_loss(labels, output, batch, module, student.logits(target, states, module))
-        for module, states in enumerate(states_of_modules)
+        prediction_loss(labels, output, batch, step, student.logits(target, states, min(step, last)))
+        for step, states in enumerate(states_by_step)
     ]
-    return sum(each, jnp.zeros(())) / len(each), {f"loss_{module}": loss for module, loss in enumerate(each)}
+    return sum(each, jnp.zeros(())) / len(each), {f"loss_{step}": loss for step, loss in enumerate(each)}

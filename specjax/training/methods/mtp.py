@@ -5,6 +5,7 @@ from typing import Literal
 
 import jax
 
+from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.transformer import Target
 from specjax.training.methods.ahead import Labels
@@ -18,10 +19,14 @@ from specjax.training.methods.windows import read
 class MTPTraining(FeatureMethod):
     """The mean of the modules' cross entropies (equation 25 without its weight, which a frozen target has no use for).
 
+    With more ``steps`` than modules the last module also learns to go on with its own states, as it does in drafts that are
+    deeper than there are modules. For a single module this is FastMTP's training (Cai et al. 2025, arXiv 2509.18362).
+
     Attributes:
         name: the method.
         target: directory or hub id of the target.
         modules: how many, D.
+        steps: tokens ahead to learn; 0 is as many as there are modules.
         intermediate_size: of their MLPs; 0 is the target's.
         labels: the text's own tokens, as in the paper, or the target's distribution.
         remat: work inner values out again for the gradient, and keep fewer.
@@ -30,6 +35,7 @@ class MTPTraining(FeatureMethod):
     name: Literal["mtp"] = "mtp"
     target: str = ""
     modules: int = 1
+    steps: int = 0
     intermediate_size: int = 0
     labels: Labels = "text"
     remat: bool = False
@@ -37,6 +43,11 @@ class MTPTraining(FeatureMethod):
     def check(self, window: int) -> None:
         super().check(window)
         check_modules(self.modules, window)
+        if self.steps and not self.modules <= self.steps < window - 1:
+            raise ConfigError(
+                f"method.steps={self.steps}: must be 0, or from {self.modules}, the number of modules, to {window - 2}, which is "
+                "data.window less 2"
+            )
 
     def init(self, key: jax.Array, given: Given) -> MTP:
         return MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
@@ -44,5 +55,6 @@ class MTPTraining(FeatureMethod):
     def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
         assert target is not None
-        loss, metrics = module_loss(student, batch, target, read(target, batch), self.labels, remat=self.remat)
+        output = read(target, batch)
+        loss, metrics = module_loss(student, batch, target, output, self.labels, steps=self.steps, remat=self.remat)
         return loss, {"loss": loss, **metrics}

@@ -11,11 +11,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from specjax.drafters.features import FeatureDrafter, seen_by
 from specjax.models.transformer import Output, Target
-from specjax.shape_checks import shape_checked
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.methods.base import Batch, Method, Metrics
 from specjax.training.methods.windows import document_mask, read
@@ -85,10 +84,3 @@ def simulate_unrolled(student: FeatureDrafter, batch: Batch, target: Target, out
 def layer_sizes(intermediate_size: int) -> dict[str, Any]:
     """The sizes that a method's options override, as ``init`` of a `FeatureDrafter` takes them."""
     return {"intermediate_size": intermediate_size} if intermediate_size else {}
-
-
-@shape_checked
-def smooth_l1(predicted: Float[Array, "B T H"], wanted: Float[Array, "B T H"]) -> Float[Array, "B T"]:
-    """SmoothL1 with beta 1, its mean over H: half the square of a difference below 1, and beyond it the difference less 1/2."""
-    size = jnp.abs(predicted.astype(jnp.float32) - wanted.astype(jnp.float32))
-    return jnp.mean(jnp.where(size < 1, 0.5 * size * size, size - 0.5), axis=-1)

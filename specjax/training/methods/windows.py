@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training.methods.base import Batch
@@ -18,10 +19,15 @@ def document_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
     return jnp.tril(jnp.ones((count, count), bool)) & (segments[:, :, None] == segments[:, None, :])
 
 
-def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> Output:
-    """What ``model`` gives at each of the T inputs of ``batch``; ``taps`` as in `Target.forward`."""
+def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, tuple[Entry, ...]]:
+    """What ``model`` gives at each of the T inputs of ``batch``, and what its layers remember of them; see `Target.score`."""
     mask = document_mask(batch["segments"][:, :-1])
-    return model.forward(batch["tokens"][:, :-1], mask=mask, taps=taps)[0]
+    return model.score(batch["tokens"][:, :-1], mask=mask, taps=taps)
+
+
+def read(model: Target, batch: Batch, taps: Sequence[int] = ()) -> Output:
+    """What ``model`` gives at each of the T inputs of ``batch``."""
+    return score(model, batch, taps)[0]
 
 
 def logits(model: Target, batch: Batch) -> jax.Array:

@@ -1,0 +1,444 @@
+"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): drafts from all that the target remembers of a text.
+
+Of each token that the target has read, its layers remember keys and values. *Layer self-attention* (LSA) makes one summary of
+them, once for each token. While it drafts, the drafter reads its own tokens with *self-attention* (SA), and looks at the
+summaries with *cross-attention* (CA). So it needs nothing new from the target, however long it drafts, and it is trained on
+just what it will see. With *target layer inference* (TLI) the target's own last layers finish what it has begun.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+
+from specjax.draft import Draft
+from specjax.drafters.base import Drafter, Seen, check_mesh
+from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.features import layer_like
+from specjax.errors import InputError
+from specjax.models import checkpoint, huggingface
+from specjax.models import params as declarations
+from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.config import ModelConfig, Rope
+from specjax.models.fields import CheckpointError, check_fields, mapping, read_json, whole
+from specjax.models.layers import Piece, attend, decoder_layer, keys_values, linear, mlp, queries, rms_norm
+from specjax.models.params import Param, Params, matrix
+from specjax.models.rope import rotations
+from specjax.models.transformer import Output, Target, default_dtype
+from specjax.sampling import RowSampling
+from specjax.tree import DynamicTree, Shape
+
+DEFAULT_DRAFT = DynamicTree(top_k=8, depth=6, nodes=63)
+"""The authors' tree: 62 drafted nodes, and the root."""
+
+
+@dataclass(frozen=True)
+class MoAConfig:
+    """The shape of a `MixtureOfAttentions`.
+
+    Attributes:
+        layer: of the blocks of self-attention and cross-attention; ``vocab_size`` and ``hidden_size`` are the target's.
+        target_layers: layers of the target, L.
+        target_kv_heads: heads of their keys, and of their values.
+        target_head_dim: numbers in each.
+        lsa: the block of layer self-attention, whose ``hidden_size`` is that of a layer's keys and values together. None: there
+            is none, and the summary of a token is the target's last hidden state.
+        tli: how many of the target's last layers finish a prediction.
+    """
+
+    layer: ModelConfig
+    target_layers: int
+    target_kv_heads: int
+    target_head_dim: int
+    lsa: ModelConfig | None
+    tli: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tli < self.target_layers:
+            raise InputError(f"tli={self.tli}: the target has {self.target_layers} layers; give 0 to one less")
+        if self.lsa is not None and self.lsa.hidden_size != self.entry_size:
+            raise InputError(
+                f"layer self-attention of hidden size {self.lsa.hidden_size}: the target's layers remember {self.entry_size} "
+                "numbers of a token, and it must have as many"
+            )
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that a layer of the target remembers of a token: its keys and values."""
+        return 2 * self.target_kv_heads * self.target_head_dim
+
+    @property
+    def cross_layer(self) -> ModelConfig:
+        """The block of cross-attention: as ``layer``, but its positions are never stretched."""
+        return replace(self.layer, rope=Rope(theta=self.layer.rope.theta))
+
+    @property
+    def tli_layers(self) -> tuple[int, int]:
+        """The target's layers that finish a prediction, as `Target.run` takes them."""
+        return self.target_layers - self.tli, self.target_layers
+
+
+def declare(config: MoAConfig) -> Params:
+    """The `Param` declarations, named as the authors name them."""
+    tree: Params = {
+        "self_attention": declarations.declare_layer(config.layer, "self_attention."),
+        "cross_attention": declarations.declare_layer(config.cross_layer, "cross_attention."),
+    }
+    if config.lsa is not None:
+        tree["layer_self_attention"] = declarations.declare_layer(config.lsa, "layer_self_attention.")
+        tree["ekv2e"] = matrix("Ekv2E", (config.entry_size, None), (config.layer.hidden_size, None))
+        tree["ekv2e_bias"] = Param((config.layer.hidden_size,), (None,), "Ekv2E.bias", "zeros")
+    return tree
+
+
+def is_moa(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a `MixtureOfAttentions`."""
+    return "moa_config" in raw
+
+
+_FIELDS = {
+    "target_layer_inference": whole(0, 10_000, default=0),
+    "target_num_hidden_layers": whole(1, 10_000),
+    "target_num_key_value_heads": whole(1, 10_000),
+    "target_head_dim": whole(1, 100_000),
+    "layer_self_attention": mapping(default=None),
+}
+_LSA_FIELDS = {
+    "intermediate_size": whole(1, 10_000_000),
+    "num_attention_heads": whole(1, 10_000),
+    "num_key_value_heads": whole(1, 10_000),
+}
+
+
+def _read_config(directory: Path) -> MoAConfig:
+    file = directory / "config.json"
+    raw = read_json(file)
+    outer = check_fields(raw, {"moa_config": mapping()}, str(file))["moa_config"]
+    fields = check_fields(outer, _FIELDS, f"{file}: moa_config")
+    layer = huggingface.with_switches(
+        huggingface.parse_config(raw, str(file)), checkpoint.stored_names(directory), "self_attention."
+    )
+    entry_size, lsa = 2 * fields["target_num_key_value_heads"] * fields["target_head_dim"], None
+    try:
+        if fields["layer_self_attention"] is not None:
+            where = f"{file}: moa_config.layer_self_attention"
+            sizes = check_fields(fields["layer_self_attention"], _LSA_FIELDS, where)
+            lsa = _lsa_layer(
+                layer,
+                entry_size,
+                heads=sizes["num_attention_heads"],
+                kv_heads=sizes["num_key_value_heads"],
+                intermediate_size=sizes["intermediate_size"],
+            )
+        return MoAConfig(
+            layer=layer,
+            target_layers=fields["target_num_hidden_layers"],
+            target_kv_heads=fields["target_num_key_value_heads"],
+            target_head_dim=fields["target_head_dim"],
+            lsa=lsa,
+            tli=fields["target_layer_inference"],
+        )
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+
+
+def _lsa_layer(layer: ModelConfig, entry_size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
+    if entry_size % heads:
+        raise InputError(f"num_attention_heads={heads} of layer self-attention: does not divide {entry_size}, its hidden size")
+    return layer_like(
+        layer,
+        hidden_size=entry_size,
+        head_dim=entry_size // heads,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        intermediate_size=intermediate_size,
+        rope=Rope(theta=layer.rope.theta),
+    )
+
+
+def _default_lsa(target: ModelConfig, layer: ModelConfig) -> ModelConfig:
+    """The target's numbers of heads, or as many as divide the size of its keys and values into heads of an even size; an MLP of
+    1.5 times that size. For Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072."""
+    entry_size = 2 * target.num_kv_heads * target.head_dim
+    heads = max(count for count in range(1, target.num_heads + 1) if entry_size % (2 * count) == 0)
+    kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
+    return _lsa_layer(layer, entry_size, heads, kv_heads, entry_size * 3 // 2)
+
+
+def _default_sizes(target: ModelConfig) -> dict[str, int]:
+    """Of self-attention and cross-attention: half of the target's key and value heads, and 3/7 of its MLP, in whole eights. For
+    Llama-3-8B that is the authors': 4 and 6144."""
+    kv_heads = max(count for count in range(1, max(target.num_kv_heads // 2, 1) + 1) if target.num_heads % count == 0)
+    return {"num_kv_heads": kv_heads, "intermediate_size": max(target.intermediate_size * 3 // 7 // 8, 1) * 8}
+
+
+@struct.dataclass
+class MixtureOfAttentions(Drafter):
+    """Reads drafted tokens with self-attention, and the summaries of verified ones with cross-attention.
+
+    The drafted token at position i is predicted from the token at i - 1: no pair of two positions is read, as EAGLE does. The
+    newest token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before
+    the root, and of the root and what is drafted below it the embeddings alone.
+
+    Attributes:
+        params: its own parameters (see `declare`). Embedding, final norm and head are the target's.
+        config: its shape.
+        draft: the shape of its drafts.
+        mesh: where the params live.
+    """
+
+    params: Params
+    config: MoAConfig = struct.field(pytree_node=False)
+    draft: Shape = struct.field(pytree_node=False, default=DEFAULT_DRAFT)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    grows_trees: ClassVar[bool] = True
+    reads_cache: ClassVar[bool] = True
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, draft: Shape = DEFAULT_DRAFT, dtype: Any = None, mesh: Mesh | None = None
+    ) -> "MixtureOfAttentions":
+        """Load what ``save_pretrained`` wrote; the tensors have the authors' names.
+
+        Args:
+            path: directory, or hub id, with config.json and safetensors.
+            draft: the shape of its drafts.
+            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
+            mesh: the target's.
+
+        Raises:
+            CheckpointError: a file, a field or a tensor is not as it must be.
+        """
+        directory = huggingface.locate(path)
+        config = _read_config(directory)
+        params = checkpoint.read(
+            directory,
+            declare(config),
+            dtype or default_dtype(),
+            what="a Mixture of Attentions drafter with this config.json",
+            ignored=("*rotary_emb.inv_freq",),
+            mesh=mesh,
+            units=config.layer.axis_units,
+        )
+        return cls(params=params, config=config, draft=draft, mesh=mesh)
+
+    @classmethod
+    def init(
+        cls,
+        target: Target,
+        key: jax.Array,
+        draft: Shape = DEFAULT_DRAFT,
+        *,
+        tli: int = 0,
+        layer_attention: bool = True,
+        **sizes: Any,
+    ) -> "MixtureOfAttentions":
+        """A drafter for ``target`` with random weights; consumes ``key``.
+
+        Args:
+            target: with ordinary attention.
+            key: of the random weights.
+            draft: the shape of its drafts.
+            tli: how many of the target's last layers finish a prediction.
+            layer_attention: whether it has layer self-attention; without it the target's last hidden state is the summary.
+            sizes: fields of the `ModelConfig` of its two blocks.
+        """
+        of_target = target.config
+        _check_attention(of_target)
+        layer = layer_like(of_target, **(_default_sizes(of_target) | sizes))
+        config = MoAConfig(
+            layer=layer,
+            target_layers=of_target.num_layers,
+            target_kv_heads=of_target.num_kv_heads,
+            target_head_dim=of_target.head_dim,
+            lsa=_default_lsa(of_target, layer) if layer_attention else None,
+            tli=tli,
+        )
+        params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
+        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+
+    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+        """Write its own parameters, in ``dtype`` (by default their own). All of it or nothing."""
+        config, lsa = self.config, self.config.lsa
+        own: dict[str, Any] = {
+            "target_layer_inference": config.tli,
+            "target_num_hidden_layers": config.target_layers,
+            "target_num_key_value_heads": config.target_kv_heads,
+            "target_head_dim": config.target_head_dim,
+        }
+        if lsa is not None:
+            own["layer_self_attention"] = {
+                "intermediate_size": lsa.intermediate_size,
+                "num_attention_heads": lsa.num_heads,
+                "num_key_value_heads": lsa.num_kv_heads,
+            }
+        content = huggingface.format_config(config.layer, checkpoint.float_type(dtype or self._dtype).name)
+        content |= {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
+        checkpoint.write(Path(path), declare(config), self.params, {"config.json": content}, dtype)
+
+    def check(self, target: Target) -> None:
+        _check_attention(target.config)
+        own = (
+            self.config.layer.vocab_size,
+            self.config.layer.hidden_size,
+            self.config.target_layers,
+            self.config.target_kv_heads,
+            self.config.target_head_dim,
+        )
+        sizes = target.config
+        theirs = (sizes.vocab_size, sizes.hidden_size, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
+        if own != theirs:
+            raise InputError(
+                "drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers, key/value "
+                f"heads, head size) {own}, and target has {theirs}: give the target that it was trained with"
+            )
+        self.draft.check(self.config.layer.vocab_size)
+        check_mesh(self.mesh, target)
+
+    # --- its parts ---
+
+    def summarise(self, output: Output, entries: Sequence[Entry]) -> jax.Array:
+        """``[B, T, H]`` a summary of each token that the target has read.
+
+        Args:
+            output: the target's at the T tokens.
+            entries: what each of its layers remembers of them, ``[B, kv_heads, T, d]`` each part.
+        """
+        if self.config.lsa is None:
+            return output.hidden
+        return linear(self.params, "ekv2e", self.mean_over_layers(entries))
+
+    def mean_over_layers(self, entries: Sequence[Entry]) -> jax.Array:
+        """``[B, T, E]`` the mean over the layers of what layer self-attention makes of each token's keys and values; E is the size
+        of both of a layer. Each token is read alone, and its layers see each other. ``entries`` as in `summarise`."""
+        lsa = self.config.lsa
+        assert lsa is not None
+        # By head the key, then the value: [B, kv_heads, T, 2d] of each layer -> [B, T, L, E].
+        joined = jnp.stack([jnp.concatenate(entry, axis=-1) for entry in entries], axis=2)
+        batch, _, layers, count, _ = joined.shape
+        x = joined.transpose(0, 3, 2, 1, 4).reshape(batch * count, layers, -1).astype(self._dtype)
+        turn = rotations(lsa.rope, lsa.head_dim, jnp.arange(layers)[None])
+        every = jnp.ones((1, layers, layers), bool)
+        x, _ = decoder_layer(self.params["layer_self_attention"], lsa, x, turn, every, mesh=self.mesh)
+        return jnp.mean(x, axis=1).reshape(batch, count, -1)
+
+    def remember_tokens(self, embedded: jax.Array, positions: jax.Array) -> Entry:
+        """What self-attention remembers of tokens with embeddings ``[B, T, H]`` at ``positions [B, T]``."""
+        return self._remember(self.config.layer, "self_attention", embedded, positions)
+
+    def remember_summaries(self, summaries: jax.Array, positions: jax.Array) -> Entry:
+        """What cross-attention remembers of summaries ``[B, T, H]`` at ``positions [B, T]``."""
+        return self._remember(self.config.cross_layer, "cross_attention", summaries, positions)
+
+    def _remember(self, config: ModelConfig, name: str, x: jax.Array, positions: jax.Array) -> Entry:
+        own, turn = self.params[name], rotations(config.rope, config.head_dim, positions)
+        return keys_values(own, config, rms_norm(x, own["input_norm"], config.norm_eps), turn)
+
+    def self_attend(
+        self, embedded: jax.Array, positions: jax.Array, mask: jax.Array | None, past: Sequence[Piece] = ()
+    ) -> tuple[jax.Array, Entry]:
+        """Self-attention over embedded tokens: the states ``[B, T, H]``, and what is to be remembered; see `decoder_layer`."""
+        layer = self.config.layer
+        turn = rotations(layer.rope, layer.head_dim, positions)
+        return decoder_layer(self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh)
+
+    def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
+        """``[B, T, H]`` states ``x`` after cross-attention to ``summaries``, as `remember_summaries` made them and as each query sees them.
+
+        Where a query sees none, at the beginning of a text, it is given zeros.
+        """
+        config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.layer.norm_eps
+        turn = rotations(config.rope, config.head_dim, positions)
+        entry, visible = summaries
+        assert visible is not None
+        attended = attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [(entry, visible)])
+        x = x + linear(own, "o", jnp.where(jnp.any(visible, axis=-1, keepdims=True), attended, 0))
+        return x + mlp(own, rms_norm(x, own["post_norm"], eps))
+
+    def finish(self, target: Target, x: jax.Array, **verified: Any) -> tuple[jax.Array, tuple[Entry, ...]]:
+        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave.
+
+        Args:
+            target: the target.
+            x: the states.
+            verified: what the layers see, as in `Target.run`.
+
+        Returns:
+            ``[B, T, H]`` what the target's head reads, and the layers' entries of the T tokens.
+        """
+        if not self.config.tli:
+            return x, ()
+        x, _, new = target.run(x, layers=self.config.tli_layers, **verified)
+        return target.norm(x), new
+
+    # --- the contract ---
+
+    def start(self, target: Target, batch: int, capacity: int) -> KVCache:
+        """What self-attention and cross-attention remember of the tokens that the target has read."""
+        parts = self.config.layer.entry_parts
+        return KVCache.create(parts, layers=2, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+
+    def absorb(self, target: Target, state: KVCache, seen: Seen) -> KVCache:
+        positions = state.length[:, None] + jnp.arange(seen.tokens.shape[1])[None]
+        summaries = self.summarise(seen.output, seen.entries)
+        of_tokens = self.remember_tokens(target.embed(seen.tokens), positions)
+        return state.append((of_tokens, self.remember_summaries(summaries, positions)), seen.count, after=summaries)
+
+    def propose(
+        self,
+        target: Target,
+        state: KVCache,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+        cache: KVCache | None = None,
+    ) -> tuple[Draft, KVCache]:
+        assert cache is not None
+        committed, verified = state.committed[:, None], cache.of_layers(*self.config.tli_layers)
+
+        def read(
+            tokens: jax.Array, depth: Any, seen: jax.Array, scratch: tuple[Entry, ...]
+        ) -> tuple[jax.Array, tuple[Entry, ...]]:
+            """Tokens ``[B, F]`` of one depth: the logits after each, and the new entries."""
+            positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
+            past = [(state.layers[0], committed), (scratch[0], seen)]
+            x, own = self.self_attend(target.embed(tokens), positions, None, past)
+            x = self.cross_attend(x, positions, (state.layers[1], committed))
+            alone = np.eye(tokens.shape[1], dtype=bool)[None]
+            hidden, new = self.finish(target, x, cache=verified, positions=positions, mask=alone, scratch=(scratch[1:], seen))
+            return target.head(hidden), (own, *new)
+
+        def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
+            below_root = jnp.pad(frontier.seen, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            logits, new = read(frontier.tokens, frontier.depth, below_root, scratch)
+            return logits, place_entries(scratch, new, 1 + frontier.offset)
+
+        # The root has the first slot of the scratch.
+        batch, slots = root.shape[0], 1 + self.draft.read_slots
+        own = empty_entries(
+            self.config.layer.entry_parts, layers=1, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
+        )
+        scratch = own + target.new_scratch(batch, slots, self.config.tli_layers)
+        logits, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
+        scratch = place_entries(scratch, new, 0)
+        draft, _, _ = expand(self.draft, read_frontier, logits[:, 0], scratch, root, sampling, keys, active)
+        return draft, state
+
+    @property
+    def _dtype(self) -> Any:
+        return self.params["self_attention"]["input_norm"].dtype
+
+
+def _check_attention(config: ModelConfig) -> None:
+    if config.mla is not None:
+        raise InputError(
+            "target: a Mixture of Attentions reads keys and values, and this target remembers latents (MLA): give one with "
+            "ordinary attention"
+        )

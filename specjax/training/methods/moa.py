@@ -1,0 +1,185 @@
+"""Mixture of Attentions (Zimmer et al. 2024, arXiv 2410.03804): trained on what it will see, in one pass.
+
+While it drafts, the drafter sees summaries of the tokens before the root, and none of the root and of what it has drafted. So a
+window is cut into blocks, as if each were a draft: the first token of a block is its root. A token sees the summaries of the
+tokens before its block, and with self-attention all tokens before it. One pass over the window trains drafts of all lengths up
+to a block's, where EAGLE-3 and HASS read the window anew for every drafted token.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from specjax.config import ConfigError
+from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
+from specjax.models.cache import Entry
+from specjax.models.transformer import Output, Target
+from specjax.shape_checks import shape_checked
+from specjax.training import losses
+from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
+from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.windows import document_mask, score
+
+
+@dataclass(frozen=True)
+class MoATraining(Method):
+    """Cross entropy to the target's distribution, and SmoothL1 to the states that the target comes to itself.
+
+    Attributes:
+        name: the method.
+        target: directory or hub id of the target.
+        tli: how many of the target's last layers finish a prediction (target layer inference).
+        layer_attention: whether it has layer self-attention; without it the target's last hidden state is a token's summary.
+        intermediate_size: of its MLPs; 0 is 3/7 of the target's.
+        shortest_block: tokens of a block, at least; the length is drawn for each window.
+        longest_block: at most.
+        staircase_until: share of the training in which some windows hide the tokens before the block from self-attention, too:
+            all of them at the beginning, and ever fewer. So the summaries are learnt to be used.
+        token_weight: of the cross entropy.
+        feature_weight: of SmoothL1.
+        remat: work inner values out again for the gradient, and keep fewer.
+    """
+
+    name: Literal["moa"] = "moa"
+    target: str = ""
+    tli: int = 0
+    layer_attention: bool = True
+    intermediate_size: int = 0
+    shortest_block: int = 6
+    longest_block: int = 14
+    staircase_until: float = 0.5
+    token_weight: float = 1.0
+    feature_weight: float = 0.1
+    remat: bool = False
+    best_by: ClassVar[str] = "acceptance_length"
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if not 1 <= self.shortest_block <= self.longest_block <= window:
+            raise ConfigError(
+                f"method.shortest_block={self.shortest_block}, method.longest_block={self.longest_block}: must be from 1 to "
+                f"data.window={window}, and the longest no shorter than the shortest"
+            )
+        if not 0 <= self.staircase_until <= 1:
+            raise ConfigError(f"method.staircase_until={self.staircase_until}: must be a share of the training, from 0 to 1")
+        if self.tli < 0 or self.intermediate_size < 0:
+            raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
+
+    def init(self, key: jax.Array, given: Given) -> MixtureOfAttentions:
+        sizes = {"intermediate_size": self.intermediate_size} if self.intermediate_size else {}
+        return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, layer_attention=self.layer_attention, **sizes)
+
+    def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """In nats. With target layer inference the states that enter the target's last layers are compared, too."""
+        assert target is not None
+        first = student.config.tli_layers[0]
+        output, entries = score(target, batch, taps=(first,) if self.tli else ())
+        assert output.logits is not None
+        length_key, staircase_key = jax.random.split(batch["key"])
+        rows = batch["tokens"].shape[0]
+        length = jax.random.randint(length_key, (rows,), self.shortest_block, self.longest_block + 1)
+        hidden_share = jnp.maximum(1 - batch["progress"] / max(self.staircase_until, 1e-6), 0)
+        staircase = jax.random.uniform(staircase_key, (rows,)) < hidden_share
+        forward = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
+        hidden, begun = forward(student, batch, target, output, entries, block_starts(batch, length), staircase)
+        mask = batch["loss_mask"]
+        token = losses.mean_over_positions(losses.soft_cross_entropy(output.logits, target.head(hidden)), mask)
+        feature = losses.mean_over_positions(losses.smooth_l1(hidden, output.hidden), mask)
+        if self.tli:
+            feature += losses.mean_over_positions(losses.smooth_l1(begun, output.taps[:, :, 0]), mask)
+        loss = self.token_weight * token + self.feature_weight * feature
+        return loss, {"loss": loss, "token_loss": token, "feature_loss": feature}
+
+    def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> Metrics:
+        assert target is not None
+        output, entries = score(target, batch)
+        states = draft_everywhere(student, batch, target, output, entries, SIMULATED_STEPS)
+        # Of the draft whose root is at t + 1, `simulate` has the predictions at t.
+        return simulate(output, batch, (ahead(target.head(hidden), 1) for hidden in states))
+
+
+@shape_checked
+def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
+    """Where the block of each token begins.
+
+    Blocks have ``length`` tokens, and end with their document. Every token of a prompt, which is read and not drafted, is a
+    block of its own: where a label is under the mask, its token is one that was answered.
+    """
+    segments, mask = batch["segments"][:, :-1], batch["loss_mask"]
+    index = jnp.arange(segments.shape[1])[None]
+    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    is_prompt = jnp.pad(~mask[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    begins = is_first | is_prompt | (index % length[:, None] == 0)
+    return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+@shape_checked
+def block_masks(segments: Int[Array, "B T"], starts: Int[Array, "B T"]) -> tuple[Bool[Array, "B T T"], Bool[Array, "B T T"]]:
+    """Which tokens of its document lie before each token's block, and which in its block up to itself."""
+    seen = document_mask(segments)
+    before = jnp.arange(segments.shape[1])[None, None] < starts[:, :, None]
+    return seen & before, seen & ~before
+
+
+def draft_blocks(
+    student: MixtureOfAttentions,
+    batch: Batch,
+    target: Target,
+    output: Output,
+    entries: tuple[Entry, ...],
+    starts: jax.Array,
+    staircase: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Predictions at every token of the windows, each as in a draft whose root is the first token of its block.
+
+    Args:
+        student: the drafter.
+        batch: the windows.
+        target: the target.
+        output: its output at the windows.
+        entries: what its layers remember of them.
+        starts: see `block_starts`.
+        staircase: ``[B]`` bool, windows in which self-attention sees the block alone.
+
+    Returns:
+        ``[B, T, H]`` what the target's head reads, and the states after cross-attention.
+    """
+    segments = batch["segments"][:, :-1]
+    verified, drafted = block_masks(segments, starts)
+    positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    summaries = student.remember_summaries(student.summarise(output, entries), positions)
+    seen_by_self = drafted | (verified & ~staircase[:, None, None])
+    x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, seen_by_self)
+    begun = student.cross_attend(x, positions, (summaries, verified))
+    first, last = student.config.tli_layers
+    hidden, _ = student.finish(target, begun, positions=positions, mask=drafted, scratch=(entries[first:last], verified))
+    return hidden, begun
+
+
+def draft_everywhere(
+    student: MixtureOfAttentions, batch: Batch, target: Target, output: Output, entries: tuple[Entry, ...], steps: int
+) -> Iterator[jax.Array]:
+    """Chains from every token of the windows at once, along the text: ``[B, T, H]`` of each step, what the target's head reads.
+
+    At step k the draft whose root is at t predicts the token at t + k + 1.
+    """
+    segments = batch["segments"][:, :-1]
+    count = segments.shape[1]
+    index = jnp.broadcast_to(jnp.arange(count), segments.shape)
+    verified = block_masks(segments, index)[0]
+    summaries = student.remember_summaries(student.summarise(output, entries), index)
+    states, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), index, document_mask(segments))
+    first, last = student.config.tli_layers
+    seen, kept = verified, entries[first:last]
+    alone = jnp.broadcast_to(jnp.eye(count, dtype=bool), verified.shape)
+    for step in range(steps):
+        positions = index + step
+        begun = student.cross_attend(ahead(states, step), positions, (summaries, verified))
+        hidden, new = student.finish(target, begun, positions=positions, mask=alone, scratch=(kept, seen))
+        yield hidden
+        kept = jax.tree.map(lambda before, own: jnp.concatenate([before, own], axis=2), kept, new)
+        seen = jnp.concatenate([seen, alone], axis=2)

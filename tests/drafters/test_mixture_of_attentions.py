@@ -1,0 +1,379 @@
+"""Mixture of Attentions: its parts and its drafts against numpy, its masks against their definition, its training against drafting."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.config import ConfigError
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import MixtureOfAttentions
+from specjax.drafters.registry import load_drafter
+from specjax.errors import InputError
+from specjax.models.config import MLA, ModelConfig, Rope
+from specjax.models.fields import CheckpointError
+from specjax.sampling import Sampling
+from specjax.training.methods import Given, MoATraining
+from specjax.training.methods.moa import block_starts, draft_blocks, draft_everywhere
+from specjax.training.methods.windows import score
+from specjax.tree import Chain, DynamicTree, StaticTree
+from tests.conftest import tiny_config, tiny_target
+from tests.training.test_methods import batch_of
+
+STRETCHED = Rope(theta=100.0, kind="linear", factor=4.0, original_max_positions=512)
+
+
+def target_of(**changes):
+    return tiny_target(num_layers=3, rope=STRETCHED, **changes)
+
+
+def strong(target, **options) -> MixtureOfAttentions:
+    """Weights so large that every key, position and state matters; norms and biases that differ from one and zero."""
+    drafter = MixtureOfAttentions.init(target, jax.random.key(3), Chain(4), **options)
+    rng = np.random.default_rng(0)
+
+    def larger(leaf: jax.Array) -> jax.Array:
+        return leaf * 12 if leaf.ndim == 2 else jnp.asarray(leaf + rng.uniform(0.1, 0.5, leaf.shape), leaf.dtype)
+
+    return drafter.replace(params=jax.tree.map(larger, drafter.params))
+
+
+# --- an oracle in numpy: one token at a time, one head at a time ---
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def turn(x: np.ndarray, position: float, rope: Rope) -> np.ndarray:
+    """One head at one position."""
+    half = len(x) // 2
+    angle = position / (rope.factor if rope.kind == "linear" else 1) * rope.theta ** (-np.arange(half) / half)
+    a, b = x[:half], x[half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
+
+
+def block(params, config: ModelConfig, x, position: int, past: list[tuple[np.ndarray, int]], itself: bool = True) -> np.ndarray:
+    """A Llama block at one token, of which ``past`` lists the states that its keys and values are made of, and their positions."""
+    sources = [*past, (x, position)] if itself else past
+    normed = [(rms(state, params["input_norm"], config.norm_eps), at) for state, at in sources]
+    query = rms(x, params["input_norm"], config.norm_eps) @ params["q"]
+    size, group, attended = config.head_dim, config.num_heads // config.num_kv_heads, []
+    for head in range(config.num_heads):
+        here = slice(head // group * size, (head // group + 1) * size)
+        q = turn(query[head * size : (head + 1) * size], position, config.rope)
+        keys = [turn((state @ params["k"])[here], at, config.rope) for state, at in normed]
+        values = [(state @ params["v"])[here] for state, _ in normed]
+        scores = np.array([q @ key for key in keys]) / np.sqrt(size)
+        weights = np.exp(scores - scores.max()) if len(scores) else scores
+        attended.append(weights / weights.sum() @ np.array(values) if len(scores) else np.zeros(size))
+    x = x + np.concatenate(attended) @ params["o"]
+    y = rms(x, params["post_norm"], config.norm_eps)
+    gate = y @ params["gate"]
+    return x + (gate / (1 + np.exp(-gate)) * (y @ params["up"])) @ params["down"]
+
+
+def slow_summary(drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Of one token, whose keys and values ``[kv_heads, d]`` each layer remembers."""
+    config, params = drafter.config.lsa, numbers(drafter)
+    assert config is not None
+    x = [np.concatenate([part for head in zip(*layer, strict=True) for part in head]) for layer in layers]
+    seen = []
+    for i, state in enumerate(x):
+        others = [(other, j) for j, other in enumerate(x) if j != i]
+        seen.append(block(params["layer_self_attention"], config, state, i, others))
+    return np.mean(seen, axis=0) @ params["ekv2e"] + params["ekv2e_bias"]
+
+
+def slow_chain(drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int]) -> np.ndarray:
+    """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``."""
+    params, config = numbers(drafter), drafter.config
+    root = len(text) - 1
+    entries = target.score(np.array([text]))[1] if root else ()
+    hidden = np.asarray(target.score(np.array([text]))[0].hidden[0], np.float64)
+    embeddings = np.asarray(target.params["embed"], np.float64)
+    summaries = []
+    for t in range(root):
+        layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
+        summaries.append((slow_summary(drafter, layers) if config.lsa is not None else hidden[t], t))
+    read, below, expected = text[:root], [], []
+    for position, token in enumerate(text[root:] + drafted, start=root):
+        past = [(embeddings[other], at) for at, other in enumerate(read)]
+        x = block(params["self_attention"], config.layer, embeddings[token], position, past)
+        x = block(params["cross_attention"], config.cross_layer, x, position, summaries, itself=False)
+        read = [*read, token]
+        if config.tli:  # all of the draft again, behind the verified tokens' own keys and values
+            below.append(x)
+            first, last = config.tli_layers
+            rows = jnp.asarray(np.array(below), jnp.float32)[None]
+            kept = tuple(jax.tree.map(lambda part: part[:, :, :root], entries[first:last]))
+            at = jnp.arange(root, root + len(below))[None]
+            scratch = (kept, jnp.ones((1, len(below), root), bool)) if root else None
+            x = target.norm(target.run(rows, layers=(first, last), positions=at, scratch=scratch)[0])[0, -1]
+        expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
+    return np.array(expected)
+
+
+def numbers(drafter):
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), drafter.params)
+
+
+VARIANTS = {
+    "plain": {},
+    "tli": {"tli": 2},
+    "no lsa": {"layer_attention": False},
+    "no lsa, tli": {"layer_attention": False, "tli": 1},
+}
+
+
+@pytest.mark.parametrize("name", ["plain", "tli", "no lsa"])
+def test_drafts_are_those_of_the_definition(name) -> None:
+    """Prompts of different lengths, one of a single token, and accepted tokens in between."""
+    target = target_of()
+    drafter = strong(target, **VARIANTS[name])
+    prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, prompts, np.array([5, 2, 1]), options)
+    propose, advance = jax.jit(engine.propose_step), jax.jit(engine.advance)
+    for step in range(3):
+        draft, drafting = propose(target, drafter, state)
+        for row in range(3):
+            text = np.asarray(state.tokens[row, : int(state.lengths[row])]).tolist()
+            drafted = np.asarray(draft.tokens[row, 1:]).tolist()
+            expected = slow_chain(drafter, target, text, drafted[:-1]).argmax(-1).tolist()
+            assert drafted == expected, (step, row)
+        state, _ = advance(target, drafter, drafting, draft)
+
+
+@pytest.mark.parametrize("shape", [StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0))), DynamicTree(3, 3, 9)])
+def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
+    target = target_of()
+    drafter = strong(target, tli=1).replace(draft=shape)
+    text = [1, 4, 2, 4, 2]
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, np.array([text]), None, options)
+    draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
+    parents, tokens = np.asarray(draft.parents).reshape(-1), np.asarray(draft.tokens[0])
+    for parent in set(parents[1:].tolist()):
+        path, node = [], parent
+        while node > 0:
+            path, node = [int(tokens[node]), *path], parents[node]
+        children = {int(tokens[child]) for child in np.flatnonzero(parents == parent)}
+        logits = slow_chain(drafter, target, text, path)[-1]
+        assert children == set(np.argsort(-logits)[: len(children)].tolist()), parent
+
+
+def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> None:
+    """Drafting never runs layer self-attention: it is not in the program of `propose_step`."""
+    target, ran = target_of(), []
+    drafter = strong(target)
+    original = MixtureOfAttentions.mean_over_layers
+
+    def counting(self, entries):
+        ran.append(entries[0][0].shape[2])
+        return original(self, entries)
+
+    monkeypatch.setattr(MixtureOfAttentions, "mean_over_layers", counting)
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    assert ran == [16]  # the prompt, padded
+    draft, state = jax.eval_shape(engine.propose_step, target, drafter, state)
+    assert ran == [16]
+    jax.eval_shape(engine.advance, target, drafter, state, draft)
+    assert ran == [16, drafter.draft.depth + 1]  # the accepted path
+
+
+# --- training ---
+
+DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1, 2, 10], [5, 6, 7, 8]]
+MASK = [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 1, 1]
+BATCH = batch_of(DOCUMENTS, MASK)
+
+
+def slow_starts(tokens: int, segments: list[int], mask: list[int], length: int) -> list[int]:
+    """A token that nobody answered with is a block of its own, and so is the first of a document; the others are cut at every
+    multiple of ``length``."""
+    starts = []
+    for i in range(tokens):
+        start = i
+        while start and segments[start] == segments[start - 1] and mask[start - 1] and start % length:
+            start -= 1
+        starts.append(start)
+    return starts
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 12])
+def test_blocks_begin_where_they_should(length) -> None:
+    segments = np.asarray(BATCH["segments"][0, :-1]).tolist()
+    expected = slow_starts(len(segments), segments, MASK, length)
+    assert block_starts(BATCH, jnp.array([length]))[0].tolist() == expected
+    assert len(set(expected)) < len(expected) or length == 1
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
+    """Every position of two documents, against drafts of each text by the definition."""
+    target = target_of()
+    student = strong(target, **VARIANTS[name])
+    output, entries = score(target, BATCH)
+    starts = block_starts(BATCH, jnp.array([5]))
+    whole = jax.jit(draft_blocks)(student, BATCH, target, output, entries, starts, jnp.array([False]))[0]
+    tokens, segments = np.asarray(BATCH["tokens"][0]), np.asarray(BATCH["segments"][0])
+    for i, start in enumerate(np.asarray(starts[0]).tolist()):
+        text, drafted = tokens[: start + 1], tokens[start + 1 : i + 1].tolist()
+        own = text[segments[: start + 1] == segments[i]].tolist()
+        before = start + 1 - len(own)
+        expected = shifted_chain(student, target, own, drafted, before)
+        np.testing.assert_allclose(target.head(whole[0, i]), expected, atol=2e-3, rtol=1e-4, err_msg=str(i))
+
+
+def shifted_chain(drafter, target, text, drafted, before: int) -> np.ndarray:
+    """`slow_chain`'s last logits, of a text that begins at position ``before`` of a window."""
+    if not before:
+        return slow_chain(drafter, target, text, drafted)[-1]
+    # Only what layer self-attention makes of rotated keys depends on where a text begins: give it the window's.
+    window = {**BATCH, "tokens": BATCH["tokens"], "segments": BATCH["segments"]}
+    output, entries = score(target, window)
+    steps = draft_everywhere(drafter, window, target, output, entries, len(drafted) + 1)
+    root = before + len(text) - 1
+    return np.asarray(target.head(list(steps)[-1][0, root]))
+
+
+@pytest.mark.parametrize("name", ["plain", "no lsa, tli"])
+def test_held_out_chains_are_drafts(name) -> None:
+    """What the evaluation simulates: at every step, from every root."""
+    target = target_of()
+    student = strong(target, **VARIANTS[name])
+    output, entries = score(target, BATCH)
+    steps = [target.head(hidden)[0] for hidden in draft_everywhere(student, BATCH, target, output, entries, 3)]
+    text = DOCUMENTS[0]
+    for root in (0, 1, 4):
+        expected = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 3])
+        for step in range(3):
+            np.testing.assert_allclose(steps[step][root], expected[step], atol=2e-3, rtol=1e-4)
+
+
+def test_the_staircase_hides_what_lies_before_the_block() -> None:
+    """Another token before the block changes what is seen of it through the summaries alone; without those, nothing."""
+    target = target_of()
+    student = strong(target, layer_attention=False)
+    output, entries = score(target, BATCH)
+    starts = block_starts(BATCH, jnp.array([5]))
+
+    def at(tokens, staircase):
+        batch = {**BATCH, "tokens": tokens}
+        return jax.jit(draft_blocks)(student, batch, target, output, entries, starts, jnp.array([staircase]))[0][0]
+
+    other = BATCH["tokens"].at[0, 1].set(7)  # the target's output and entries are left as they were
+    for staircase in (True, False):
+        gap = np.abs(np.asarray(at(other, staircase) - at(BATCH["tokens"], staircase))).max(-1)
+        changed = np.flatnonzero(gap > 1e-4).tolist()
+        assert changed == ([1] if staircase else list(range(1, 9))), staircase
+
+
+def test_the_objective_is_its_formula() -> None:
+    target = target_of()
+    student = strong(target, tli=1)
+    method = MoATraining(target="here", tli=1, shortest_block=5, longest_block=5, staircase_until=0.0, feature_weight=0.3)
+    batch = {**BATCH, "key": jax.random.key(0), "progress": jnp.ones(())}
+    loss, metrics = jax.jit(method.objective)(student, batch, target)
+    output, entries = score(target, batch, taps=(2,))
+    starts = block_starts(batch, jnp.array([5]))
+    hidden, begun = draft_blocks(student, batch, target, output, entries, starts, jnp.array([False]))
+    ours, theirs = (np.asarray(jax.nn.log_softmax(x[0]), np.float64) for x in (target.head(hidden), output.logits))
+
+    def smooth(a, b):
+        gap = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))
+        return np.where(gap < 1, gap**2 / 2, gap - 0.5).mean(-1)
+
+    token = -(np.exp(theirs) * ours).sum(-1)
+    feature = smooth(hidden[0], output.hidden[0]) + smooth(begun[0], output.taps[0, :, 0])
+    counted = np.array(MASK, bool)
+    np.testing.assert_allclose(metrics["token_loss"], token[counted].sum() / 12, rtol=1e-4)
+    np.testing.assert_allclose(loss, (token + 0.3 * feature)[counted].sum() / 12, rtol=1e-4)
+
+
+def test_every_parameter_learns() -> None:
+    target = target_of()
+    method = MoATraining(target="here", tli=1, shortest_block=2, longest_block=4)
+    student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    batch = {**BATCH, "key": jax.random.key(0), "progress": jnp.zeros(())}
+    gradients = jax.jit(jax.grad(lambda params: method.objective(student.replace(params=params), batch, target)[0]))(
+        student.params
+    )
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.abs(np.asarray(gradient)).max() > 0, path
+
+
+# --- checkpoints and errors ---
+
+
+def test_it_is_saved_and_read_again(tmp_path) -> None:
+    target = target_of()
+    for name, options in VARIANTS.items():
+        drafter = strong(target, **options)
+        drafter.save_pretrained(tmp_path / name)
+        again = load_drafter(str(tmp_path / name), Chain(4), target.config, dtype=jnp.float32)
+        assert isinstance(again, MixtureOfAttentions) and again.config == drafter.config
+        jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
+    llama = ModelConfig(
+        vocab_size=64, hidden_size=32 * 128, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128
+    )  # fmt: skip
+    drafter = jax.eval_shape(lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key), jax.random.key(0))
+    layer, lsa = drafter.config.layer, drafter.config.lsa
+    assert (layer.num_kv_heads, layer.intermediate_size) == (4, 6144)
+    assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (2048, 32, 8, 3072)
+    assert drafter.params["layer_self_attention"]["q"].shape == (2048, 2048)
+    assert drafter.params["ekv2e"].shape == (2048, 4096)
+
+
+def test_what_does_not_fit_is_refused(tmp_path) -> None:
+    target = target_of()
+    drafter = strong(target)
+    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3, 2, 4\), and target has \(11, 16, 2, 2, 4\)"):
+        drafter.check(tiny_target())
+    latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
+    with pytest.raises(InputError, match="this target remembers latents"):
+        MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
+    with pytest.raises(InputError, match="tli=3: the target has 3 layers"):
+        MixtureOfAttentions.init(target, jax.random.key(0), tli=3)
+    drafter.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    for change, message in [
+        ({"target_layer_inference": 3}, "tli=3: the target has 3 layers"),
+        ({"target_head_dim": "4"}, "moa_config: target_head_dim='4'"),
+        ({"layer_self_attention": {"intermediate_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}}, "heads=3"),
+        ({"target_num_key_value_heads": 4}, "'Ekv2E.weight' has shape"),
+    ]:
+        file.write_text(json.dumps(content | {"moa_config": content["moa_config"] | change}))
+        with pytest.raises(CheckpointError, match=message):
+            MixtureOfAttentions.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (MoATraining(target="here", shortest_block=4, longest_block=3), "shortest_block=4, method.longest_block=3"),
+        (MoATraining(target="here", longest_block=9), "longest_block=9: must be from 1 to data.window=8"),
+        (MoATraining(target="here", longest_block=8, staircase_until=2.0), "staircase_until=2.0"),
+        (MoATraining(target="here", longest_block=8, tli=-1), "tli=-1"),
+    ],
+)
+def test_options_out_of_range_are_refused(method, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method.check(8)
+
+
+def test_rope_of_cross_attention_is_never_stretched() -> None:
+    config = strong(target_of()).config
+    assert config.layer.rope == STRETCHED
+    assert config.cross_layer.rope == Rope(theta=100.0) and config.lsa is not None
+    assert config.lsa.rope == config.cross_layer.rope
