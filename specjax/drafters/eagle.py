@@ -4,7 +4,7 @@ EAGLE-2 (arXiv 2406.16858) is the same drafter with a dynamic tree, HASS (Zhang 
 otherwise: both are checkpoints of this class.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from specjax.drafters import layer_attention
 from specjax.drafters.features import FeatureDrafter, layer_like
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, read_json
+from specjax.models.fields import CheckpointError, check_fields, mapping, read_json
 from specjax.models.layers import Piece, attention, linear, mlp, rms_norm
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
@@ -35,11 +36,14 @@ class EagleConfig:
         layer: of its one decoder layer; ``vocab_size`` and ``hidden_size`` are the target's.
         fc_bias: whether the layer that joins embedding and feature has a bias.
         own_embedding: whether it brings an embedding, and does not use the target's.
+        lsa: the block of `layer_attention`, whose summary is then the feature, in place of the last hidden state. So Mixture of
+            Attentions is without its cross-attention; EAGLE has none.
     """
 
     layer: ModelConfig
     fc_bias: bool = True
     own_embedding: bool = False
+    lsa: ModelConfig | None = None
 
 
 def declare(config: EagleConfig) -> Params:
@@ -52,6 +56,8 @@ def declare(config: EagleConfig) -> Params:
         tree["fc_bias"] = Param((hidden,), (None,), "fc.bias", "zeros")
     if config.own_embedding:
         tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
+    if config.lsa is not None:
+        tree |= layer_attention.declare(config.lsa, hidden)
     return tree
 
 
@@ -64,13 +70,16 @@ def is_eagle(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
 def _read_config(directory: Path) -> EagleConfig:
     """The shape of a checkpoint, by its config.json and by the tensors that are there."""
     file, names = directory / "config.json", checkpoint.stored_shapes(directory)
-    layer = huggingface.parse_config(read_json(file), str(file))
+    raw = read_json(file)
+    layer = huggingface.parse_config(raw, str(file))
+    block = check_fields(raw, {"layer_self_attention": mapping(default=None)}, str(file))["layer_self_attention"]
     if layer.num_layers != 1:
         raise CheckpointError(f"{file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
     return EagleConfig(
         layer=huggingface.with_switches(layer, names, "layers.0."),
         fc_bias="fc.bias" in names,
         own_embedding="embed_tokens.weight" in names,
+        lsa=None if block is None else layer_attention.parse(block, layer, f"{file}: layer_self_attention"),
     )
 
 
@@ -121,9 +130,13 @@ class Eagle(FeatureDrafter):
         return cls(params=params, config=config, draft=draft, mesh=mesh)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: Shape = DynamicTree(), **sizes: Any) -> "Eagle":
-        """A drafter for ``target`` with random weights; consumes ``key``. ``sizes`` override fields of its layer's config."""
-        config = EagleConfig(layer_like(target.config, **sizes))
+    def init(cls, target: Target, key: jax.Array, draft: Shape = DynamicTree(), *, lsa: bool = False, **sizes: Any) -> "Eagle":
+        """A drafter for ``target`` with random weights; consumes ``key``.
+
+        ``lsa`` gives it a block of `layer_attention`; ``sizes`` override fields of its layer's config.
+        """
+        block = layer_attention.default_block(target.config) if lsa else None
+        config = EagleConfig(layer_like(target.config, **sizes), lsa=block)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, config.layer.axis_units)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
@@ -132,14 +145,23 @@ class Eagle(FeatureDrafter):
         kept = checkpoint.float_type(dtype or self._dtype)
         content = huggingface.format_config(self.config.layer, kept.name)
         content |= {"bias": self.config.fc_bias, "qkv_bias": self.config.layer.qkv_bias}
+        if self.config.lsa is not None:
+            content["layer_self_attention"] = layer_attention.format_block(self.config.lsa)
         checkpoint.write(Path(path), declare(self.config), self.params, {"config.json": content}, dtype)
+
+    def check(self, target: Target) -> None:
+        super().check(target)
+        if self.config.lsa is not None:
+            layer_attention.check_target(self.config.lsa, target.config)
 
     @property
     def sizes(self) -> ModelConfig:
         return self.config.layer
 
-    def features(self, output: Output) -> jax.Array:
-        return output.hidden
+    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
+        if self.config.lsa is None:
+            return output.hidden
+        return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
     def run(
         self,

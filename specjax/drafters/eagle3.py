@@ -4,6 +4,7 @@ Against EAGLE-1 it reads several of the target's layers and not the last alone; 
 own state is free; and it may draft from a small vocabulary of its own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class Eagle3(FeatureDrafter):
         ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
         return Vocabulary(ids=ids, size=target.config.vocab_size)
 
-    def features(self, output: Output) -> jax.Array:
+    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
         taps = [output.taps[:, :, i] for i in range(output.taps.shape[2])]
         if self.config.taps is not None:  # recorded in ascending order, each once
             recorded = sorted(set(self.config.taps))

@@ -10,7 +10,7 @@ EAGLE has one *module* that does this. Multi-token prediction has several, in a 
 draft have none, and module m reads them as it reads the text. Beyond, the last module goes on with its own states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -94,8 +94,8 @@ class FeatureDrafter(Drafter):
         """Of the target's states that it reads."""
         return self.sizes.hidden_size
 
-    def features(self, output: Output) -> jax.Array:
-        """``[B, T, H]`` the features in the target's ``output`` at T tokens."""
+    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
+        """``[B, T, H]`` the features in the target's ``output`` at T tokens, and in what its layers remember of them."""
         raise NotImplementedError
 
     def run(
@@ -160,7 +160,7 @@ class FeatureDrafter(Drafter):
     def absorb(self, target: Target, state: FeatureState, seen: Seen) -> FeatureState:
         count = seen.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = self.embed(target, seen.following), self.features(seen.output)
+        embedded, states = self.embed(target, seen.following), self.features(seen.output, seen.entries)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest, new, first_states = [], [], []
         for module in range(self.modules):

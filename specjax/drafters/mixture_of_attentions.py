@@ -18,6 +18,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.draft import Draft
+from specjax.drafters import layer_attention
 from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.features import layer_like
@@ -28,7 +29,7 @@ from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, check_fields, mapping, read_json, whole
 from specjax.models.layers import Piece, attend, decoder_layer, keys_values, linear, mlp, queries, rms_norm
-from specjax.models.params import Param, Params, matrix
+from specjax.models.params import Params
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target, default_dtype
 from specjax.sampling import RowSampling
@@ -62,16 +63,12 @@ class MoAConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.tli < self.target_layers:
             raise InputError(f"tli={self.tli}: the target has {self.target_layers} layers; give 0 to one less")
-        if self.lsa is not None and self.lsa.hidden_size != self.entry_size:
+        remembered = 2 * self.target_kv_heads * self.target_head_dim
+        if self.lsa is not None and self.lsa.hidden_size != remembered:
             raise InputError(
-                f"layer self-attention of hidden size {self.lsa.hidden_size}: the target's layers remember {self.entry_size} "
-                "numbers of a token, and it must have as many"
+                f"layer_self_attention: hidden_size={self.lsa.hidden_size}, but a layer of the target remembers {remembered} "
+                "numbers of a token: it must be as many"
             )
-
-    @property
-    def entry_size(self) -> int:
-        """Numbers that a layer of the target remembers of a token: its keys and values."""
-        return 2 * self.target_kv_heads * self.target_head_dim
 
     @property
     def cross_layer(self) -> ModelConfig:
@@ -91,9 +88,7 @@ def declare(config: MoAConfig) -> Params:
         "cross_attention": declarations.declare_layer(config.cross_layer, "cross_attention."),
     }
     if config.lsa is not None:
-        tree["layer_self_attention"] = declarations.declare_layer(config.lsa, "layer_self_attention.")
-        tree["ekv2e"] = matrix("Ekv2E", (config.entry_size, None), (config.layer.hidden_size, None))
-        tree["ekv2e_bias"] = Param((config.layer.hidden_size,), (None,), "Ekv2E.bias", "zeros")
+        tree |= layer_attention.declare(config.lsa, config.layer.hidden_size)
     return tree
 
 
@@ -109,11 +104,6 @@ _FIELDS = {
     "target_head_dim": whole(1, 100_000),
     "layer_self_attention": mapping(default=None),
 }
-_LSA_FIELDS = {
-    "intermediate_size": whole(1, 10_000_000),
-    "num_attention_heads": whole(1, 10_000),
-    "num_key_value_heads": whole(1, 10_000),
-}
 
 
 def _read_config(directory: Path) -> MoAConfig:
@@ -124,18 +114,10 @@ def _read_config(directory: Path) -> MoAConfig:
     layer = huggingface.with_switches(
         huggingface.parse_config(raw, str(file)), checkpoint.stored_names(directory), "self_attention."
     )
-    entry_size, lsa = 2 * fields["target_num_key_value_heads"] * fields["target_head_dim"], None
+    block, lsa = fields["layer_self_attention"], None
     try:
-        if fields["layer_self_attention"] is not None:
-            where = f"{file}: moa_config.layer_self_attention"
-            sizes = check_fields(fields["layer_self_attention"], _LSA_FIELDS, where)
-            lsa = _lsa_layer(
-                layer,
-                entry_size,
-                heads=sizes["num_attention_heads"],
-                kv_heads=sizes["num_key_value_heads"],
-                intermediate_size=sizes["intermediate_size"],
-            )
+        if block is not None:
+            lsa = layer_attention.parse(block, layer, f"{file}: layer_self_attention")
         return MoAConfig(
             layer=layer,
             target_layers=fields["target_num_hidden_layers"],
@@ -146,29 +128,6 @@ def _read_config(directory: Path) -> MoAConfig:
         )
     except InputError as error:
         raise CheckpointError(f"{file}: {error}") from None
-
-
-def _lsa_layer(layer: ModelConfig, entry_size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
-    if entry_size % heads:
-        raise InputError(f"num_attention_heads={heads} of layer self-attention: does not divide {entry_size}, its hidden size")
-    return layer_like(
-        layer,
-        hidden_size=entry_size,
-        head_dim=entry_size // heads,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        intermediate_size=intermediate_size,
-        rope=Rope(theta=layer.rope.theta),
-    )
-
-
-def _default_lsa(target: ModelConfig, layer: ModelConfig) -> ModelConfig:
-    """The target's numbers of heads, or as many as divide the size of its keys and values into heads of an even size; an MLP of
-    1.5 times that size. For Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072."""
-    entry_size = 2 * target.num_kv_heads * target.head_dim
-    heads = max(count for count in range(1, target.num_heads + 1) if entry_size % (2 * count) == 0)
-    kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
-    return _lsa_layer(layer, entry_size, heads, kv_heads, entry_size * 3 // 2)
 
 
 def _default_sizes(target: ModelConfig) -> dict[str, int]:
@@ -236,7 +195,7 @@ class MixtureOfAttentions(Drafter):
         draft: Shape = DEFAULT_DRAFT,
         *,
         tli: int = 0,
-        layer_attention: bool = True,
+        lsa: bool = True,
         **sizes: Any,
     ) -> "MixtureOfAttentions":
         """A drafter for ``target`` with random weights; consumes ``key``.
@@ -246,18 +205,18 @@ class MixtureOfAttentions(Drafter):
             key: of the random weights.
             draft: the shape of its drafts.
             tli: how many of the target's last layers finish a prediction.
-            layer_attention: whether it has layer self-attention; without it the target's last hidden state is the summary.
+            lsa: whether it has layer self-attention; without it the target's last hidden state is the summary.
             sizes: fields of the `ModelConfig` of its two blocks.
         """
         of_target = target.config
-        _check_attention(of_target)
+        layer_attention.check_attention(of_target)
         layer = layer_like(of_target, **(_default_sizes(of_target) | sizes))
         config = MoAConfig(
             layer=layer,
             target_layers=of_target.num_layers,
             target_kv_heads=of_target.num_kv_heads,
             target_head_dim=of_target.head_dim,
-            lsa=_default_lsa(of_target, layer) if layer_attention else None,
+            lsa=layer_attention.default_block(of_target) if lsa else None,
             tli=tli,
         )
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
@@ -273,17 +232,13 @@ class MixtureOfAttentions(Drafter):
             "target_head_dim": config.target_head_dim,
         }
         if lsa is not None:
-            own["layer_self_attention"] = {
-                "intermediate_size": lsa.intermediate_size,
-                "num_attention_heads": lsa.num_heads,
-                "num_key_value_heads": lsa.num_kv_heads,
-            }
+            own["layer_self_attention"] = layer_attention.format_block(lsa)
         content = huggingface.format_config(config.layer, checkpoint.float_type(dtype or self._dtype).name)
         content |= {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
         checkpoint.write(Path(path), declare(config), self.params, {"config.json": content}, dtype)
 
     def check(self, target: Target) -> None:
-        _check_attention(target.config)
+        layer_attention.check_attention(target.config)
         own = (
             self.config.layer.vocab_size,
             self.config.layer.hidden_size,
@@ -312,21 +267,7 @@ class MixtureOfAttentions(Drafter):
         """
         if self.config.lsa is None:
             return output.hidden
-        return linear(self.params, "ekv2e", self.mean_over_layers(entries))
-
-    def mean_over_layers(self, entries: Sequence[Entry]) -> jax.Array:
-        """``[B, T, E]`` the mean over the layers of what layer self-attention makes of each token's keys and values; E is the size
-        of both of a layer. Each token is read alone, and its layers see each other. ``entries`` as in `summarise`."""
-        lsa = self.config.lsa
-        assert lsa is not None
-        # By head the key, then the value: [B, kv_heads, T, 2d] of each layer -> [B, T, L, E].
-        joined = jnp.stack([jnp.concatenate(entry, axis=-1) for entry in entries], axis=2)
-        batch, _, layers, count, _ = joined.shape
-        x = joined.transpose(0, 3, 2, 1, 4).reshape(batch * count, layers, -1).astype(self._dtype)
-        turn = rotations(lsa.rope, lsa.head_dim, jnp.arange(layers)[None])
-        every = jnp.ones((1, layers, layers), bool)
-        x, _ = decoder_layer(self.params["layer_self_attention"], lsa, x, turn, every, mesh=self.mesh)
-        return jnp.mean(x, axis=1).reshape(batch, count, -1)
+        return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
     def remember_tokens(self, embedded: jax.Array, positions: jax.Array) -> Entry:
         """What self-attention remembers of tokens with embeddings ``[B, T, H]`` at ``positions [B, T]``."""
@@ -349,9 +290,13 @@ class MixtureOfAttentions(Drafter):
         return decoder_layer(self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh)
 
     def cross_attend(self, x: jax.Array, positions: jax.Array, summaries: Piece) -> jax.Array:
-        """``[B, T, H]`` states ``x`` after cross-attention to ``summaries``, as `remember_summaries` made them and as each query sees them.
+        """``[B, T, H]`` the states ``x`` after cross-attention.
 
-        Where a query sees none, at the beginning of a text, it is given zeros.
+        Args:
+            x: ``[B, T, H]``.
+            positions: ``[B, T]``.
+            summaries: what `remember_summaries` gave, and which of it each state sees. Where it sees none, at the beginning of
+                a text, zeros take the place of what is attended to.
         """
         config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.layer.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
@@ -434,11 +379,3 @@ class MixtureOfAttentions(Drafter):
     @property
     def _dtype(self) -> Any:
         return self.params["self_attention"]["input_norm"].dtype
-
-
-def _check_attention(config: ModelConfig) -> None:
-    if config.mla is not None:
-        raise InputError(
-            "target: a Mixture of Attentions reads keys and values, and this target remembers latents (MLA): give one with "
-            "ordinary attention"
-        )

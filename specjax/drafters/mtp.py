@@ -4,7 +4,7 @@ Models that were trained with it bring the modules in their own checkpoints. `MT
 `specjax train` writes for targets that have none.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -202,7 +202,7 @@ class MTP(FeatureDrafter):
     def modules(self) -> int:
         return self.config.modules
 
-    def features(self, output: Output) -> jax.Array:
+    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
         return output.hidden
 
     def run(

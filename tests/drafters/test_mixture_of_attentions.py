@@ -1,4 +1,4 @@
-"""Mixture of Attentions: its parts and its drafts against numpy, its masks against their definition, its training against drafting."""
+"""Mixture of Attentions: drafts against numpy, masks against their definition, training against drafting."""
 
 import json
 
@@ -11,13 +11,13 @@ import specjax
 from specjax.config import ConfigError
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import MixtureOfAttentions
+from specjax.drafters import MixtureOfAttentions, layer_attention
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models.config import MLA, ModelConfig, Rope
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
-from specjax.training.methods import Given, MoATraining
+from specjax.training.methods import Eagle1Training, Given, HassTraining, MoATraining
 from specjax.training.methods.moa import block_starts, draft_blocks, draft_everywhere
 from specjax.training.methods.windows import score
 from specjax.tree import Chain, DynamicTree, StaticTree
@@ -58,7 +58,7 @@ def turn(x: np.ndarray, position: float, rope: Rope) -> np.ndarray:
 
 
 def block(params, config: ModelConfig, x, position: int, past: list[tuple[np.ndarray, int]], itself: bool = True) -> np.ndarray:
-    """A Llama block at one token, of which ``past`` lists the states that its keys and values are made of, and their positions."""
+    """A Llama block at one token; ``past`` lists the states that its keys and values are made of, and their positions."""
     sources = [*past, (x, position)] if itself else past
     normed = [(rms(state, params["input_norm"], config.norm_eps), at) for state, at in sources]
     query = rms(x, params["input_norm"], config.norm_eps) @ params["q"]
@@ -125,8 +125,8 @@ def numbers(drafter):
 VARIANTS = {
     "plain": {},
     "tli": {"tli": 2},
-    "no lsa": {"layer_attention": False},
-    "no lsa, tli": {"layer_attention": False, "tli": 1},
+    "no lsa": {"lsa": False},
+    "no lsa, tli": {"lsa": False, "tli": 1},
 }
 
 
@@ -171,13 +171,13 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
     """Drafting never runs layer self-attention: it is not in the program of `propose_step`."""
     target, ran = target_of(), []
     drafter = strong(target)
-    original = MixtureOfAttentions.mean_over_layers
+    original = layer_attention.mean_over_layers
 
-    def counting(self, entries):
+    def counting(params, block, entries, mesh):
         ran.append(entries[0][0].shape[2])
-        return original(self, entries)
+        return original(params, block, entries, mesh)
 
-    monkeypatch.setattr(MixtureOfAttentions, "mean_over_layers", counting)
+    monkeypatch.setattr(layer_attention, "mean_over_layers", counting)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
     drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
     assert ran == [16]  # the prompt, padded
@@ -260,7 +260,7 @@ def test_held_out_chains_are_drafts(name) -> None:
 def test_the_staircase_hides_what_lies_before_the_block() -> None:
     """Another token before the block changes what is seen of it through the summaries alone; without those, nothing."""
     target = target_of()
-    student = strong(target, layer_attention=False)
+    student = strong(target, lsa=False)
     output, entries = score(target, BATCH)
     starts = block_starts(BATCH, jnp.array([5]))
 
@@ -301,12 +301,53 @@ def test_every_parameter_learns() -> None:
     target = target_of()
     method = MoATraining(target="here", tli=1, shortest_block=2, longest_block=4)
     student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    assert_all_learn(method, student, target)
+
+
+def assert_all_learn(method, student, target) -> None:
     batch = {**BATCH, "key": jax.random.key(0), "progress": jnp.zeros(())}
-    gradients = jax.jit(jax.grad(lambda params: method.objective(student.replace(params=params), batch, target)[0]))(
-        student.params
-    )
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
+
+    def loss(params):
+        return method.objective(student.replace(params=params), batch, target)[0]
+
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(student.params)):
         assert np.abs(np.asarray(gradient)).max() > 0, path
+
+
+# --- the ablation without cross-attention ---
+
+
+def test_eagle_reads_summaries_of_all_layers() -> None:
+    """The state that it drafts from, from its definition: the features of the pairs are the summaries."""
+    target, text = target_of(), [1, 4, 2, 4, 2]
+    drafter = Eagle.init(target, jax.random.key(3), Chain(2), lsa=True)
+    drafter = drafter.replace(params=jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim == 2 else leaf, drafter.params))
+    entries, embedded = target.score(np.array([text]))[1], target.embed(jnp.array([text[1:]]))
+    summaries = []
+    for t in range(len(text) - 1):
+        layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
+        summaries.append(slow_summary(drafter, layers))
+    features = jnp.asarray(np.array(summaries), jnp.float32)[None]
+    causal = jnp.tril(jnp.ones((1, len(text) - 1, len(text) - 1), bool))
+    states, _ = drafter.run(features, embedded, jnp.arange(len(text) - 1)[None], causal, ((),))
+    options = GenerationOptions(max_new_tokens=4, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, np.array([text]), None, options)
+    np.testing.assert_allclose(state.drafter.newest[0, 0], states[0, -1], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Eagle1Training, HassTraining])
+def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
+    target, method = target_of(), kind(target="here", lsa=True)
+    student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    assert_all_learn(method, student, target)
+    assert method.evaluation(student, BATCH, target)["acceptance_length"] >= 1
+    student.save_pretrained(tmp_path)
+    again = load_drafter(str(tmp_path), Chain(2), target.config, dtype=jnp.float32)
+    assert isinstance(again, Eagle)
+    assert again.config == student.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
+    with pytest.raises(InputError, match="layers that remember 16 numbers of a token, and those of target remember 32"):
+        again.check(target_of(num_kv_heads=4))
 
 
 # --- checkpoints and errors ---
@@ -347,13 +388,14 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     drafter.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
+    own = content["moa_config"]
     for change, message in [
         ({"target_layer_inference": 3}, "tli=3: the target has 3 layers"),
         ({"target_head_dim": "4"}, "moa_config: target_head_dim='4'"),
-        ({"layer_self_attention": {"intermediate_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}}, "heads=3"),
-        ({"target_num_key_value_heads": 4}, "'Ekv2E.weight' has shape"),
+        ({"layer_self_attention": own["layer_self_attention"] | {"num_attention_heads": 3}}, "heads=3 does not divide"),
+        ({"target_num_key_value_heads": 4}, "hidden_size=16, but a layer of the target remembers 32"),
     ]:
-        file.write_text(json.dumps(content | {"moa_config": content["moa_config"] | change}))
+        file.write_text(json.dumps(content | {"moa_config": own | change}))
         with pytest.raises(CheckpointError, match=message):
             MixtureOfAttentions.from_pretrained(tmp_path)
 

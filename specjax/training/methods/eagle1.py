@@ -19,6 +19,7 @@ class Eagle1Training(FeatureMethod):
     Attributes:
         name: the method.
         target: directory or hub id of the target.
+        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleConfig`).
         intermediate_size: of the drafter's MLP; 0 is the target's.
         token_weight: of the cross entropy.
         noise: width of the uniform noise on the features that the drafter reads, in a window of 512 tokens.
@@ -27,13 +28,14 @@ class Eagle1Training(FeatureMethod):
 
     name: Literal["eagle1"] = "eagle1"
     target: str = ""
+    lsa: bool = False
     intermediate_size: int = 0
     token_weight: float = 0.1
     noise: float = 0.2
     remat: bool = False
 
     def init(self, key: jax.Array, given: Given) -> Eagle:
-        return Eagle.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))
+        return Eagle.init(given.frozen_target, key, lsa=self.lsa, **layer_sizes(self.intermediate_size))
 
     def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         assert target is not None

@@ -9,7 +9,7 @@ from specjax.training import losses
 from specjax.training.methods.ahead import counted, expected
 from specjax.training.methods.base import Batch, Metrics
 from specjax.training.methods.unrolling import unroll
-from specjax.training.methods.windows import read
+from specjax.training.methods.windows import score
 
 
 def feature_loss(
@@ -37,8 +37,9 @@ def feature_loss(
         noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T.
         remat: as in `unroll`.
     """
-    output = read(target, batch)
-    features, count = output.hidden, output.hidden.shape[1]
+    output, entries = score(target, batch)
+    features = student.features(output, entries)
+    count = features.shape[1]
     if noise:
         width = noise * 512 / count
         features = features + jax.random.uniform(batch["key"], features.shape, features.dtype, -width / 2, width / 2)

@@ -20,6 +20,7 @@ class HassTraining(FeatureMethod):
     Attributes:
         name: the method.
         target: directory or hub id of the target.
+        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleConfig`).
         intermediate_size: of the drafter's MLP; 0 is the target's.
         steps: of alignment (section 3.2 of the paper).
         token_weight: of the cross entropy.
@@ -31,6 +32,7 @@ class HassTraining(FeatureMethod):
 
     name: Literal["hass"] = "hass"
     target: str = ""
+    lsa: bool = False
     intermediate_size: int = 0
     steps: int = 3
     token_weight: float = 0.1
@@ -45,7 +47,7 @@ class HassTraining(FeatureMethod):
             raise ConfigError(f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1")
 
     def init(self, key: jax.Array, given: Given) -> Eagle:
-        return Eagle.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))
+        return Eagle.init(given.frozen_target, key, lsa=self.lsa, **layer_sizes(self.intermediate_size))
 
     def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         assert target is not None

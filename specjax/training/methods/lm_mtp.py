@@ -98,7 +98,8 @@ class LmMTP(Method):
     def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
         """``loss`` is the model's own: what the modules do for it is the question."""
         output = read(student.model, batch)
-        return {"loss": _own_loss(output, batch), **simulate_unrolled(student.mtp, batch, student.model, output)}
+        simulated = simulate_unrolled(student.mtp, batch, student.model, output, output.hidden)
+        return {"loss": _own_loss(output, batch), **simulated}
 
 
 def _own_loss(output: Output, batch: Batch) -> jax.Array:

@@ -8,7 +8,7 @@ to a block's, where EAGLE-3 and HASS read the window anew for every drafted toke
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class MoATraining(Method):
         name: the method.
         target: directory or hub id of the target.
         tli: how many of the target's last layers finish a prediction (target layer inference).
-        layer_attention: whether it has layer self-attention; without it the target's last hidden state is a token's summary.
+        lsa: whether it has layer self-attention; without it the target's last hidden state is a token's summary.
         intermediate_size: of its MLPs; 0 is 3/7 of the target's.
         shortest_block: tokens of a block, at least; the length is drawn for each window.
         longest_block: at most.
@@ -47,7 +47,7 @@ class MoATraining(Method):
     name: Literal["moa"] = "moa"
     target: str = ""
     tli: int = 0
-    layer_attention: bool = True
+    lsa: bool = True
     intermediate_size: int = 0
     shortest_block: int = 6
     longest_block: int = 14
@@ -70,8 +70,8 @@ class MoATraining(Method):
             raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
 
     def init(self, key: jax.Array, given: Given) -> MixtureOfAttentions:
-        sizes = {"intermediate_size": self.intermediate_size} if self.intermediate_size else {}
-        return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, layer_attention=self.layer_attention, **sizes)
+        sizes: dict[str, Any] = {"intermediate_size": self.intermediate_size} if self.intermediate_size else {}
+        return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
 
     def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats. With target layer inference the states that enter the target's last layers are compared, too."""

@@ -45,7 +45,7 @@ class MTPTraining(FeatureMethod):
         check_modules(self.modules, window)
         if self.steps and not self.modules <= self.steps < window - 1:
             raise ConfigError(
-                f"method.steps={self.steps}: must be 0, or from {self.modules}, the number of modules, to {window - 2}, which is "
+                f"method.steps={self.steps}: must be 0, or from method.modules={self.modules} to {window - 2}, which is "
                 "data.window less 2"
             )
 

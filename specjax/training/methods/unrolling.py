@@ -17,7 +17,7 @@ from specjax.drafters.features import FeatureDrafter, seen_by
 from specjax.models.transformer import Output, Target
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.methods.base import Batch, Method, Metrics
-from specjax.training.methods.windows import document_mask, read
+from specjax.training.methods.windows import document_mask, score
 
 
 def unroll(
@@ -71,12 +71,13 @@ class FeatureMethod(Method):
 
     def evaluation(self, student: FeatureDrafter, batch: Batch, target: Target | None) -> Metrics:
         assert target is not None
-        return simulate_unrolled(student, batch, target, read(target, batch, student.taps(target.config)))
+        output, entries = score(target, batch, student.taps(target.config))
+        return simulate_unrolled(student, batch, target, output, student.features(output, entries))
 
 
-def simulate_unrolled(student: FeatureDrafter, batch: Batch, target: Target, output: Output) -> Metrics:
-    """`simulate` of a drafter of features, given the target's ``output`` at the windows."""
-    steps = unroll(student, batch, target, student.features(output), SIMULATED_STEPS, detach=True)
+def simulate_unrolled(student: FeatureDrafter, batch: Batch, target: Target, output: Output, features: jax.Array) -> Metrics:
+    """`simulate` of a drafter of ``features``, given the target's ``output`` at the windows."""
+    steps = unroll(student, batch, target, features, SIMULATED_STEPS, detach=True)
     logits = (student.logits(target, states, min(step, student.modules - 1)) for step, states in enumerate(steps))
     return simulate(output, batch, logits, student.vocabulary(target))
 
