@@ -11,7 +11,7 @@ import specjax
 from specjax.config import ConfigError
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import MixtureOfAttentions, layer_attention
+from specjax.drafters import Eagle, MixtureOfAttentions, layer_attention
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models.config import MLA, ModelConfig, Rope
