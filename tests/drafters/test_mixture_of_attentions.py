@@ -1,6 +1,7 @@
 """Mixture of Attentions: drafts against numpy, masks against their definition, training against drafting."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -89,31 +90,47 @@ def slow_summary(drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np
     return np.mean(seen, axis=0) @ params["ekv2e"] + params["ekv2e_bias"]
 
 
+LONGEST = 24  # every text is read at this length, and every draft at DEEPEST: so a target compiles once
+DEEPEST = 5
+
+
+@jax.jit
+def read_by_target(target, tokens):
+    output, entries = target.score(tokens[None])
+    return output.hidden[0], entries
+
+
+@partial(jax.jit, static_argnames="layers")
+def run_last_layers(target, rows, entries, root, layers):
+    """The target's last layers over a draft whose root is at ``root``, behind what they remember of the tokens before."""
+    visible = jnp.broadcast_to(jnp.arange(LONGEST) < root, (1, DEEPEST, LONGEST))
+    at = root + jnp.arange(DEEPEST)[None]
+    return target.norm(target.run(rows[None], layers=layers, positions=at, scratch=(entries, visible))[0])[0]
+
+
 def slow_chain(drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int]) -> np.ndarray:
     """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``."""
     params, config = numbers(drafter), drafter.config
     root = len(text) - 1
-    entries = target.score(np.array([text]))[1] if root else ()
-    hidden = np.asarray(target.score(np.array([text]))[0].hidden[0], np.float64)
+    hidden, entries = read_by_target(target, np.pad(text, (0, LONGEST - len(text))))
     embeddings = np.asarray(target.params["embed"], np.float64)
     summaries = []
     for t in range(root):
         layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
-        summaries.append((slow_summary(drafter, layers) if config.lsa is not None else hidden[t], t))
-    read, below, expected = text[:root], [], []
+        lsa = config.lsa is not None
+        summaries.append((slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t))
+    read, below, expected = text[:root], np.zeros((DEEPEST, config.layer.hidden_size)), []
     for position, token in enumerate(text[root:] + drafted, start=root):
         past = [(embeddings[other], at) for at, other in enumerate(read)]
         x = block(params["self_attention"], config.layer, embeddings[token], position, past)
         x = block(params["cross_attention"], config.cross_layer, x, position, summaries, itself=False)
         read = [*read, token]
-        if config.tli:  # all of the draft again, behind the verified tokens' own keys and values
-            below.append(x)
+        if config.tli:  # all of the draft again
+            below[position - root] = x
             first, last = config.tli_layers
-            rows = jnp.asarray(np.array(below), jnp.float32)[None]
-            kept = tuple(jax.tree.map(lambda part: part[:, :, :root], entries[first:last]))
-            at = jnp.arange(root, root + len(below))[None]
-            scratch = (kept, jnp.ones((1, len(below), root), bool)) if root else None
-            x = target.norm(target.run(rows, layers=(first, last), positions=at, scratch=scratch)[0])[0, -1]
+            x = run_last_layers(target, jnp.asarray(below, jnp.float32), entries[first:last], root, (first, last))[
+                position - root
+            ]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
 

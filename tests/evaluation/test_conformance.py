@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from flax import struct
 
-from specjax.drafters import MTP, Drafter, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, NoDraft, PromptLookup
+from specjax.drafters import (
+    MTP,
+    Drafter,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    EarlyExit,
+    Medusa,
+    MixtureOfAttentions,
+    NoDraft,
+    PromptLookup,
+)
 from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.sampling import Sampling
@@ -23,6 +34,7 @@ METHODS = {
     "eagle3": lambda shape: Eagle3.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
     "mtp": lambda shape: MTP.init(tiny_target(), jax.random.key(3), shape, modules=2),
     "medusa": lambda shape: Medusa.init(tiny_target(), jax.random.key(3), shape),
+    "moa": lambda shape: MixtureOfAttentions.init(tiny_target(), jax.random.key(3), shape, tli=1),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -34,6 +46,7 @@ GROWN_ALIKE = [  # by the code that grows and verifies the draft model's
     *[("eagle3", shape) for shape in ("adaptive", "static", "sampled")],
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
+    *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
 ]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in CASES]
 
@@ -59,7 +72,7 @@ LOSSLESS = [
 # The rules themselves are tested where they are; this says that the engine hands them what they need.
 LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
 OTHERS = [("early exit", "dynamic"), *[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
-OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL]
+OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "block", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -78,6 +91,8 @@ def small_drafter(method: str, shape: Shape) -> Drafter:
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
     if method == "medusa":
         return Medusa.init(distribution_target(), jax.random.key(3), shape)
+    if method == "moa":
+        return MixtureOfAttentions.init(distribution_target(), jax.random.key(3), shape, tli=1)
     return METHODS[method](shape)
 
 

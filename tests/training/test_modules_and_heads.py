@@ -45,16 +45,22 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     np.testing.assert_allclose(loss, 0.8 * expected[0] + 0.64 * expected[1] + 0.512 * expected[2], rtol=1e-4)
 
 
-@pytest.mark.parametrize("labels", ["text", "target"])
-def test_each_module_learns_one_token_further(labels) -> None:
-    """Of 3 modules, the states of which `test_features` compares with reading token by token."""
-    student = strong(MTP.init(TARGET, jax.random.key(1), modules=3))
-    loss, metrics = jax.jit(MTPTraining(target="here", modules=3, labels=labels).objective)(student, BATCH, TARGET)
+@pytest.mark.parametrize(("labels", "modules", "steps"), [("text", 3, 0), ("target", 3, 0), ("target", 2, 3)])
+def test_each_module_learns_one_token_further(labels, modules, steps) -> None:
+    """Three tokens, the last one by the second module again, where there are two. `test_features` compares the states with
+    reading token by token."""
+    student = strong(MTP.init(TARGET, jax.random.key(1), modules=modules))
+    method = MTPTraining(target="here", modules=modules, steps=steps, labels=labels)
+    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
     output = read(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
     states = list(unroll(student, BATCH, TARGET, output.hidden, 3, detach=False))
     expected = [
-        sum(of_labels(labels, theirs, np.asarray(student.logits(TARGET, states[m], m)[0]), m, t) for t in COUNTED[m]) / 10
+        sum(
+            of_labels(labels, theirs, np.asarray(student.logits(TARGET, states[m], min(m, modules - 1))[0]), m, t)
+            for t in COUNTED[m]
+        )
+        / 10
         for m in range(3)
     ]
     np.testing.assert_allclose([metrics[f"loss_{m}"] for m in range(3)], expected, rtol=1e-4)
@@ -113,6 +119,8 @@ def test_model_and_modules_are_saved_together(tmp_path) -> None:
     [
         (MTPTraining(target="here", modules=7), 8, "modules=7: data.window=8 is too short"),
         (MTPTraining(target="here", modules=0), 8, "modules=0: must be at least 1"),
+        (MTPTraining(target="here", modules=2, steps=1), 8, "steps=1: must be 0, or from method.modules=2 to 6"),
+        (MTPTraining(target="here", steps=7), 8, "steps=7: must be 0, or from method.modules=1 to 6"),
         (LmMTP(model=SIZES, modules=8), 8, "modules=8: data.window=8 is too short"),
         (LmMTP(model=SIZES, weight=-1.0), 8, "weight=-1.0"),
         (LmMTP(model=SIZES, falls_at=67), 8, "falls_at=67"),

@@ -1,0 +1,71 @@
+"""What a drafter on one machine and its target on another have to say to each other in a round (arXiv 2410.03804, table 7).
+
+The drafter sends its draft up: of every node its token, and which node it hangs below. The target sends down what it kept, and
+what the drafter reads of it: nothing but tokens for a model of its own, a hidden state a token for EAGLE, and for Mixture of
+Attentions either the mean that layer self-attention gave, where that runs beside the target, or the keys and values of all
+layers that it is made from. Target layer inference also needs the keys and values of the layers that it runs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+
+TOKEN_BYTES, PARENT_BYTES = 4, 2
+
+Reader = Literal["draft model", "eagle", "moa", "moa, layers on the client"]
+"""Who reads what the target sends; of `MixtureOfAttentions`, on which side its layer self-attention runs."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Bytes of one round.
+
+    Attributes:
+        up: the draft.
+        down: what was kept, and what the target knows of it.
+    """
+
+    up: int
+    down: int
+
+
+def message_sizes(
+    reader: Reader, target: ModelConfig, *, nodes: int, accepted: int, tli: int = 0, number_bytes: int = 2
+) -> Messages:
+    """The bytes that a round takes.
+
+    Args:
+        reader: what kind of drafter it is.
+        target: the target's shape.
+        nodes: drafted tokens, the root not counted: the target knows it.
+        accepted: tokens that the round adds, the target's own included.
+        tli: the target's last layers that the drafter runs itself.
+        number_bytes: of one number of a state: 2 for float16 and bfloat16.
+
+    Raises:
+        InputError: a number is out of range, or the target has no keys and values to send.
+    """
+    if nodes < 0 or accepted < 1 or number_bytes < 1 or not 0 <= tli < target.num_layers:
+        raise InputError(
+            f"nodes={nodes}, accepted={accepted}, tli={tli}, number_bytes={number_bytes}: nodes at least 0, accepted and "
+            f"number_bytes at least 1, tli from 0 to {target.num_layers - 1}"
+        )
+    if target.mla is not None and (reader.startswith("moa") or tli):
+        raise InputError("target: remembers latents (MLA), and no keys and values that could be sent")
+    if tli and not reader.startswith("moa"):
+        raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")
+    layer = sum(heads * dim for heads, dim in target.entry_parts)
+    numbers = {
+        "draft model": 0,
+        "eagle": target.hidden_size,
+        "moa": layer,
+        "moa, layers on the client": target.num_layers * layer,
+    }[reader]
+    # On the client all layers are there already.
+    extra = 0 if reader == "moa, layers on the client" else tli * layer
+    return Messages(
+        up=nodes * (TOKEN_BYTES + PARENT_BYTES),
+        down=accepted * (TOKEN_BYTES + (numbers + extra) * number_bytes),
+    )
