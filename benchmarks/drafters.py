@@ -11,6 +11,7 @@ import glob
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
@@ -71,10 +72,10 @@ class DraftersConfig:
     output: str = ""
 
 
-def load(config: DraftersConfig, target: specjax.Target) -> dict[str, list[Drafter]]:
-    """The drafters of each name, one a seed."""
+def load(runs: Sequence[str], target: specjax.Target) -> dict[str, list[Drafter]]:
+    """The drafters of each name of ``runs``, one a seed."""
     found: dict[str, list[Drafter]] = {}
-    for run in config.runs:
+    for run in runs:
         name, equals, where = run.partition("=")
         places = sorted(glob.glob(where)) or ([where] if where.startswith("embedded") else [])
         if not equals or not places:
@@ -120,7 +121,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
     """A row for each name, shape and temperature."""
     target = specjax.Target.from_pretrained(config.target, np.float32)
     tokenizer = text.load_tokenizer(huggingface.locate(config.target))
-    drafters = load(config, target)
+    drafters = load(config.runs, target)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
     hidden, mlp, layers = config.grow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks import acceptance, decode, drafters, peers, synthetic, train, verification
+from benchmarks import acceptance, boundedness, decode, drafters, peers, synthetic, train, training_cost, verification
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
@@ -128,3 +128,32 @@ def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeyp
     assert (itself["seeds"], len(itself["speeds"])) == (1, 1)
     with pytest.raises(InputError, match="runs='nothing': write NAME=GLOB"):
         drafters.run(drafters.DraftersConfig(target=target, runs=("nothing",)))
+
+
+def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
+    """The target itself, as a draft model, agrees with itself everywhere."""
+    target, draft = tiny_pair
+    output = tmp_path / "alone.json"
+    runs = (f"target={target}", f"draft={draft}")
+    small = {"count": 3, "context": 8, "written": 5, "alone": 4}
+    boundedness.main(boundedness.BoundednessConfig(target=target, runs=runs, output=str(output), **small))
+    itself, other = json.loads(output.read_text())
+    assert itself["agreement"] == 1.0
+    assert itself["until_first_difference"] == 4.0
+    assert other["agreement"] < 1.0
+    assert "at 3" in capsys.readouterr().out
+    with pytest.raises(InputError, match="must be at least 1"):
+        boundedness.run(boundedness.BoundednessConfig(alone=0))
+
+
+@pytest.mark.thorough  # eight gradients to compile
+def test_the_cost_of_training_is_counted(tiny_pair) -> None:
+    """A block's length costs nothing; every further step of the others does."""
+    rows = training_cost.run(
+        training_cost.TrainingCostConfig(target=tiny_pair[0], lengths=(1, 3), batch=1, window=16, repeats=1)
+    )
+    operations = {row["method"]: row["gigaflops"] for row in rows}
+    assert operations["MoA"][3] == pytest.approx(operations["MoA"][1], rel=1e-3)
+    assert operations["EAGLE-3"][3] > 1.5 * operations["EAGLE-3"][1]
+    with pytest.raises(InputError, match="from 1 to 14"):
+        training_cost.run(training_cost.TrainingCostConfig(lengths=(15,), window=16))

@@ -1,0 +1,126 @@
+"""How far a drafter goes on alone: the target falls silent, and what is drafted then is compared with the target's text.
+
+python -m benchmarks.boundedness --target TARGET --runs "MoA=runs/moa_*/best" "EAGLE-1=runs/eagle1_*/best"
+
+For each prompt the target writes some tokens, greedily. Then every drafter drafts one long chain, and the target goes on for as
+many tokens. Agreement is the share of places at which the two are equal; the first that differ are followed by others, so a
+drafter agrees for a while and then goes its own way. As in table 4 of Mixture of Attentions (arXiv 2410.03804), where the
+server is lost in the middle of an answer.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from benchmarks.decode import prompts_of, read_texts
+from benchmarks.drafters import load
+from specjax import text
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import Drafter
+from specjax.errors import InputError
+from specjax.models import huggingface
+from specjax.sampling import Sampling
+from specjax.tree import Chain
+
+
+@dataclass(frozen=True)
+class BoundednessConfig:
+    """Let drafters go on alone.
+
+    Attributes:
+        target: directory or hub id of the target.
+        runs: "NAME=GLOB" each; the directories that the glob finds are one method's, of several seeds.
+        prompts: JSON lines with "text"; by default the source of standard modules.
+        count: prompts.
+        context: tokens of a prompt.
+        written: tokens that the target writes before it falls silent.
+        alone: tokens that the drafter drafts then.
+        output: a .json file for the results; empty prints only.
+    """
+
+    target: str = "embedded"
+    runs: tuple[str, ...] = ("draft model=embedded:draft", "EAGLE-3=embedded:eagle3", "MTP=embedded:mtp")
+    prompts: str = ""
+    count: int = 64
+    context: int = 16
+    written: int = 50
+    alone: int = 20
+    output: str = ""
+
+
+def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tokens: int) -> np.ndarray:
+    """``[B, tokens]`` one chain below the last token of each of ``texts [B, P]``, greedy."""
+    long = replace(drafter, draft=Chain(tokens))  # pyright: ignore[reportArgumentType]
+    options = GenerationOptions(max_new_tokens=tokens + 1, sampling=Sampling(temperature=0.0))
+    long, state = engine.start(target, long, texts, None, options)
+    draft, _ = jax.jit(engine.propose_step)(target, long, state)
+    return np.asarray(draft.tokens)[:, 1:]
+
+
+def run(config: BoundednessConfig) -> list[dict[str, Any]]:
+    """A row for each name."""
+    if min(config.count, config.context, config.written, config.alone) < 1:
+        raise InputError("count, context, written and alone: must be at least 1")
+    target = specjax.Target.from_pretrained(config.target, np.float32)
+    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
+    prompts = prompts_of(texts, config.count, config.context)
+    whole = specjax.generate(target, None, prompts, max_new_tokens=config.written + config.alone).tokens
+    before, after = whole[:, : -config.alone], whole[:, -config.alone :]
+    rows = []
+    for name, seeds in load(config.runs, target).items():
+        same = [draft_alone(target, drafter, before, config.alone) == after for drafter in seeds]
+        agreed = [np.cumprod(each, axis=1).sum(axis=1).mean() for each in same]
+        rows.append(
+            {
+                "method": name,
+                "agreement": mean(float(each.mean()) for each in same),
+                "agreements": [float(each.mean()) for each in same],
+                "until_first_difference": mean(float(each) for each in agreed),
+                "by_place": np.mean([each.mean(axis=0) for each in same], axis=0).tolist(),
+            }
+        )
+    return rows
+
+
+def main(config: BoundednessConfig) -> None:
+    """Print the table, and write it."""
+    rows = run(config)
+    places = [place for place in (1, 2, 3, 5, 10, 20) if place <= config.alone]
+    table = Table(
+        "method",
+        f"agreement over {config.alone}",
+        "of each seed",
+        "until the first difference",
+        *(f"at {place}" for place in places),
+        title=f"{config.target}: {config.count} texts, the target silent after {config.written} tokens",
+    )
+    for row in rows:
+        table.add_row(
+            row["method"],
+            f"{row['agreement']:.2f}",
+            " ".join(f"{each:.2f}" for each in row["agreements"]),
+            f"{row['until_first_difference']:.1f}",
+            *(f"{row['by_place'][place - 1]:.2f}" for place in places),
+        )
+    Console(width=140).print(table)
+    if config.output:
+        Path(config.output).write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(BoundednessConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")
