@@ -128,9 +128,8 @@ def slow_chain(drafter: MixtureOfAttentions, target, text: list[int], drafted: l
         if config.tli:  # all of the draft again
             below[position - root] = x
             first, last = config.tli_layers
-            x = run_last_layers(target, jnp.asarray(below, jnp.float32), entries[first:last], root, (first, last))[
-                position - root
-            ]
+            rows = jnp.asarray(below, jnp.float32)
+            x = run_last_layers(target, rows, entries[first:last], root, (first, last))[position - root]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
 
@@ -147,7 +146,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "tli", "no lsa"])
+def variants(in_suite: str):
+    """All of them; those but ``in_suite``, which has every part, are thorough."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS]
+
+
+@pytest.mark.parametrize("name", variants("tli"))
 def test_drafts_are_those_of_the_definition(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
     target = target_of()
@@ -166,7 +170,10 @@ def test_drafts_are_those_of_the_definition(name) -> None:
         state, _ = advance(target, drafter, drafting, draft)
 
 
-@pytest.mark.parametrize("shape", [StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0))), DynamicTree(3, 3, 9)])
+STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
+
+
+@pytest.mark.parametrize("shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)])
 def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
     target = target_of()
     drafter = strong(target, tli=1).replace(draft=shape)
@@ -231,7 +238,7 @@ def test_blocks_begin_where_they_should(length) -> None:
     assert len(set(expected)) < len(expected) or length == 1
 
 
-@pytest.mark.parametrize("name", list(VARIANTS))
+@pytest.mark.parametrize("name", variants("tli"))
 def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
     """Every position of two documents, against drafts of each text by the definition."""
     target = target_of()
@@ -260,7 +267,7 @@ def shifted_chain(drafter, target, text, drafted, before: int) -> np.ndarray:
     return np.asarray(target.head(list(steps)[-1][0, root]))
 
 
-@pytest.mark.parametrize("name", ["plain", "no lsa, tli"])
+@pytest.mark.parametrize("name", variants("no lsa, tli"))
 def test_held_out_chains_are_drafts(name) -> None:
     """What the evaluation simulates: at every step, from every root."""
     target = target_of()
@@ -352,7 +359,7 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
     np.testing.assert_allclose(state.drafter.newest[0, 0], states[0, -1], atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", [Eagle1Training, HassTraining])
+@pytest.mark.parametrize("kind", [Eagle1Training, pytest.param(HassTraining, marks=pytest.mark.thorough)])
 def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     target, method = target_of(), kind(target="here", lsa=True)
     student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
