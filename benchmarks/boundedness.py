@@ -62,7 +62,7 @@ class BoundednessConfig:
 def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tokens: int) -> np.ndarray:
     """``[B, tokens]`` one chain below the last token of each of ``texts [B, P]``, greedy."""
     long = replace(drafter, draft=Chain(tokens))  # pyright: ignore[reportArgumentType]
-    options = GenerationOptions(max_new_tokens=tokens + 1, sampling=Sampling(temperature=0.0))
+    options = GenerationOptions(max_new_tokens=tokens + 1, eos_token_ids=(), sampling=Sampling(temperature=0.0))
     long, state = engine.start(target, long, texts, None, options)
     draft, _ = jax.jit(engine.propose_step)(target, long, state)
     return np.asarray(draft.tokens)[:, 1:]
@@ -76,7 +76,8 @@ def run(config: BoundednessConfig) -> list[dict[str, Any]]:
     tokenizer = text.load_tokenizer(huggingface.locate(config.target))
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
-    whole = specjax.generate(target, None, prompts, max_new_tokens=config.written + config.alone).tokens
+    # No token ends a text here: what came after it would be filler, and equal to nothing.
+    whole = specjax.generate(target, None, prompts, max_new_tokens=config.written + config.alone, eos_token_ids=()).tokens
     before, after = whole[:, : -config.alone], whole[:, -config.alone :]
     rows = []
     for name, seeds in load(config.runs, target).items():

@@ -61,17 +61,19 @@ def compiled(method: Method, target: specjax.Target, batch: dict[str, jax.Array]
     given = Given(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
     student: Any = method.init(jax.random.key(0), given)
 
-    def loss(params: Any, target: specjax.Target) -> jax.Array:
+    def loss(params: Any, target: specjax.Target, batch: dict[str, jax.Array]) -> jax.Array:
         return method.objective(student.replace(params=params), batch, target)[0]
 
-    program = jax.jit(jax.grad(loss)).lower(student.params, target).compile()
+    program = jax.jit(jax.grad(loss)).lower(student.params, target, batch).compile()
     counted = program.cost_analysis() or {}
-    return lambda: jax.block_until_ready(program(student.params, target)), float(counted.get("flops", 0.0))
+    return lambda: jax.block_until_ready(program(student.params, target, batch)), float(counted.get("flops", 0.0))
 
 
 def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
     """A row for each method: milliseconds and operations by length."""
-    if min(config.lengths) < 1 or max(config.lengths) + 2 > config.window:
+    if config.batch < 1 or config.repeats < 1:
+        raise InputError(f"batch={config.batch}, repeats={config.repeats}: must be at least 1")
+    if not config.lengths or min(config.lengths) < 1 or max(config.lengths) + 2 > config.window:
         raise InputError(f"lengths={config.lengths}: must be from 1 to {config.window - 2}, which is window less 2")
     target = specjax.Target.from_pretrained(config.target, np.float32)
     tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, (config.batch, config.window + 1))

@@ -128,13 +128,13 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
     # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
     cache, state = jax.lax.optimization_barrier((target.new_cache(batch, capacity), drafter.start(target, batch, capacity)))
 
-    def absorb(state: Any, *seen: Any) -> Any:
-        return drafter.absorb(target, state, Seen(*seen))
+    def absorb(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
+        return drafter.absorb(target, state, Seen(tokens=tokens, following=following, **read))
 
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
         output, new = target.score(tokens, taps=taps, with_logits=False)
         cache = cache.append(new, committed, after=output.hidden)
-        return cache, absorb(state, tokens, following, output, new, committed, cache)
+        return cache, absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
 
     chunks = -(-width // PREFILL_CHUNK)
 
@@ -148,7 +148,7 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.score(tokens, cache, taps=taps, with_logits=False)
         written = cache.append(new, count, after=output.hidden)
-        return (written, absorb(state, tokens, following, output, new, count, written)), None
+        return (written, absorb(state, tokens, following, output=output, entries=new, count=count, cache=written)), None
 
     (cache, state), _ = jax.lax.scan(read, (cache, state), (split(tokens), split(following), jnp.arange(chunks)))
     return cache, state

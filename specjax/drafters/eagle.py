@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters import layer_attention
 from specjax.drafters.features import FeatureDrafter, layer_like
+from specjax.drafters.layer_attention import LayerAttention
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
@@ -36,14 +37,14 @@ class EagleConfig:
         layer: of its one decoder layer; ``vocab_size`` and ``hidden_size`` are the target's.
         fc_bias: whether the layer that joins embedding and feature has a bias.
         own_embedding: whether it brings an embedding, and does not use the target's.
-        lsa: the block of `layer_attention`, whose summary is then the feature, in place of the last hidden state. So Mixture of
+        lsa: layer self-attention, whose summary is then the feature, in place of the last hidden state. So Mixture of
             Attentions is without its cross-attention; EAGLE has none.
     """
 
     layer: ModelConfig
     fc_bias: bool = True
     own_embedding: bool = False
-    lsa: ModelConfig | None = None
+    lsa: LayerAttention | None = None
 
 
 def declare(config: EagleConfig) -> Params:
@@ -133,9 +134,9 @@ class Eagle(FeatureDrafter):
     def init(cls, target: Target, key: jax.Array, draft: Shape = DynamicTree(), *, lsa: bool = False, **sizes: Any) -> "Eagle":
         """A drafter for ``target`` with random weights; consumes ``key``.
 
-        ``lsa`` gives it a block of `layer_attention`; ``sizes`` override fields of its layer's config.
+        ``lsa`` gives it layer self-attention; ``sizes`` override fields of its layer's config.
         """
-        block = layer_attention.default_block(target.config) if lsa else None
+        block = LayerAttention.for_target(target.config) if lsa else None
         config = EagleConfig(layer_like(target.config, **sizes), lsa=block)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, config.layer.axis_units)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
@@ -146,13 +147,13 @@ class Eagle(FeatureDrafter):
         content = huggingface.format_config(self.config.layer, kept.name)
         content |= {"bias": self.config.fc_bias, "qkv_bias": self.config.layer.qkv_bias}
         if self.config.lsa is not None:
-            content["layer_self_attention"] = layer_attention.format_block(self.config.lsa)
+            content["layer_self_attention"] = layer_attention.format_fields(self.config.lsa)
         checkpoint.write(Path(path), declare(self.config), self.params, {"config.json": content}, dtype)
 
     def check(self, target: Target) -> None:
         super().check(target)
         if self.config.lsa is not None:
-            layer_attention.check_target(self.config.lsa, target.config)
+            self.config.lsa.check(target.config)
 
     @property
     def sizes(self) -> ModelConfig:
@@ -161,6 +162,7 @@ class Eagle(FeatureDrafter):
     def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
         if self.config.lsa is None:
             return output.hidden
+        assert entries, "layer self-attention needs what the layers remember"
         return layer_attention.summarise(self.params, self.config.lsa, entries, self.mesh)
 
     def run(

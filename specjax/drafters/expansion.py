@@ -358,7 +358,7 @@ def read_nodes(
         cache,
         positions=jnp.broadcast_to(cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape),
         mask=np.eye(count, dtype=bool)[None],
-        scratch=(scratch, seen),
+        scratch=[(scratch, seen)],
         layers=layers,
     )
     assert output.logits is not None

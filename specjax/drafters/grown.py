@@ -82,12 +82,15 @@ class OnGrown(Drafter):
 
     def check(self, target: Target) -> None:
         self._drafter.check(self.original)
-        small = self.original.config
-        if target.config.vocab_size != small.vocab_size or target.config.hidden_size < small.hidden_size:
-            raise InputError(
-                f"target: of hidden size {target.config.hidden_size} and {target.config.vocab_size} tokens, which cannot have "
-                f"grown from one of {small.hidden_size} and {small.vocab_size}"
-            )
+        small, large = self.original.config, target.config
+        for name in ("hidden_size", "num_layers", "num_kv_heads"):
+            if getattr(large, name) < getattr(small, name):
+                raise InputError(f"target: {name}={getattr(large, name)} cannot have grown from {getattr(small, name)}")
+        for name in ("vocab_size", "head_dim"):
+            if getattr(large, name) != getattr(small, name):
+                raise InputError(
+                    f"target: {name}={getattr(large, name)}, but that of the small target is {getattr(small, name)}"
+                )
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self._drafter.start(self._narrow(target), batch, capacity)

@@ -6,6 +6,7 @@ hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,14 +18,55 @@ from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import check_fields, whole
+from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.layers import decoder_layer, linear
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
 
 
-def check_attention(target: ModelConfig) -> None:
-    """Refuse, with an InputError, a target that remembers no keys and values."""
+@dataclass(frozen=True)
+class LayerAttention:
+    """The shape of the block, and of what it reads.
+
+    Attributes:
+        block: of the block; its ``hidden_size``, E, is the numbers that a layer of the target remembers of a token.
+        target_layers: layers of the target.
+        target_kv_heads: heads of their keys, and of their values.
+        target_head_dim: numbers in each.
+    """
+
+    block: ModelConfig
+    target_layers: int
+    target_kv_heads: int
+    target_head_dim: int
+
+    @classmethod
+    def for_target(cls, target: ModelConfig) -> "LayerAttention":
+        """A block for ``target``.
+
+        It has the target's numbers of heads, or as many as divide E into heads of an even size, and an MLP of 1.5 times E. For
+        Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072.
+        """
+        _refuse_latents(target)
+        reads = (target.num_layers, target.num_kv_heads, target.head_dim)
+        size = 2 * target.num_kv_heads * target.head_dim
+        heads = max(count for count in range(1, target.num_heads + 1) if size % (2 * count) == 0)
+        kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
+        return cls(_block(target, size, heads, kv_heads, size * 3 // 2), *reads)
+
+    def check(self, target: ModelConfig) -> None:
+        """Refuse, with an InputError, a target that it was not made for."""
+        _refuse_latents(target)
+        own = (self.target_layers, self.target_kv_heads, self.target_head_dim)
+        theirs = (target.num_layers, target.num_kv_heads, target.head_dim)
+        if own != theirs:
+            raise InputError(
+                f"drafter: its layer self-attention was made for a target with (layers, key/value heads, head size) {own}, and "
+                f"target has {theirs}: give the target that it was trained with"
+            )
+
+
+def _refuse_latents(target: ModelConfig) -> None:
     if target.mla is not None:
         raise InputError(
             "target: layer self-attention reads keys and values, and this target remembers latents (MLA): give one with "
@@ -32,37 +74,11 @@ def check_attention(target: ModelConfig) -> None:
         )
 
 
-def check_target(block: ModelConfig, target: ModelConfig) -> None:
-    """Refuse, with an InputError, a target for which ``block`` was not made."""
-    check_attention(target)
-    if block.hidden_size != entry_size(target):
-        raise InputError(
-            f"drafter: its layer self-attention is for layers that remember {block.hidden_size} numbers of a token, and "
-            f"those of target remember {entry_size(target)}: give the target it was trained with"
-        )
-
-
-def entry_size(target: ModelConfig) -> int:
-    """Numbers that a layer of the target remembers of a token, its keys and values: E, the hidden size of the block."""
-    return 2 * target.num_kv_heads * target.head_dim
-
-
-def default_block(target: ModelConfig) -> ModelConfig:
-    """The shape of the block for ``target``.
-
-    It has the target's numbers of heads, or as many as divide E into heads of an even size, and an MLP of 1.5 times E. For
-    Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072.
-    """
-    check_attention(target)
-    size = entry_size(target)
-    heads = max(count for count in range(1, target.num_heads + 1) if size % (2 * count) == 0)
-    kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
-    return _block(target, size, heads, kv_heads, size * 3 // 2)
-
-
 def _block(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
     if size % heads:
-        raise InputError(f"layer_self_attention: num_attention_heads={heads} does not divide hidden_size={size}")
+        raise InputError(
+            f"num_attention_heads={heads}: does not divide {size}, what a layer of the target remembers of a token"
+        )
     return layer_like(
         like,
         hidden_size=size,
@@ -74,41 +90,50 @@ def _block(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate
     )
 
 
-def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> ModelConfig:
-    """The shape of the block from the fields of a config.json, which ``source`` names; the rest is as in ``like``."""
-    known = {
-        "hidden_size": whole(2, 1_000_000),
-        "intermediate_size": whole(1, 10_000_000),
-        "num_attention_heads": whole(1, 10_000),
-        "num_key_value_heads": whole(1, 10_000),
-    }
-    return _block(like, *(check_fields(raw, known, source)[name] for name in _ORDER))
+_FIELDS = {
+    "target_num_hidden_layers": whole(1, 10_000),
+    "target_num_key_value_heads": whole(1, 10_000),
+    "target_head_dim": whole(1, 100_000),
+    "num_attention_heads": whole(1, 10_000),
+    "num_key_value_heads": whole(1, 10_000),
+    "intermediate_size": whole(1, 10_000_000),
+}
 
 
-_ORDER = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention:
+    """The shape from the fields of a config.json, which ``source`` names; the rest is as in ``like``.
+
+    Raises:
+        CheckpointError: a field is missing, or not as it must be.
+    """
+    layers, kv_heads, head_dim, *block = (check_fields(raw, _FIELDS, source)[name] for name in _FIELDS)
+    try:
+        return LayerAttention(_block(like, 2 * kv_heads * head_dim, *block), layers, kv_heads, head_dim)
+    except InputError as error:
+        raise CheckpointError(f"{source}: {error}") from None
 
 
-def format_block(block: ModelConfig) -> dict[str, int]:
+def format_fields(lsa: LayerAttention) -> dict[str, int]:
     """The fields that `parse` reads."""
-    values = (block.hidden_size, block.num_heads, block.num_kv_heads, block.intermediate_size)
-    return dict(zip(_ORDER, values, strict=True))
+    reads, block = (lsa.target_layers, lsa.target_kv_heads, lsa.target_head_dim), lsa.block
+    return dict(zip(_FIELDS, (*reads, block.num_heads, block.num_kv_heads, block.intermediate_size), strict=True))
 
 
-def declare(block: ModelConfig, hidden_size: int) -> Params:
+def declare(lsa: LayerAttention, hidden_size: int) -> Params:
     """The `Param` declarations, named as the authors name them; ``hidden_size`` is the target's."""
     return {
-        "layer_self_attention": declarations.declare_layer(block, "layer_self_attention."),
-        "ekv2e": matrix("Ekv2E", (block.hidden_size, None), (hidden_size, None)),
+        "layer_self_attention": declarations.declare_layer(lsa.block, "layer_self_attention."),
+        "ekv2e": matrix("Ekv2E", (lsa.block.hidden_size, None), (hidden_size, None)),
         "ekv2e_bias": Param((hidden_size,), (None,), "Ekv2E.bias", "zeros"),
     }
 
 
-def mean_over_layers(params: Params, block: ModelConfig, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
+def mean_over_layers(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
     """``[B, T, E]`` the mean over the layers of what the block makes of each token's keys and values.
 
     Args:
         params: as declared.
-        block: its shape.
+        lsa: the shape.
         entries: what each layer of the target remembers of T tokens, keys and values ``[B, kv_heads, T, d]``.
         mesh: where the params live.
     """
@@ -117,11 +142,11 @@ def mean_over_layers(params: Params, block: ModelConfig, entries: Sequence[Entry
     batch, _, layers, count, _ = joined.shape
     own = params["layer_self_attention"]
     x = joined.transpose(0, 3, 2, 1, 4).reshape(batch * count, layers, -1).astype(own["q"].dtype)
-    turn = rotations(block.rope, block.head_dim, jnp.arange(layers)[None])
-    x, _ = decoder_layer(own, block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
+    turn = rotations(lsa.block.rope, lsa.block.head_dim, jnp.arange(layers)[None])
+    x, _ = decoder_layer(own, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
     return jnp.mean(x, axis=1).reshape(batch, count, -1)
 
 
-def summarise(params: Params, block: ModelConfig, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
+def summarise(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
     """``[B, T, H]`` the summary of each token: `mean_over_layers`, projected."""
-    return linear(params, "ekv2e", mean_over_layers(params, block, entries, mesh))
+    return linear(params, "ekv2e", mean_over_layers(params, lsa, entries, mesh))

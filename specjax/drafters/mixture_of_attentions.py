@@ -22,6 +22,7 @@ from specjax.drafters import layer_attention
 from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.features import layer_like
+from specjax.drafters.layer_attention import LayerAttention
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
@@ -45,30 +46,19 @@ class MoAConfig:
 
     Attributes:
         layer: of the blocks of self-attention and cross-attention; ``vocab_size`` and ``hidden_size`` are the target's.
-        target_layers: layers of the target, L.
-        target_kv_heads: heads of their keys, and of their values.
-        target_head_dim: numbers in each.
-        lsa: the block of layer self-attention, whose ``hidden_size`` is that of a layer's keys and values together. None: there
-            is none, and the summary of a token is the target's last hidden state.
+        target_layers: layers of the target.
+        lsa: layer self-attention. None: there is none, and the summary of a token is the target's last hidden state.
         tli: how many of the target's last layers finish a prediction.
     """
 
     layer: ModelConfig
     target_layers: int
-    target_kv_heads: int
-    target_head_dim: int
-    lsa: ModelConfig | None
+    lsa: LayerAttention | None
     tli: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tli < self.target_layers:
             raise InputError(f"tli={self.tli}: the target has {self.target_layers} layers; give 0 to one less")
-        remembered = 2 * self.target_kv_heads * self.target_head_dim
-        if self.lsa is not None and self.lsa.hidden_size != remembered:
-            raise InputError(
-                f"layer_self_attention: hidden_size={self.lsa.hidden_size}, but a layer of the target remembers {remembered} "
-                "numbers of a token: it must be as many"
-            )
 
     @property
     def cross_layer(self) -> ModelConfig:
@@ -98,10 +88,8 @@ def is_moa(raw: Mapping[str, Any]) -> bool:
 
 
 _FIELDS = {
-    "target_layer_inference": whole(0, 10_000, default=0),
+    "target_layer_inference": whole(0, 10_000),
     "target_num_hidden_layers": whole(1, 10_000),
-    "target_num_key_value_heads": whole(1, 10_000),
-    "target_head_dim": whole(1, 100_000),
     "layer_self_attention": mapping(default=None),
 }
 
@@ -114,18 +102,10 @@ def _read_config(directory: Path) -> MoAConfig:
     layer = huggingface.with_switches(
         huggingface.parse_config(raw, str(file)), checkpoint.stored_names(directory), "self_attention."
     )
-    block, lsa = fields["layer_self_attention"], None
+    own = fields["layer_self_attention"]
+    lsa = None if own is None else layer_attention.parse(own, layer, f"{file}: layer_self_attention")
     try:
-        if block is not None:
-            lsa = layer_attention.parse(block, layer, f"{file}: layer_self_attention")
-        return MoAConfig(
-            layer=layer,
-            target_layers=fields["target_num_hidden_layers"],
-            target_kv_heads=fields["target_num_key_value_heads"],
-            target_head_dim=fields["target_head_dim"],
-            lsa=lsa,
-            tli=fields["target_layer_inference"],
-        )
+        return MoAConfig(layer, fields["target_num_hidden_layers"], lsa, fields["target_layer_inference"])
     except InputError as error:
         raise CheckpointError(f"{file}: {error}") from None
 
@@ -139,17 +119,18 @@ def _default_sizes(target: ModelConfig) -> dict[str, int]:
 
 @struct.dataclass
 class MixtureOfAttentions(Drafter):
-    """Reads drafted tokens with self-attention, and the summaries of verified ones with cross-attention.
+    """Self-attention over all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
 
-    The drafted token at position i is predicted from the token at i - 1: no pair of two positions is read, as EAGLE does. The
-    newest token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before
-    the root, and of the root and what is drafted below it the embeddings alone.
+    The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The newest
+    token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before the
+    root, and of the root and what is drafted below it the embeddings alone.
 
     Attributes:
         params: its own parameters (see `declare`). Embedding, final norm and head are the target's.
         config: its shape.
         draft: the shape of its drafts.
         mesh: where the params live.
+        reads_cache: for target layer inference, whose layers go on behind what they remember; nothing else reads it.
     """
 
     params: Params
@@ -201,7 +182,7 @@ class MixtureOfAttentions(Drafter):
         """A drafter for ``target`` with random weights; consumes ``key``.
 
         Args:
-            target: with ordinary attention.
+            target: with ordinary attention, unless ``lsa`` is False.
             key: of the random weights.
             draft: the shape of its drafts.
             tli: how many of the target's last layers finish a prediction.
@@ -209,50 +190,34 @@ class MixtureOfAttentions(Drafter):
             sizes: fields of the `ModelConfig` of its two blocks.
         """
         of_target = target.config
-        layer_attention.check_attention(of_target)
         layer = layer_like(of_target, **(_default_sizes(of_target) | sizes))
-        config = MoAConfig(
-            layer=layer,
-            target_layers=of_target.num_layers,
-            target_kv_heads=of_target.num_kv_heads,
-            target_head_dim=of_target.head_dim,
-            lsa=layer_attention.default_block(of_target) if lsa else None,
-            tli=tli,
-        )
+        config = MoAConfig(layer, of_target.num_layers, LayerAttention.for_target(of_target) if lsa else None, tli)
         params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
         """Write its own parameters, in ``dtype`` (by default their own). All of it or nothing."""
-        config, lsa = self.config, self.config.lsa
+        config = self.config
         own: dict[str, Any] = {
             "target_layer_inference": config.tli,
             "target_num_hidden_layers": config.target_layers,
-            "target_num_key_value_heads": config.target_kv_heads,
-            "target_head_dim": config.target_head_dim,
         }
-        if lsa is not None:
-            own["layer_self_attention"] = layer_attention.format_block(lsa)
+        if config.lsa is not None:
+            own["layer_self_attention"] = layer_attention.format_fields(config.lsa)
         content = huggingface.format_config(config.layer, checkpoint.float_type(dtype or self._dtype).name)
         content |= {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
         checkpoint.write(Path(path), declare(config), self.params, {"config.json": content}, dtype)
 
     def check(self, target: Target) -> None:
-        layer_attention.check_attention(target.config)
-        own = (
-            self.config.layer.vocab_size,
-            self.config.layer.hidden_size,
-            self.config.target_layers,
-            self.config.target_kv_heads,
-            self.config.target_head_dim,
-        )
-        sizes = target.config
-        theirs = (sizes.vocab_size, sizes.hidden_size, sizes.num_layers, sizes.num_kv_heads, sizes.head_dim)
+        own = (self.config.layer.vocab_size, self.config.layer.hidden_size, self.config.target_layers)
+        theirs = (target.config.vocab_size, target.config.hidden_size, target.config.num_layers)
         if own != theirs:
             raise InputError(
-                "drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers, key/value "
-                f"heads, head size) {own}, and target has {theirs}: give the target that it was trained with"
+                f"drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers) {own}, and "
+                f"target has {theirs}: give the target that it was trained with"
             )
+        if self.config.lsa is not None:
+            self.config.lsa.check(target.config)
         self.draft.check(self.config.layer.vocab_size)
         check_mesh(self.mesh, target)
 
@@ -306,20 +271,33 @@ class MixtureOfAttentions(Drafter):
         x = x + linear(own, "o", jnp.where(jnp.any(visible, axis=-1, keepdims=True), attended, 0))
         return x + mlp(own, rms_norm(x, own["post_norm"], eps))
 
-    def finish(self, target: Target, x: jax.Array, **verified: Any) -> tuple[jax.Array, tuple[Entry, ...]]:
-        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave.
+    def finish(
+        self,
+        target: Target,
+        x: jax.Array,
+        positions: jax.Array,
+        mask: Any,
+        *,
+        cache: KVCache | None = None,
+        scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
+    ) -> tuple[jax.Array, tuple[Entry, ...]]:
+        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave; without any, the states as they are.
 
         Args:
             target: the target.
             x: the states.
-            verified: what the layers see, as in `Target.run`.
+            positions: ``[B, T]``.
+            mask: which of the T tokens see each other, as in `Target.run`.
+            cache: of the target's last layers: what they remember of the verified tokens. Or these stand in ``scratch``.
+            scratch: what was read beside, and which of it each token sees, as in `Target.run`.
 
         Returns:
             ``[B, T, H]`` what the target's head reads, and the layers' entries of the T tokens.
         """
         if not self.config.tli:
             return x, ()
-        x, _, new = target.run(x, layers=self.config.tli_layers, **verified)
+        layers = self.config.tli_layers
+        x, _, new = target.run(x, cache, layers=layers, positions=positions, mask=mask, scratch=scratch)
         return target.norm(x), new
 
     # --- the contract ---
@@ -357,7 +335,7 @@ class MixtureOfAttentions(Drafter):
             x, own = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, (state.layers[1], committed))
             alone = np.eye(tokens.shape[1], dtype=bool)[None]
-            hidden, new = self.finish(target, x, cache=verified, positions=positions, mask=alone, scratch=(scratch[1:], seen))
+            hidden, new = self.finish(target, x, positions, alone, cache=verified, scratch=[(scratch[1:], seen)])
             return target.head(hidden), (own, *new)
 
         def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:

@@ -120,7 +120,7 @@ class Target:
         layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | np.ndarray | None = None,
-        scratch: tuple[Sequence[Entry], jax.Array] | None = None,
+        scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
         taps: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
         """Run a slice of the layers over T tokens a row. Only reads the cache.
@@ -132,7 +132,8 @@ class Target:
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
-                token sees. They are read as if they were in the cache.
+                token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
+                cache.
             taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
 
         Returns:
@@ -154,8 +155,7 @@ class Target:
             past: list[Piece] = []
             if cache is not None:
                 past.append((cache.layers[i], cache.committed[:, None]))
-            if scratch is not None:
-                past.append((scratch[0][i], scratch[1]))
+            past += [(entries[i], visible) for entries, visible in scratch]
             x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past, self.mesh)
             x = self._constrain(x, None)
             new.append(own)

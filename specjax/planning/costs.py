@@ -173,7 +173,8 @@ def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes
             tokens=path,
             following=jnp.broadcast_to(newest, path.shape),
             output=output,
-            entries=target.new_scratch(batch, draft.depth + 1),
+            # Of tokens in the cache: zeros would let the compiler take what is made of them out of the loop.
+            entries=gather_entries(state.cache.layers, state.lengths[:, None] - 1 - verdict.path),
             count=one,
             cache=state.cache,
         )

@@ -1,21 +1,21 @@
 """What a drafter on one machine and its target on another have to say to each other in a round (arXiv 2410.03804, table 7).
 
 The drafter sends its draft up: of every node its token, and which node it hangs below. The target sends down what it kept, and
-what the drafter reads of it: nothing but tokens for a model of its own, a hidden state a token for EAGLE, and for Mixture of
+what the drafter reads of it: nothing but tokens for a model of its own, a hidden state a token for EAGLE (three for EAGLE-3), and for Mixture of
 Attentions either the mean that layer self-attention gave, where that runs beside the target, or the keys and values of all
 layers that it is made from. Target layer inference also needs the keys and values of the layers that it runs.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 
 TOKEN_BYTES, PARENT_BYTES = 4, 2
 
-Reader = Literal["draft model", "eagle", "moa", "moa, layers on the client"]
-"""Who reads what the target sends; of `MixtureOfAttentions`, on which side its layer self-attention runs."""
+Reader = Literal["draft model", "eagle", "eagle3", "moa", "moa, layers on the client", "moa, no layers"]
+"""Who reads what the target sends; of `MixtureOfAttentions`, on which side its layer self-attention runs, or that it has none."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def message_sizes(
     Raises:
         InputError: a number is out of range, or the target has no keys and values to send.
     """
+    if reader not in get_args(Reader):
+        raise InputError(f"reader={reader!r}: give one of {', '.join(map(repr, get_args(Reader)))}")
     if nodes < 0 or accepted < 1 or number_bytes < 1 or not 0 <= tli < target.num_layers:
         raise InputError(
             f"nodes={nodes}, accepted={accepted}, tli={tli}, number_bytes={number_bytes}: nodes at least 0, accepted and "
@@ -60,6 +62,8 @@ def message_sizes(
     numbers = {
         "draft model": 0,
         "eagle": target.hidden_size,
+        "eagle3": 3 * target.hidden_size,
+        "moa, no layers": target.hidden_size,
         "moa": layer,
         "moa, layers on the client": target.num_layers * layer,
     }[reader]

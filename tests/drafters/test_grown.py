@@ -34,5 +34,12 @@ def test_it_drafts_as_on_the_small_target(reads) -> None:
 def test_what_cannot_have_grown_is_refused() -> None:
     small = tiny_target()
     inner = Eagle3.init(small, jax.random.key(0), Chain(3))
-    with pytest.raises(InputError, match="which cannot have grown from one of 16 and 11"):
-        OnGrown.of(inner, small).check(tiny_target(hidden_size=8))
+    for change, message in [
+        ({"hidden_size": 8}, "hidden_size=8 cannot have grown from 16"),
+        ({"num_layers": 1}, "num_layers=1 cannot have grown from 2"),
+        ({"num_kv_heads": 1}, "num_kv_heads=1 cannot have grown from 2"),
+        ({"head_dim": 8}, "head_dim=8, but that of the small target is 4"),
+        ({"vocab_size": 12}, "vocab_size=12, but that of the small target is 11"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            OnGrown.of(inner, small).check(tiny_target(**change))

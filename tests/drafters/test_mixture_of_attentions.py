@@ -105,7 +105,7 @@ def run_last_layers(target, rows, entries, root, layers):
     """The target's last layers over a draft whose root is at ``root``, behind what they remember of the tokens before."""
     visible = jnp.broadcast_to(jnp.arange(LONGEST) < root, (1, DEEPEST, LONGEST))
     at = root + jnp.arange(DEEPEST)[None]
-    return target.norm(target.run(rows[None], layers=layers, positions=at, scratch=(entries, visible))[0])[0]
+    return target.norm(target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0])[0]
 
 
 def slow_chain(drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int]) -> np.ndarray:

@@ -34,13 +34,15 @@ def feature_loss(
         token_weight: of the cross entropy to the target's distribution.
         top_k: how many of the target's likeliest tokens the last term is over.
         top_k_weight: of the same cross entropy over those tokens alone, their probabilities as they are (HASS, equation 3).
-        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T.
+        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T. Summaries
+            of layers, which are learnt, are left as they are.
         remat: as in `unroll`.
     """
     output, entries = score(target, batch)
-    features = student.features(output, entries)
+    summarise = jax.checkpoint(type(student).features) if remat else type(student).features
+    features = summarise(student, output, entries)
     count = features.shape[1]
-    if noise:
+    if noise and student.config.lsa is None:
         width = noise * 512 / count
         features = features + jax.random.uniform(batch["key"], features.shape, features.dtype, -width / 2, width / 2)
     total, metrics = jnp.zeros(()), {}

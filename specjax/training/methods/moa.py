@@ -8,7 +8,7 @@ to a block's, where EAGLE-3 and HASS read the window anew for every drafted toke
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.methods.base import Batch, Given, Method, Metrics
+from specjax.training.methods.unrolling import layer_sizes
 from specjax.training.methods.windows import document_mask, score
 
 
@@ -70,7 +71,7 @@ class MoATraining(Method):
             raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
 
     def init(self, key: jax.Array, given: Given) -> MixtureOfAttentions:
-        sizes: dict[str, Any] = {"intermediate_size": self.intermediate_size} if self.intermediate_size else {}
+        sizes = layer_sizes(self.intermediate_size)
         return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
 
     def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
@@ -79,11 +80,7 @@ class MoATraining(Method):
         first = student.config.tli_layers[0]
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
         assert output.logits is not None
-        length_key, staircase_key = jax.random.split(batch["key"])
-        rows = batch["tokens"].shape[0]
-        length = jax.random.randint(length_key, (rows,), self.shortest_block, self.longest_block + 1)
-        hidden_share = jnp.maximum(1 - batch["progress"] / max(self.staircase_until, 1e-6), 0)
-        staircase = jax.random.uniform(staircase_key, (rows,)) < hidden_share
+        length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
         forward = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
         hidden, begun = forward(student, batch, target, output, entries, block_starts(batch, length), staircase)
         mask = batch["loss_mask"]
@@ -93,6 +90,13 @@ class MoATraining(Method):
             feature += losses.mean_over_positions(losses.smooth_l1(begun, output.taps[:, :, 0]), mask)
         loss = self.token_weight * token + self.feature_weight * feature
         return loss, {"loss": loss, "token_loss": token, "feature_loss": feature}
+
+    def draw(self, key: jax.Array, rows: int, progress: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """``[rows]`` the length of each window's blocks, and ``[rows]`` bool, whether it is a staircase; consumes ``key``."""
+        length_key, staircase_key = jax.random.split(key)
+        length = jax.random.randint(length_key, (rows,), self.shortest_block, self.longest_block + 1)
+        share = jnp.maximum(1 - progress / max(self.staircase_until, 1e-6), 0)
+        return length, jax.random.uniform(staircase_key, (rows,)) < share
 
     def evaluation(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> Metrics:
         assert target is not None
@@ -156,7 +160,7 @@ def draft_blocks(
     x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, seen_by_self)
     begun = student.cross_attend(x, positions, (summaries, verified))
     first, last = student.config.tli_layers
-    hidden, _ = student.finish(target, begun, positions=positions, mask=drafted, scratch=(entries[first:last], verified))
+    hidden, _ = student.finish(target, begun, positions, drafted, scratch=[(entries[first:last], verified)])
     return hidden, begun
 
 
@@ -174,12 +178,11 @@ def draft_everywhere(
     summaries = student.remember_summaries(student.summarise(output, entries), index)
     states, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), index, document_mask(segments))
     first, last = student.config.tli_layers
-    seen, kept = verified, entries[first:last]
-    alone = jnp.broadcast_to(jnp.eye(count, dtype=bool), verified.shape)
+    beside: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
+    alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):
         positions = index + step
         begun = student.cross_attend(ahead(states, step), positions, (summaries, verified))
-        hidden, new = student.finish(target, begun, positions=positions, mask=alone, scratch=(kept, seen))
+        hidden, new = student.finish(target, begun, positions, alone, scratch=beside)
         yield hidden
-        kept = jax.tree.map(lambda before, own: jnp.concatenate([before, own], axis=2), kept, new)
-        seen = jnp.concatenate([seen, alone], axis=2)
+        beside.append((new, None))  # of the steps before, each draft sees its own tokens

@@ -20,7 +20,8 @@ class MTPTraining(FeatureMethod):
     """The mean of the modules' cross entropies (equation 25 without its weight, which a frozen target has no use for).
 
     With more ``steps`` than modules the last module also learns to go on with its own states, as it does in drafts that are
-    deeper than there are modules. For a single module this is FastMTP's training (Cai et al. 2025, arXiv 2509.18362).
+    deeper than there are modules. For a single module that is close to FastMTP (Cai et al. 2025, arXiv 2509.18362), which gives
+    later steps less weight.
 
     Attributes:
         name: the method.
