@@ -88,9 +88,7 @@ class OnGrown(Drafter):
                 raise InputError(f"target: {name}={getattr(large, name)} cannot have grown from {getattr(small, name)}")
         for name in ("vocab_size", "head_dim"):
             if getattr(large, name) != getattr(small, name):
-                raise InputError(
-                    f"target: {name}={getattr(large, name)}, but that of the small target is {getattr(small, name)}"
-                )
+                raise InputError(f"target: {name}={getattr(large, name)}, and the small target's is {getattr(small, name)}")
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self._drafter.start(self._narrow(target), batch, capacity)

@@ -76,9 +76,7 @@ def _refuse_latents(target: ModelConfig) -> None:
 
 def _block(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
     if size % heads:
-        raise InputError(
-            f"num_attention_heads={heads}: does not divide {size}, what a layer of the target remembers of a token"
-        )
+        raise InputError(f"num_attention_heads={heads} does not divide {size}, what a layer of the target remembers of a token")
     return layer_like(
         like,
         hidden_size=size,

@@ -119,11 +119,11 @@ def _default_sizes(target: ModelConfig) -> dict[str, int]:
 
 @struct.dataclass
 class MixtureOfAttentions(Drafter):
-    """Self-attention over all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
+    """Self-attention to all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
 
-    The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The newest
-    token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before the
-    root, and of the root and what is drafted below it the embeddings alone.
+    The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The
+    newest token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before
+    the root, and of the root and what is drafted below it the embeddings alone.
 
     Attributes:
         params: its own parameters (see `declare`). Embedding, final norm and head are the target's.
@@ -281,7 +281,7 @@ class MixtureOfAttentions(Drafter):
         cache: KVCache | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
     ) -> tuple[jax.Array, tuple[Entry, ...]]:
-        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave; without any, the states as they are.
+        """The target's last layers on the states ``x [B, T, H]`` that cross-attention gave; without TLI the states themselves.
 
         Args:
             target: the target.

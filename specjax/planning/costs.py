@@ -23,7 +23,7 @@ from specjax.decoding.stats import Stats
 from specjax.draft import Verdict
 from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
+from specjax.models.cache import KVCache, gather_entries
 from specjax.models.transformer import Output, Target
 from specjax.sampling import Rule, Sampling, argmax
 

@@ -1,9 +1,9 @@
 """What a drafter on one machine and its target on another have to say to each other in a round (arXiv 2410.03804, table 7).
 
 The drafter sends its draft up: of every node its token, and which node it hangs below. The target sends down what it kept, and
-what the drafter reads of it: nothing but tokens for a model of its own, a hidden state a token for EAGLE (three for EAGLE-3), and for Mixture of
-Attentions either the mean that layer self-attention gave, where that runs beside the target, or the keys and values of all
-layers that it is made from. Target layer inference also needs the keys and values of the layers that it runs.
+what the drafter reads of it: nothing but tokens for a model of its own; a hidden state a token for EAGLE, three for EAGLE-3;
+and for Mixture of Attentions either the mean that layer self-attention gave, where that runs beside the target, or the keys and
+values of all layers that it is made from. Target layer inference also needs the keys and values of the layers that it runs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from specjax.models.config import ModelConfig
 TOKEN_BYTES, PARENT_BYTES = 4, 2
 
 Reader = Literal["draft model", "eagle", "eagle3", "moa", "moa, layers on the client", "moa, no layers"]
-"""Who reads what the target sends; of `MixtureOfAttentions`, on which side its layer self-attention runs, or that it has none."""
+"""Who reads what the target sends; of Mixture of Attentions, where its layer self-attention runs, or that it has none."""
 
 
 @dataclass(frozen=True)

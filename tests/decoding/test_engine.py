@@ -175,7 +175,13 @@ class Recorder(NoDraft):
     def start(self, target, batch, capacity):
         size = target.config.hidden_size
         tokens = jnp.full((batch, capacity), -1)
-        return {"tokens": tokens, "following": tokens, "taps": jnp.zeros((batch, capacity, 2, size)), "seen": tokens[:, 0] + 1}
+        return {
+            "tokens": tokens,
+            "following": tokens,
+            "taps": jnp.zeros((batch, capacity, 2, size)),
+            "keys": jnp.zeros((batch, capacity, *target.config.entry_parts[0])),
+            "seen": tokens[:, 0] + 1,
+        }
 
     def absorb(self, target, state, seen):
         def put(buffer, values):
@@ -187,6 +193,7 @@ class Recorder(NoDraft):
             "tokens": put(state["tokens"], seen.tokens),
             "following": put(state["following"], seen.following),
             "taps": put(state["taps"], seen.output.taps),
+            "keys": put(state["keys"], seen.entries[-1][0].transpose(0, 2, 1, 3)),
             "seen": state["seen"] + seen.count,
         }
 
@@ -207,6 +214,8 @@ def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> 
         np.testing.assert_array_equal(told["tokens"][row, :count], texts[row, :count])
         np.testing.assert_array_equal(told["following"][row, :count], texts[row, 1 : count + 1])
         np.testing.assert_allclose(told["taps"][row, :count], whole.taps[row, :count], atol=1e-4)
+        kept = state.cache.layers[-1][0][row, :, :count].transpose(1, 0, 2)
+        np.testing.assert_allclose(told["keys"][row, :count], kept, atol=1e-5)
 
 
 def test_a_request_takes_the_place_of_a_finished_row(target) -> None:

@@ -38,8 +38,8 @@ def test_what_cannot_have_grown_is_refused() -> None:
         ({"hidden_size": 8}, "hidden_size=8 cannot have grown from 16"),
         ({"num_layers": 1}, "num_layers=1 cannot have grown from 2"),
         ({"num_kv_heads": 1}, "num_kv_heads=1 cannot have grown from 2"),
-        ({"head_dim": 8}, "head_dim=8, but that of the small target is 4"),
-        ({"vocab_size": 12}, "vocab_size=12, but that of the small target is 11"),
+        ({"head_dim": 8}, "head_dim=8, and the small target's is 4"),
+        ({"vocab_size": 12}, "vocab_size=12, and the small target's is 11"),
     ]:
         with pytest.raises(InputError, match=message):
             OnGrown.of(inner, small).check(tiny_target(**change))

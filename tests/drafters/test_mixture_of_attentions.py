@@ -19,7 +19,7 @@ from specjax.models.config import MLA, ModelConfig, Rope
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
 from specjax.training.methods import Eagle1Training, Given, HassTraining, MoATraining
-from specjax.training.methods.moa import block_starts, draft_blocks, draft_everywhere
+from specjax.training.methods.moa import block_masks, block_starts, draft_blocks, draft_everywhere
 from specjax.training.methods.windows import score
 from specjax.tree import Chain, DynamicTree, StaticTree
 from tests.conftest import tiny_config, tiny_target
@@ -80,8 +80,8 @@ def block(params, config: ModelConfig, x, position: int, past: list[tuple[np.nda
 
 def slow_summary(drafter: MixtureOfAttentions, layers: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
     """Of one token, whose keys and values ``[kv_heads, d]`` each layer remembers."""
-    config, params = drafter.config.lsa, numbers(drafter)
-    assert config is not None
+    assert drafter.config.lsa is not None
+    config, params = drafter.config.lsa.block, numbers(drafter)
     x = [np.concatenate([part for head in zip(*layer, strict=True) for part in head]) for layer in layers]
     seen = []
     for i, state in enumerate(x):
@@ -101,35 +101,44 @@ def read_by_target(target, tokens):
 
 
 @partial(jax.jit, static_argnames="layers")
-def run_last_layers(target, rows, entries, root, layers):
-    """The target's last layers over a draft whose root is at ``root``, behind what they remember of the tokens before."""
-    visible = jnp.broadcast_to(jnp.arange(LONGEST) < root, (1, DEEPEST, LONGEST))
+def run_last_layers(target, rows, entries, begin, root, layers):
+    """The target's last layers over a draft whose root is at ``root``, behind what they remember of its text's other tokens."""
+    index = jnp.arange(entries[0][0].shape[2])
+    visible = jnp.broadcast_to((begin <= index) & (index < root), (1, DEEPEST, len(index)))
     at = root + jnp.arange(DEEPEST)[None]
     return target.norm(target.run(rows[None], layers=layers, positions=at, scratch=[(entries, visible)])[0])[0]
 
 
-def slow_chain(drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int]) -> np.ndarray:
-    """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``."""
+def slow_chain(
+    drafter: MixtureOfAttentions, target, text: list[int], drafted: list[int], window: dict | None = None, begin: int = 0
+) -> np.ndarray:
+    """``[n, V]`` what it expects after the last token of ``text``, the root, and after each of ``drafted``.
+
+    The text is read alone, or as it stands from ``begin`` on in a ``window`` of several.
+    """
     params, config = numbers(drafter), drafter.config
-    root = len(text) - 1
-    hidden, entries = read_by_target(target, np.pad(text, (0, LONGEST - len(text))))
+    if window is None:
+        hidden, entries = read_by_target(target, np.pad(text, (0, LONGEST - len(text))))
+    else:
+        output, entries = score(target, window)
+        hidden = output.hidden[0]
+    root, end = begin + len(text) - 1, begin + len(text)
     embeddings = np.asarray(target.params["embed"], np.float64)
     summaries = []
-    for t in range(root):
+    for t in range(begin, root):
         layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
         lsa = config.lsa is not None
         summaries.append((slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t))
-    read, below, expected = text[:root], np.zeros((DEEPEST, config.layer.hidden_size)), []
-    for position, token in enumerate(text[root:] + drafted, start=root):
-        past = [(embeddings[other], at) for at, other in enumerate(read)]
+    read, below, expected = text[:-1], np.zeros((DEEPEST, config.layer.hidden_size)), []
+    for position, token in enumerate([text[-1], *drafted], start=end - 1):
+        past = [(embeddings[other], at) for at, other in enumerate(read, start=begin)]
         x = block(params["self_attention"], config.layer, embeddings[token], position, past)
         x = block(params["cross_attention"], config.cross_layer, x, position, summaries, itself=False)
         read = [*read, token]
         if config.tli:  # all of the draft again
             below[position - root] = x
-            first, last = config.tli_layers
-            rows = jnp.asarray(below, jnp.float32)
-            x = run_last_layers(target, rows, entries[first:last], root, (first, last))[position - root]
+            layers, rows = config.tli_layers, jnp.asarray(below, jnp.float32)
+            x = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)[position - root]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
 
@@ -211,6 +220,26 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
     assert ran == [16, drafter.draft.depth + 1]  # the accepted path
 
 
+def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
+    """K-step boundedness: without target layer inference what the target remembers may be lost."""
+    target = target_of()
+    drafter = strong(target)
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    lost = state.replace(cache=state.cache.replace(layers=jax.tree.map(lambda x: x * jnp.nan, state.cache.layers)))
+    propose = jax.jit(engine.propose_step)
+    kept, without = (propose(target, drafter, each)[0] for each in (state, lost))
+    np.testing.assert_array_equal(kept.tokens, without.tokens)
+
+
+def test_the_default_draft_is_the_authors(tmp_path) -> None:
+    target = target_of()
+    drafter = MixtureOfAttentions.init(target, jax.random.key(0))
+    drafter.save_pretrained(tmp_path)
+    for each in (drafter, MixtureOfAttentions.from_pretrained(tmp_path), load_drafter(str(tmp_path), None, target.config)):
+        assert each.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
+
+
 # --- training ---
 
 DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1, 2, 10], [5, 6, 7, 8]]
@@ -238,6 +267,19 @@ def test_blocks_begin_where_they_should(length) -> None:
     assert len(set(expected)) < len(expected) or length == 1
 
 
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_masks_are_those_of_the_definition(length) -> None:
+    """The tokens of the same document before the block, and those of the block up to the token itself."""
+    segments = np.asarray(BATCH["segments"][0, :-1])
+    starts = slow_starts(len(segments), segments.tolist(), MASK, length)
+    before, inside = block_masks(BATCH["segments"][:, :-1], jnp.array([starts]))
+    for i in range(len(segments)):
+        for j in range(len(segments)):
+            together = segments[i] == segments[j] and j <= i
+            assert bool(before[0, i, j]) == (together and j < starts[i]), (i, j)
+            assert bool(inside[0, i, j]) == (together and j >= starts[i]), (i, j)
+
+
 @pytest.mark.parametrize("name", variants("tli"))
 def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
     """Every position of two documents, against drafts of each text by the definition."""
@@ -246,25 +288,11 @@ def test_a_window_is_read_as_if_each_block_were_a_draft(name) -> None:
     output, entries = score(target, BATCH)
     starts = block_starts(BATCH, jnp.array([5]))
     whole = jax.jit(draft_blocks)(student, BATCH, target, output, entries, starts, jnp.array([False]))[0]
-    tokens, segments = np.asarray(BATCH["tokens"][0]), np.asarray(BATCH["segments"][0])
+    tokens, segments = np.asarray(BATCH["tokens"][0]).tolist(), np.asarray(BATCH["segments"][0]).tolist()
     for i, start in enumerate(np.asarray(starts[0]).tolist()):
-        text, drafted = tokens[: start + 1], tokens[start + 1 : i + 1].tolist()
-        own = text[segments[: start + 1] == segments[i]].tolist()
-        before = start + 1 - len(own)
-        expected = shifted_chain(student, target, own, drafted, before)
+        begin = segments.index(segments[i])
+        expected = slow_chain(student, target, tokens[begin : start + 1], tokens[start + 1 : i + 1], BATCH, begin)[-1]
         np.testing.assert_allclose(target.head(whole[0, i]), expected, atol=2e-3, rtol=1e-4, err_msg=str(i))
-
-
-def shifted_chain(drafter, target, text, drafted, before: int) -> np.ndarray:
-    """`slow_chain`'s last logits, of a text that begins at position ``before`` of a window."""
-    if not before:
-        return slow_chain(drafter, target, text, drafted)[-1]
-    # Only what layer self-attention makes of rotated keys depends on where a text begins: give it the window's.
-    window = {**BATCH, "tokens": BATCH["tokens"], "segments": BATCH["segments"]}
-    output, entries = score(target, window)
-    steps = draft_everywhere(drafter, window, target, output, entries, len(drafted) + 1)
-    root = before + len(text) - 1
-    return np.asarray(target.head(list(steps)[-1][0, root]))
 
 
 @pytest.mark.parametrize("name", variants("no lsa, tli"))
@@ -279,6 +307,29 @@ def test_held_out_chains_are_drafts(name) -> None:
         expected = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 3])
         for step in range(3):
             np.testing.assert_allclose(steps[step][root], expected[step], atol=2e-3, rtol=1e-4)
+
+
+def test_held_out_windows_are_judged_by_such_chains() -> None:
+    """Acceptance length and accuracies, from the definition: chains of five from every token that five tokens follow."""
+    target, text = target_of(), [1, 2, 3, 4, 9, 3, 1, 2, 10, 5]
+    student, batch = strong(target), batch_of([text])
+    found = MoATraining(target="here").evaluation(student, {**batch, "key": jax.random.key(0), "progress": 1.0}, target)
+    wanted = np.asarray(score(target, batch)[0].logits[0]).argmax(-1)
+    lengths, right = [], []
+    for root in range(1, len(text) - 5):
+        guesses = slow_chain(student, target, text[: root + 1], text[root + 1 : root + 5]).argmax(-1)
+        right.append(guesses == wanted[root : root + 5])
+        lengths.append(1 + np.cumprod(right[-1]).sum())
+    np.testing.assert_allclose(found["acceptance_length"], np.mean(lengths), rtol=1e-5)
+    assert 0 < np.mean(right) < 1
+
+
+def test_blocks_and_staircases_are_drawn_as_asked() -> None:
+    method = MoATraining(target="here", staircase_until=0.5)
+    for progress, share in ((0.0, 1.0), (0.25, 0.5), (0.5, 0.0), (1.0, 0.0)):
+        length, staircase = method.draw(jax.random.key(0), 4000, jnp.array(progress))
+        assert set(np.asarray(length).tolist()) == set(range(6, 15))
+        assert abs(float(staircase.mean()) - share) < 0.04
 
 
 def test_the_staircase_hides_what_lies_before_the_block() -> None:
@@ -370,7 +421,7 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     assert isinstance(again, Eagle)
     assert again.config == student.config
     jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
-    with pytest.raises(InputError, match="layers that remember 16 numbers of a token, and those of target remember 32"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), and target has \(3, 4, 4\)"):
         again.check(target_of(num_kv_heads=4))
 
 
@@ -392,7 +443,7 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
         vocab_size=64, hidden_size=32 * 128, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128
     )  # fmt: skip
     drafter = jax.eval_shape(lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key), jax.random.key(0))
-    layer, lsa = drafter.config.layer, drafter.config.lsa
+    layer, lsa = drafter.config.layer, drafter.config.lsa.block
     assert (layer.num_kv_heads, layer.intermediate_size) == (4, 6144)
     assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (2048, 32, 8, 3072)
     assert drafter.params["layer_self_attention"]["q"].shape == (2048, 2048)
@@ -402,7 +453,7 @@ def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
 def test_what_does_not_fit_is_refused(tmp_path) -> None:
     target = target_of()
     drafter = strong(target)
-    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3, 2, 4\), and target has \(11, 16, 2, 2, 4\)"):
+    with pytest.raises(InputError, match=r"made for a target with .* \(11, 16, 3\), and target has \(11, 16, 2\)"):
         drafter.check(tiny_target())
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="this target remembers latents"):
@@ -413,11 +464,16 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     file = tmp_path / "config.json"
     content = json.loads(file.read_text())
     own = content["moa_config"]
+    lsa = own["layer_self_attention"]
     for change, message in [
         ({"target_layer_inference": 3}, "tli=3: the target has 3 layers"),
-        ({"target_head_dim": "4"}, "moa_config: target_head_dim='4'"),
-        ({"layer_self_attention": own["layer_self_attention"] | {"num_attention_heads": 3}}, "heads=3 does not divide"),
-        ({"target_num_key_value_heads": 4}, "hidden_size=16, but a layer of the target remembers 32"),
+        ({"target_layer_inference": "1"}, "moa_config: target_layer_inference='1'"),
+        (
+            {"layer_self_attention": lsa | {"num_attention_heads": 3}},
+            "config.json: layer_self_attention: num_attention_heads=3",
+        ),
+        ({"layer_self_attention": lsa | {"target_head_dim": "4"}}, "layer_self_attention: target_head_dim='4'"),
+        ({"layer_self_attention": lsa | {"target_num_key_value_heads": 4}}, "'Ekv2E.weight' has shape"),
     ]:
         file.write_text(json.dumps(content | {"moa_config": own | change}))
         with pytest.raises(CheckpointError, match=message):
@@ -442,4 +498,4 @@ def test_rope_of_cross_attention_is_never_stretched() -> None:
     config = strong(target_of()).config
     assert config.layer.rope == STRETCHED
     assert config.cross_layer.rope == Rope(theta=100.0) and config.lsa is not None
-    assert config.lsa.rope == config.cross_layer.rope
+    assert config.lsa.block.rope == config.cross_layer.rope

@@ -31,6 +31,8 @@ def test_the_papers_figures_for_llama_3_8b() -> None:
     assert a_token("moa") == 4 * 1024
     assert a_token("moa, layers on the client") == 128 * 1024
     assert a_token("eagle") == 8 * 1024
+    assert a_token("eagle3") == 24 * 1024
+    assert a_token("moa, no layers") == 8 * 1024
     assert a_token("draft model") == 0
     assert a_token("moa", tli=3) == (4 + 3 * 4) * 1024
     assert message_sizes("eagle", LLAMA_3_8B, nodes=62, accepted=5).down == 5 * (8 * 1024 + 4)
@@ -66,6 +68,7 @@ def test_they_are_the_sizes_of_the_arrays() -> None:
         ("eagle", {"nodes": 1, "accepted": 0}, "accepted=0"),
         ("moa", {"nodes": 1, "accepted": 1, "tli": 2}, "tli from 0 to 1"),
         ("eagle", {"nodes": 1, "accepted": 1, "tli": 1}, "runs no layers of the target"),
+        ("hass", {"nodes": 1, "accepted": 1}, "reader='hass': give one of 'draft model', 'eagle'"),
     ],
 )
 def test_numbers_out_of_range_are_refused(reader, options, message) -> None:

@@ -34,8 +34,8 @@ def feature_loss(
         token_weight: of the cross entropy to the target's distribution.
         top_k: how many of the target's likeliest tokens the last term is over.
         top_k_weight: of the same cross entropy over those tokens alone, their probabilities as they are (HASS, equation 3).
-        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T. Summaries
-            of layers, which are learnt, are left as they are.
+        noise: width of the uniform noise on the features that are read, in a window of 512 tokens; it shrinks as 1 / T.
+            Summaries of layers, which are learnt, are left as they are.
         remat: as in `unroll`.
     """
     output, entries = score(target, batch)

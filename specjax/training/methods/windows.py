@@ -20,7 +20,7 @@ def document_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
 
 
 def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, tuple[Entry, ...]]:
-    """What ``model`` gives at each of the T inputs of ``batch``, and what its layers remember of them; ``taps`` as in `Target.run`."""
+    """What ``model`` gives at the T inputs of ``batch``, and what its layers remember of them; ``taps`` as in `Target.run`."""
     mask = document_mask(batch["segments"][:, :-1])
     return model.score(batch["tokens"][:, :-1], mask=mask, taps=taps)
 
