@@ -53,10 +53,7 @@ assets: .venv/installed
 	  --init-from runs/eagle3_embedded/best --output runs/eagle3_embedded_again --seed 1 --steps 1200 --optimizer.learning-rate 0.01
 	.venv/bin/python -m specjax train --config configs/mtp_embedded.yaml --method.target runs/demo_target/best
 	.venv/bin/python -m specjax train --config configs/mtp_embedded.yaml --method.target runs/demo_target/best \
-	  --init-from runs/mtp_embedded/best --output runs/mtp_embedded_further --seed 2 --steps 2000 --method.steps 4
-	.venv/bin/python -m specjax train --config configs/mtp_embedded.yaml --method.target runs/demo_target/best \
-	  --init-from runs/mtp_embedded_further/best --output runs/mtp_embedded_again --seed 3 --steps 900 --method.steps 5 \
-	  --optimizer.learning-rate 0.01
+	  --init-from runs/mtp_embedded/best --output runs/mtp_embedded_again --seed 2 --steps 2000 --method.steps 4
 	mkdir -p $(addprefix specjax/assets/,target draft eagle3 mtp)
 	cp runs/demo_target/best/* specjax/assets/target/
 	cp runs/demo_draft/best/* specjax/assets/draft/

@@ -64,7 +64,7 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
         PLAIN: None,
         "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(4)), small),
         "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
-        "MTP": OnGrown.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(3)), small),
+        "MTP": OnGrown.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),

@@ -40,8 +40,8 @@ def attend(
         scale: of the scores; by default ``d ** -0.5``.
         values_part: which part of an entry is attended to: the second, or, in latent attention, the latents again.
     """
-    queries = q if isinstance(q, tuple) else (q,)
-    batch, count, heads, d = queries[0].shape
+    given = q if isinstance(q, tuple) else (q,)
+    batch, count, heads, d = given[0].shape
     kv_heads = pieces[0][0][0].shape[1]
     factor = d**-0.5 if scale is None else scale
 
@@ -49,7 +49,7 @@ def attend(
         # Axes in the order in which the products give and take them: another order costs a transposed copy.
         return q.reshape(batch, count, kv_heads, heads // kv_heads, q.shape[-1]).transpose(0, 2, 1, 3, 4) * factor
 
-    grouped = [group(part) for part in queries]
+    grouped = [group(part) for part in given]
 
     def multiply(keys: jax.Array, q: jax.Array, visible: jax.Array | None) -> jax.Array:
         if visible is None:
@@ -74,7 +74,7 @@ def attend(
 
     weighted = zip(jnp.split(weights, sizes, axis=-1), pieces, strict=True)
     attended = functools.reduce(jnp.add, [gather(weight, entry[values_part], seen) for weight, (entry, seen) in weighted])
-    return attended.astype(queries[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
+    return attended.astype(given[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
 def attention(
