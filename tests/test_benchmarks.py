@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks import acceptance, boundedness, decode, drafters, peers, synthetic, train, training_cost, verification
+from benchmarks import acceptance, boundedness, decode, drafters, messages, peers, synthetic, train, training_cost, verification
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
@@ -157,3 +157,12 @@ def test_the_cost_of_training_is_counted(tiny_pair) -> None:
     assert operations["EAGLE-3"][3] > 1.5 * operations["EAGLE-3"][1]
     with pytest.raises(InputError, match="from 1 to 14"):
         training_cost.run(training_cost.TrainingCostConfig(lengths=(15,), window=16))
+
+
+def test_the_messages_of_a_round_are_listed(capsys) -> None:
+    messages.main(messages.MessagesConfig(tli=(0, 3)))
+    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in capsys.readouterr().out.splitlines() if "│" in line}
+    assert [cell.strip() for cell in lines["moa, TLI 3"]] == ["0.36", "64.0", "16.0"]
+    assert len(lines) == 3 + 3 * 2
+    with pytest.raises(InputError, match="nodes=-1"):
+        messages.run(messages.MessagesConfig(nodes=-1))
