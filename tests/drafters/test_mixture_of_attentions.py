@@ -15,6 +15,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Eagle, MixtureOfAttentions, layer_attention
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
+from specjax.evaluation import conformance
 from specjax.models.config import MLA, ModelConfig, Rope
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
@@ -232,12 +233,32 @@ def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
     np.testing.assert_array_equal(kept.tokens, without.tokens)
 
 
+def test_no_cache_is_copied_in_the_compiled_loop() -> None:
+    """Neither the target's nor its own."""
+    target = tiny_target(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32)
+    drafter = MixtureOfAttentions.init(target, jax.random.key(0), Chain(3), tli=1, num_kv_heads=2)
+    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450))
+    program = engine.decode.lower(target, drafter, state, 5).compile().as_text().splitlines()
+    for cache in (state.cache, state.drafter):
+        shape = ",".join(map(str, cache.layers[0][0].shape))
+        assert any(f"f32[{shape}]" in line for line in program)
+        assert [line for line in program if f"f32[{shape}]" in line and " copy(" in line] == []
+
+
 def test_the_default_draft_is_the_authors(tmp_path) -> None:
     target = target_of()
     drafter = MixtureOfAttentions.init(target, jax.random.key(0))
     drafter.save_pretrained(tmp_path)
     for each in (drafter, MixtureOfAttentions.from_pretrained(tmp_path), load_drafter(str(tmp_path), None, target.config)):
         assert each.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
+
+
+@pytest.mark.thorough
+def test_without_layer_self_attention_a_target_with_latents_will_do() -> None:
+    latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
+    target = specjax.Target.init(latent, jax.random.key(0))
+    target = target.replace(params=jax.tree.map(lambda leaf: leaf * 25 if leaf.ndim > 1 else leaf, target.params))
+    conformance.check_greedy(target, MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), lsa=False, tli=1))
 
 
 # --- training ---
