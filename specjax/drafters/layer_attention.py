@@ -49,7 +49,7 @@ class LayerAttention:
         """
         _refuse_latents(target)
         reads = (target.num_layers, target.num_kv_heads, target.head_dim)
-        size = 2 * target.num_kv_heads * target.head_dim
+        size = target.entry_size
         heads = max(count for count in range(1, target.num_heads + 1) if size % (2 * count) == 0)
         kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
         return cls(_block(target, size, heads, kv_heads, size * 3 // 2), *reads)

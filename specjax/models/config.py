@@ -176,6 +176,11 @@ class ModelConfig:
         return ((self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim))
 
     @property
+    def entry_size(self) -> int:
+        """Numbers that a layer remembers of a token."""
+        return sum(heads * dim for heads, dim in self.entry_parts)
+
+    @property
     def axis_units(self) -> dict[str, int]:
         """How many indivisible units each logical axis has: what a mesh axis must divide to shard it."""
         units = {

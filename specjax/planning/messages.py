@@ -58,7 +58,7 @@ def message_sizes(
         raise InputError("target: remembers latents (MLA), and no keys and values that could be sent")
     if tli and not reader.startswith("moa"):
         raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")
-    layer = sum(heads * dim for heads, dim in target.entry_parts)
+    layer = target.entry_size
     numbers = {
         "draft model": 0,
         "eagle": target.hidden_size,

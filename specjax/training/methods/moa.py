@@ -23,7 +23,7 @@ from specjax.training import losses
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.methods.base import Batch, Given, Method, Metrics
 from specjax.training.methods.unrolling import layer_sizes
-from specjax.training.methods.windows import document_mask, score
+from specjax.training.methods.windows import document_mask, first_tokens, score
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,8 @@ def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
     """
     segments, mask = batch["segments"][:, :-1], batch["loss_mask"]
     index = jnp.arange(segments.shape[1])[None]
-    is_first = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     is_prompt = jnp.pad(~mask[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    begins = is_first | is_prompt | (index % length[:, None] == 0)
+    begins = first_tokens(segments) | is_prompt | (index % length[:, None] == 0)
     return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
 
 

@@ -17,7 +17,7 @@ from specjax.drafters.features import FeatureDrafter, seen_by
 from specjax.models.transformer import Output, Target
 from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.methods.base import Batch, Method, Metrics
-from specjax.training.methods.windows import document_mask, score
+from specjax.training.methods.windows import document_mask, first_tokens, score
 
 
 def unroll(
@@ -60,8 +60,7 @@ def unroll(
 def places(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """How far each token is from the first one of its document in the window."""
     index = jnp.arange(segments.shape[1])
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return index - jax.lax.cummax(jnp.where(first_tokens(segments), index, 0), axis=1)
 
 
 class FeatureMethod(Method):
@@ -83,5 +82,5 @@ def simulate_unrolled(student: FeatureDrafter, batch: Batch, target: Target, out
 
 
 def layer_sizes(intermediate_size: int) -> dict[str, Any]:
-    """The sizes that a method's options override, as ``init`` of a `FeatureDrafter` takes them."""
+    """The sizes that a method's options override, as a drafter's ``init`` takes them."""
     return {"intermediate_size": intermediate_size} if intermediate_size else {}

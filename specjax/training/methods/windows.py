@@ -19,6 +19,12 @@ def document_mask(segments: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
     return jnp.tril(jnp.ones((count, count), bool)) & (segments[:, :, None] == segments[:, None, :])
 
 
+@shape_checked
+def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """The tokens with which a document begins in its window."""
+    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+
 def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, tuple[Entry, ...]]:
     """What ``model`` gives at the T inputs of ``batch``, and what its layers remember of them; ``taps`` as in `Target.run`."""
     mask = document_mask(batch["segments"][:, :-1])
