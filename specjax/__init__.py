@@ -5,7 +5,19 @@ D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
 from specjax.decoding.engine import Result, generate, stream
-from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, EarlyExit, Medusa, MixtureOfAttentions, PromptLookup
+from specjax.drafters import (
+    MTP,
+    CompressedCache,
+    DraftModel,
+    Eagle,
+    Eagle3,
+    EarlyExit,
+    Medusa,
+    MixtureOfAttentions,
+    PromptLookup,
+    SnapKV,
+    Streaming,
+)
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.pipeline import Generation, TextGenerator, load
@@ -19,6 +31,7 @@ __all__ = [
     "MEDUSA_TREE",
     "MTP",
     "Chain",
+    "CompressedCache",
     "DraftModel",
     "DynamicTree",
     "Eagle",
@@ -31,7 +44,9 @@ __all__ = [
     "Result",
     "SampledTree",
     "Sampling",
+    "SnapKV",
     "StaticTree",
+    "Streaming",
     "Target",
     "TextGenerator",
     "complete_tree",

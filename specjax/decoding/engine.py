@@ -78,9 +78,6 @@ class Result:
 PREFILL_CHUNK = 512
 """Prompt tokens read in one forward pass: attention scores take memory of this times the capacity, not its square."""
 
-LARGE_CACHE = 2048
-"""Slots of a row from which on attention over a short context does not read all of them."""
-
 
 # --- the device side -------------------------------------------------------------------------------------------------
 
@@ -134,7 +131,8 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
         output, new = target.score(tokens, taps=taps, with_logits=False)
         cache = cache.append(new, committed, after=output.hidden)
-        return cache, absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
+        state = absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
+        return cache, drafter.prompts_read(target, state, tokens, cache)
 
     chunks = -(-width // PREFILL_CHUNK)
 
@@ -151,7 +149,7 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         return (written, absorb(state, tokens, following, output=output, entries=new, count=count, cache=written)), None
 
     (cache, state), _ = jax.lax.scan(read, (cache, state), (split(tokens), split(following), jnp.arange(chunks)))
-    return cache, state
+    return cache, drafter.prompts_read(target, state, tokens, cache)
 
 
 def _place_rows(state: DecodeState, target: Target) -> DecodeState:
@@ -262,16 +260,18 @@ class _Scored:
 def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array) -> _Scored:
     """One pass of the target over the draft, and the verdict.
 
-    Drafts may be shorter than their shape has room for, and rows than the cache: the pass runs at the smallest compiled number
-    of nodes that holds every row's draft, and reads the smallest compiled part of the cache that holds every row. Rows that
-    are done do not count. The cache is only read in here, because XLA copies what a branch of a conditional writes.
+    Drafts may be shorter than their shape has room for: the pass runs at the smallest compiled number of nodes that holds every
+    row's draft, but for rows that are done. The cache is only read in here, because XLA copies what a branch of a conditional
+    writes.
     """
     cache, taps = state.cache, drafter.taps(target.config)
+    # A long context of a row that is done is not read on.
+    readable = replace(cache, length=jnp.where(state.done, 0, cache.length))
 
-    def branch(slots: int, nodes: int) -> _Scored:
+    def branch(nodes: int) -> _Scored:
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
         positions = cache.length[:, None] + shorter.depths
-        output, new = target.score(shorter.tokens, cache.first(slots), positions=positions, mask=shorter.mask, taps=taps)
+        output, new = target.score(shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps)
         assert output.logits is not None
         verdict = verify(shorter, output.logits, state.sampling, keys)
 
@@ -292,19 +292,12 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
             nodes=jnp.asarray(nodes),
         )
 
-    parts, full = cache_parts(cache.capacity), draft.tokens.shape[1]
+    full = draft.tokens.shape[1]
     counts = drafter.node_counts if draft.is_chain and drafter.draft.nodes == full else (full,)
-    if len(parts) * len(counts) == 1:
-        return branch(*parts, *counts)
-    part = jnp.sum(jnp.asarray(parts) < jnp.max(jnp.where(state.done, 0, cache.length)))
+    if len(counts) == 1:
+        return branch(*counts)
     count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(state.done, 0, draft.length)))
-    branches = [partial(branch, slots, nodes) for slots in parts for nodes in counts]
-    return jax.lax.switch(part * len(counts) + count, branches)
-
-
-def cache_parts(capacity: int) -> tuple[int, ...]:
-    """Numbers of slots, ascending, that attention is compiled for. A small cache is always read whole: it costs little."""
-    return (capacity // 8, capacity) if capacity >= LARGE_CACHE else (capacity,)
+    return jax.lax.switch(count, [partial(branch, nodes) for nodes in counts])
 
 
 def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:

@@ -2,6 +2,8 @@
 
 from specjax.draft import Draft, Verdict
 from specjax.drafters.base import Drafter, NoDraft
+from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
+from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
@@ -14,6 +16,7 @@ from specjax.drafters.prompt_lookup import PromptLookup
 
 __all__ = [
     "MTP",
+    "CompressedCache",
     "Draft",
     "DraftModel",
     "Drafter",
@@ -25,6 +28,9 @@ __all__ = [
     "NoDraft",
     "OnGrown",
     "PromptLookup",
+    "Scheme",
+    "SnapKV",
+    "Streaming",
     "Verdict",
     "check_vocabulary",
 ]

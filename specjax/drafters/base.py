@@ -92,6 +92,17 @@ class Drafter:
         """
         return state
 
+    def prompts_read(self, target: Target, state: Any, tokens: jax.Array, cache: KVCache) -> Any:
+        """The state once the prompts have been absorbed to their ends.
+
+        Args:
+            target: the target model.
+            state: as the last `absorb` returned it.
+            tokens: ``[B, P]`` the prompts, of which the first ``cache.length`` tokens have been read.
+            cache: the target's. To be read, not kept.
+        """
+        return state
+
     def propose(
         self,
         target: Target,

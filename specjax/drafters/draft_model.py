@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 
 from specjax.draft import Draft, Verdict
 from specjax.drafters.base import Drafter, Seen, check_mesh
+from specjax.drafters.cache_schemes import Streaming
 from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache, gather_entries
+from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -55,7 +56,7 @@ class DraftModelState:
     drafted: None but between `propose` and `update`.
     """
 
-    cache: KVCache
+    cache: Cache
     last: jax.Array
     behind: jax.Array
     drafted: Drafted | None = None
@@ -70,10 +71,15 @@ class DraftModel(Drafter):
     Attributes:
         model: the draft model; it shares the target's tokenizer.
         draft: the shape of its drafts, any of `specjax.tree`.
+        cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all (MagicDec's second setting). By
+            default all of it.
+        budget: with ``cache``, slots of a row in each layer.
     """
 
     model: Target
     draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    cache: Streaming | None = struct.field(pytree_node=False, default=None)
+    budget: int = struct.field(pytree_node=False, default=256)
     grows_trees: ClassVar[bool] = True
 
     @classmethod
@@ -101,13 +107,18 @@ class DraftModel(Drafter):
         check_vocabulary(self.model.config, target.config)
         self.draft.check(min(self.model.config.vocab_size, target.config.vocab_size))
         check_mesh(self.model.mesh, target)
+        if self.cache is not None:
+            self.cache.check(self.budget)
 
     @property
     def max_positions(self) -> int:
         return self.model.config.max_positions
 
     def start(self, target: Target, batch: int, capacity: int) -> DraftModelState:
-        cache = self.model.new_cache(batch, capacity)
+        if self.cache is None:
+            cache = self.model.new_cache(batch, capacity)
+        else:
+            cache = self.model.new_ring(batch, self.budget, self.cache.kept(self.budget))
         return DraftModelState(cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool))
 
     def absorb(self, target: Target, state: DraftModelState, seen: Seen) -> DraftModelState:

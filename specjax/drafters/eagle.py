@@ -19,10 +19,11 @@ from specjax.drafters.features import FeatureDrafter, layer_like
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
+from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, check_fields, mapping, read_json
-from specjax.models.layers import Piece, attention, linear, mlp, rms_norm
+from specjax.models.layers import attention, linear, mlp, rms_norm
 from specjax.models.params import Param, Params, matrix
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target, default_dtype

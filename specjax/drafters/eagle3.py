@@ -20,9 +20,10 @@ from specjax.drafters.eagle3_checkpoint import Eagle3Config, Layout
 from specjax.drafters.expansion import Vocabulary
 from specjax.drafters.features import FeatureDrafter, layer_like
 from specjax.errors import InputError
+from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
-from specjax.models.layers import Piece, attention, decoder_layer, linear, mlp, rms_norm
+from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
 from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations

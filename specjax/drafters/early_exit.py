@@ -3,7 +3,6 @@
 As in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 """
 
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -11,9 +10,9 @@ from flax import struct
 
 from specjax.draft import Draft
 from specjax.drafters.base import Drafter
-from specjax.drafters.expansion import expand, read_nodes
+from specjax.drafters.expansion import draft_with
 from specjax.errors import InputError
-from specjax.models.cache import KVCache, place_entries
+from specjax.models.cache import KVCache
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain, Shape
@@ -50,13 +49,6 @@ class EarlyExit(Drafter):
         cache: KVCache | None = None,
     ) -> tuple[Draft, Any]:
         assert cache is not None
-        exit_layers = (0, self.layers)
-        own = cache.of_layers(*exit_layers)
-        at_root, new = target.score(root[:, None], own, layers=exit_layers)
-        assert at_root.logits is not None
-        # The root is not in the target's cache yet: it has the first slot of the scratch.
-        scratch = target.new_scratch(root.shape[0], 1 + self.draft.read_slots, exit_layers)
-        scratch = place_entries(scratch, new, 0)
-        read = partial(read_nodes, target, own, layers=exit_layers)
-        draft, _, _ = expand(self.draft, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)
-        return draft, state
+        layers = (0, self.layers)
+        own = cache.of_layers(*layers)
+        return draft_with(target, own, self.draft, root, sampling, keys, active, layers=layers), state

@@ -7,6 +7,7 @@ comes out of it.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from flax import struct
 
 from specjax.draft import Draft
-from specjax.models.cache import Entry, KVCache, place_entries
+from specjax.models.cache import Cache, Entry, place_entries
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities
 from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape
@@ -335,8 +336,38 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
     ), with_root(places, -1)
 
 
+def draft_with(
+    model: Target,
+    cache: Cache,
+    shape: Shape,
+    root: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    active: jax.Array,
+    layers: tuple[int, int] | None = None,
+) -> Draft:
+    """A draft by a model that remembers the tokens before the root, and not the root yet.
+
+    Args:
+        model: the drafting model.
+        cache: its cache, of the layers that run. It is only read.
+        shape: of the draft.
+        root: ``[B]``.
+        sampling: the rows' settings.
+        keys: ``[D, B]``, as in `expand`; consumed.
+        active: ``[B]`` bool, the rows that have not finished.
+        layers: as in `Target.run`.
+    """
+    at_root, new = model.score(root[:, None], cache, layers=layers)
+    assert at_root.logits is not None
+    # The root has the first slot of the scratch.
+    scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0)
+    read = partial(read_nodes, model, cache, layers=layers)
+    return expand(shape, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)[0]
+
+
 def read_nodes(
-    model: Target, cache: KVCache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
+    model: Target, cache: Cache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
     """A `Read` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
 

@@ -25,9 +25,9 @@ from specjax.draft import Draft
 from specjax.drafters.base import Drafter, Seen, check_mesh
 from specjax.drafters.expansion import Frontier, Vocabulary, expand
 from specjax.errors import InputError
+from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
-from specjax.models.layers import Piece
 from specjax.models.params import Params
 from specjax.models.transformer import Output, Target
 from specjax.sampling import RowSampling
@@ -37,7 +37,8 @@ from specjax.tree import Shape
 def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
     """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``."""
     switches = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "tie_embeddings": False}
-    plain = {"model_type": "llama", "num_layers": 1, "mla": None, "moe": None} | switches
+    plain = {"model_type": "llama", "num_layers": 1, "mla": None, "moe": None}
+    plain |= switches | {"sliding_window": None, "windowed_layers": ()}
     return replace(config, **(plain | _plain_heads(config) | sizes))
 
 
@@ -231,8 +232,9 @@ class FeatureDrafter(Drafter):
     def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
         """What ``module`` sees of the cache, by layer."""
         layers = self.sizes.num_layers
-        visible = (cache.committed & (jnp.arange(cache.capacity) >= module))[:, None]
-        return tuple(((entry, visible),) for entry in cache.layers[module * layers : (module + 1) * layers])
+        since = jnp.full((1, 1), module)
+        entries = cache.layers[module * layers : (module + 1) * layers]
+        return tuple((Filled(entry, cache.filled, since),) for entry in entries)
 
     @property
     def _dtype(self) -> Any:

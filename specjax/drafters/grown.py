@@ -96,6 +96,9 @@ class OnGrown(Drafter):
     def absorb(self, target: Target, state: Any, seen: Seen) -> Any:
         return self._drafter.absorb(self._narrow(target), state, self._narrowed(seen))
 
+    def prompts_read(self, target: Target, state: Any, tokens: jax.Array, cache: KVCache) -> Any:
+        return self._drafter.prompts_read(self._narrow(target), state, tokens, cache)
+
     def propose(
         self,
         target: Target,

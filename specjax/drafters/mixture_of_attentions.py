@@ -26,10 +26,11 @@ from specjax.drafters.layer_attention import LayerAttention
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
+from specjax.models.attention import Filled, Piece, attend
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, check_fields, mapping, read_json, whole
-from specjax.models.layers import Piece, attend, decoder_layer, keys_values, linear, mlp, queries, rms_norm
+from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
 from specjax.models.params import Params
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target, default_dtype
@@ -260,15 +261,11 @@ class MixtureOfAttentions(Drafter):
         Args:
             x: ``[B, T, H]``.
             positions: ``[B, T]``.
-            summaries: what `remember_summaries` gave, and which of it each state sees. Where it sees none, at the beginning of
-                a text, zeros take the place of what is attended to.
+            summaries: what `remember_summaries` gave, and which of it each state sees: none, at the beginning of a text.
         """
         config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.layer.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
-        entry, visible = summaries
-        assert visible is not None
-        attended = attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [(entry, visible)])
-        x = x + linear(own, "o", jnp.where(jnp.any(visible, axis=-1, keepdims=True), attended, 0))
+        x = x + linear(own, "o", attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [summaries]))
         return x + mlp(own, rms_norm(x, own["post_norm"], eps))
 
     def finish(
@@ -324,16 +321,17 @@ class MixtureOfAttentions(Drafter):
         cache: KVCache | None = None,
     ) -> tuple[Draft, KVCache]:
         assert cache is not None
-        committed, verified = state.committed[:, None], cache.of_layers(*self.config.tli_layers)
+        tokens_read, summaries = (Filled(entry, state.filled) for entry in state.layers)
+        verified = cache.of_layers(*self.config.tli_layers)
 
         def read(
             tokens: jax.Array, depth: Any, seen: jax.Array, scratch: tuple[Entry, ...]
         ) -> tuple[jax.Array, tuple[Entry, ...]]:
             """Tokens ``[B, F]`` of one depth: the logits after each, and the new entries."""
             positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
-            past = [(state.layers[0], committed), (scratch[0], seen)]
+            past = [tokens_read, (scratch[0], seen)]
             x, own = self.self_attend(target.embed(tokens), positions, None, past)
-            x = self.cross_attend(x, positions, (state.layers[1], committed))
+            x = self.cross_attend(x, positions, summaries)
             alone = np.eye(tokens.shape[1], dtype=bool)[None]
             hidden, new = self.finish(target, x, positions, alone, cache=verified, scratch=[(scratch[1:], seen)])
             return target.head(hidden), (own, *new)

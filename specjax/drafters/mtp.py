@@ -18,10 +18,11 @@ from specjax.drafters.features import FeatureDrafter, layer_like
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
+from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, check_fields, read_json, whole
-from specjax.models.layers import Piece, decoder_layer, linear, rms_norm
+from specjax.models.layers import decoder_layer, linear, rms_norm
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
 from specjax.models.transformer import Output, Target, default_dtype

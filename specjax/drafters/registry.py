@@ -13,6 +13,8 @@ from jax.sharding import Mesh
 
 from specjax import text
 from specjax.drafters.base import Drafter
+from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
+from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.eagle import Eagle, is_eagle
 from specjax.drafters.eagle3 import Eagle3
@@ -85,6 +87,12 @@ def _make_early_exit(request: Request) -> Drafter:
     return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.shape)
 
 
+def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
+    usage = f"{request.name.partition(':')[0]}:BUDGET, the slots of a row, such as streaming:256"
+    budget = {"budget": _whole(request, usage)} if request.where else {}
+    return CompressedCache(scheme=scheme, **budget, **request.shape)
+
+
 def _make_draft_model(request: Request) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
@@ -106,6 +114,8 @@ def _whole(request: Request, usage: str) -> int:
 METHODS: dict[str, Method] = {
     "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
     "early-exit": Method("early-exit:LAYERS", _make_early_exit),
+    "streaming": Method("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
+    "snapkv": Method("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
     "eagle3": Method(
         "eagle3:DIRECTORY or eagle3:OWNER/NAME", partial(_make_trained, Eagle3), recognises=lambda config, _: is_eagle3(config)
     ),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from specjax import sharding
 
@@ -88,15 +88,9 @@ class KVCache:
         return self.layers[0][0].shape[2]
 
     @property
-    def committed(self) -> Bool[Array, "B S"]:
-        """The slots that may be read."""
-        return jnp.arange(self.capacity)[None] < self.length[:, None]
-
-    def first(self, slots: int) -> "KVCache":
-        """The first ``slots`` slots of every row, to read from."""
-        if slots == self.capacity:
-            return self
-        return replace(self, layers=jax.tree.map(lambda buffer: buffer[:, :, :slots], self.layers))
+    def filled(self) -> Int[Array, " B"]:
+        """How many slots of each row may be read: the first ones."""
+        return self.length
 
     def of_layers(self, start: int, stop: int) -> "KVCache":
         """The cache of the layers from ``start`` up to, and without, ``stop``."""
@@ -119,6 +113,89 @@ class KVCache:
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
         layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
         return KVCache(layers=layers, length=self.length + count)
+
+
+@struct.dataclass
+class RingCache:
+    """A cache of few slots: some that stay, and a ring for the newest tokens.
+
+    The first ``kept`` slots hold tokens for good: those at the positions 0, 1, 2, …, or others that were chosen. The token at
+    position p goes to slot ``kept + (p - base) % R`` of the R others, where it takes the place of the one R positions before.
+    Keys carry the rotation of their own positions, and attention does not ask for the order of slots.
+
+    Attributes:
+        layers: one `Entry` of S slots a layer.
+        length: ``[B]`` int32, the number of tokens that each row has been given so far.
+        base: ``[B]`` int32, the position of the first token in the ring, at least ``kept``.
+        kept: static, slots that stay.
+    """
+
+    layers: tuple[Entry, ...]
+    length: jax.Array
+    base: jax.Array
+    kept: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        parts: Sequence[tuple[int, int]],
+        *,
+        layers: int,
+        batch: int,
+        slots: int,
+        kept: int,
+        dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+    ) -> "RingCache":
+        """An empty cache of ``slots`` a row, whose first ``kept`` stay; ``parts`` as in `empty_entries`."""
+        entries = empty_entries(parts, layers=layers, batch=batch, slots=slots, dtype=dtype, mesh=mesh)
+        return cls(layers=entries, length=jnp.zeros(batch, jnp.int32), base=jnp.full(batch, kept, jnp.int32), kept=kept)
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of a row, S."""
+        return self.layers[0][0].shape[2]
+
+    @property
+    def filled(self) -> Int[Array, " B"]:
+        """How many slots of each row may be read: the first ones."""
+        return jnp.minimum(self.length, self.slots)
+
+    def slot_of(self, positions: Int[Array, "B n"]) -> Int[Array, "B n"]:
+        """The slot that the token at each of the ``positions`` goes to."""
+        base = self.base[:, None]
+        in_ring = self.kept + (positions - base) % (self.slots - self.kept)
+        return jnp.where(positions < self.kept, positions, in_ring)
+
+    def newest_at(self, length: Int[Array, " B"]) -> Int[Array, "B S"]:
+        """The position of the token in each slot of the ring, and of each kept slot its number, when a row has ``length``
+        tokens; at or beyond ``length`` where there is none."""
+        slot = jnp.arange(self.slots)[None]
+        ring, base, last = self.slots - self.kept, self.base[:, None], length[:, None] - 1
+        newest = last - (last - base - (slot - self.kept)) % ring
+        # A ring that is not full yet: the slot's first token is still to come.
+        return jnp.where(slot < self.kept, slot, jnp.where(newest < base, newest + ring, newest))
+
+    def of_layers(self, start: int, stop: int) -> "RingCache":
+        """The cache of the layers from ``start`` up to, and without, ``stop``."""
+        return replace(self, layers=self.layers[start:stop])
+
+    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
+        """Give it the first ``count [B]`` of each row's ``new`` entries; arguments as in `KVCache.append`.
+
+        Of more than the ring can hold, the newest stay.
+        """
+        count = _known_after(count, after)
+        step = jnp.arange(new[0][0].shape[2])[None]
+        positions = self.length[:, None] + step
+        is_newest = step >= count[:, None] - (self.slots - self.kept)
+        slots = jnp.where((step < count[:, None]) & ((positions < self.kept) | is_newest), self.slot_of(positions), self.slots)
+        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
+        return replace(self, layers=layers, length=self.length + count)
+
+
+Cache = KVCache | RingCache
+"""What a model remembers of the tokens before."""
 
 
 def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:

@@ -121,7 +121,8 @@ class ModelConfig:
     ``qkv_bias`` Qwen2 (and ``attention_bias`` elsewhere), ``output_bias`` the bias of the attention's output projection,
     ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens. ``mla`` takes the place of
     ordinary attention; ``head_dim`` is then its ``qk_rope_head_dim``, as `transformers` has it. ``moe`` gives the layers
-    experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``.
+    experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the newest
+    ``sliding_window`` tokens, their own among them.
     """
 
     vocab_size: int
@@ -140,6 +141,8 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     mla: MLA | None = None
@@ -156,12 +159,18 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"head_dim={self.head_dim}: rotary embeddings turn pairs, so it must be even")
+        if self.windowed_layers and (self.sliding_window is None or self.sliding_window < 1):
+            raise InputError(f"sliding_window={self.sliding_window}: layers with a window need one of at least 1 token")
         if self.mla is not None and (self.head_dim, self.num_kv_heads) != (self.mla.qk_rope_head_dim, self.num_heads):
             raise InputError(
                 f"head_dim={self.head_dim}, num_kv_heads={self.num_kv_heads}: with latent attention head_dim is "
                 f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and every one of the num_heads={self.num_heads} query heads "
                 "has keys of its own"
             )
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens, up to its own, a query of the layer of that number sees; None: all."""
+        return self.sliding_window if layer in self.windowed_layers else None
 
     def is_sparse(self, layer: int) -> bool:
         """Whether the layer of that number has experts."""

@@ -51,6 +51,8 @@ _REFUSED: dict[str, str] = {
 }
 _QWEN = ("qwen2", "qwen3", "qwen3_moe")
 """Where ``use_sliding_window`` decides whether ``sliding_window`` has a meaning."""
+_WINDOWS_FROM_A_LAYER = ("qwen2", "qwen3")
+"""Where, without ``layer_types``, the layers from ``max_window_layers`` on have windows."""
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -134,6 +136,7 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
     "partial_rotary_factor": number(1, 1, default=None),
     "sliding_window": whole(1, 1_000_000_000, default=None),
     "use_sliding_window": flag(default=None),
+    "max_window_layers": whole(0, 10_000, default=28),
     "layer_types": texts(default=None),
     "num_nextn_predict_layers": whole(0, 1000, default=None),
     "bos_token_id": _TOKEN,
@@ -216,7 +219,7 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
     if rope.kind == "yarn" and rope.original_max_positions is not None:
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
-    _refuse_windows(fields, max_positions, source)
+    windows = _parse_windows(fields, max_positions, source)
     eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
@@ -243,6 +246,7 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
             eos_token_ids=eos,
             mla=mla,
             moe=moe,
+            **windows,
         )
     except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
@@ -280,6 +284,8 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
         mlp_bias=f"{prefix}mlp.gate_proj.bias" in names,
         qk_norm=f"{prefix}self_attn.q_norm.weight" in names,
         tie_embeddings=False,
+        sliding_window=None,  # a drafter's layers read the whole text
+        windowed_layers=(),
     )
 
 
@@ -295,20 +301,32 @@ def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tu
     return tokens
 
 
-def _refuse_windows(fields: dict[str, Any], max_positions: int, source: str) -> None:
-    """Refuse layers that see only the newest tokens: attention here reads the whole context."""
-    window, kinds = fields["sliding_window"], set(fields["layer_types"] or ["full_attention"])
-    if others := sorted(kinds - {"full_attention", "sliding_attention"}):
-        raise CheckpointError(f"{source}: layer_types has {show(others[0])}: only 'full_attention' is supported")
-    windowed = bool(fields["use_sliding_window"]) if fields["model_type"] in _QWEN else window is not None
-    if window is not None and window >= max_positions:
-        windowed = False
-    if windowed or "sliding_attention" in kinds:
+def _parse_windows(fields: dict[str, Any], max_positions: int, source: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
+
+    Layers are named by ``layer_types``, in Qwen's older files by ``max_window_layers``: those from that number on. In the other
+    families a window is one of all layers.
+    """
+    window, kinds, layers = fields["sliding_window"], fields["layer_types"], fields["num_hidden_layers"]
+    if others := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):
         raise CheckpointError(
-            f"{source}: sliding_window={window} with layer types {', '.join(sorted(kinds))} is not supported: attention here "
-            "reads the whole context, windows are not implemented yet. If the context you need is shorter than the window, "
-            'set "sliding_window": null, "use_sliding_window": false and "layer_types": null in config.json'
+            f"{source}: layer_types has {show(others[0])}: only 'full_attention' and 'sliding_attention' are supported"
         )
+    if kinds is not None and len(kinds) != layers:
+        raise CheckpointError(f"{source}: layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
+    if fields["model_type"] in _QWEN and not fields["use_sliding_window"]:
+        window = None
+    if fields["model_type"] not in (*_QWEN, "mistral"):  # which have no windows, whatever the field says
+        window = None
+    if kinds is not None:
+        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        if windowed and window is None:
+            raise CheckpointError(f"{source}: layer_types has 'sliding_attention', but there is no sliding_window: give one")
+    else:
+        windowed = tuple(range(fields["max_window_layers"] if fields["model_type"] in _WINDOWS_FROM_A_LAYER else 0, layers))
+    if window is None or window >= max_positions or not windowed:
+        return {}
+    return {"sliding_window": window, "windowed_layers": windowed}
 
 
 def _parse_rope(fields: dict[str, Any], source: str) -> Rope:
@@ -363,7 +381,12 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.model_type == "llama":
         raw["mlp_bias"] = config.mlp_bias
     if config.model_type == "mistral":
-        raw["sliding_window"] = None
+        raw["sliding_window"] = config.sliding_window
+    if config.model_type in _QWEN:
+        raw |= {"use_sliding_window": bool(config.windowed_layers), "sliding_window": config.sliding_window}
+    if config.model_type in _WINDOWS_FROM_A_LAYER:
+        kinds = ("full_attention", "sliding_attention")
+        raw["layer_types"] = [kinds[i in config.windowed_layers] for i in range(config.num_layers)]
     return raw | expert_fields.format_parts(config)
 
 

@@ -14,9 +14,10 @@ from jaxtyping import Array, Int
 from specjax import sharding
 from specjax.models import huggingface
 from specjax.models import params as declarations
-from specjax.models.cache import Entry, KVCache, empty_entries
+from specjax.models.attention import Filled, Piece
+from specjax.models.cache import Cache, Entry, KVCache, RingCache, empty_entries
 from specjax.models.config import ModelConfig
-from specjax.models.layers import Piece, decoder_layer, rms_norm
+from specjax.models.layers import decoder_layer, rms_norm
 from specjax.models.params import Params
 from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations
@@ -99,6 +100,19 @@ class Target:
             mesh=self.mesh,
         )
 
+    def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
+        """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
+        config = self.config
+        return RingCache.create(
+            config.entry_parts,
+            layers=config.num_layers,
+            batch=batch,
+            slots=slots,
+            kept=kept,
+            dtype=self.dtype,
+            mesh=self.mesh,
+        )
+
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
         start, stop = (0, self.config.num_layers) if layers is None else layers
@@ -115,7 +129,7 @@ class Target:
     def run(
         self,
         x: jax.Array,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         *,
         layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
@@ -127,13 +141,14 @@ class Target:
 
         Args:
             x: ``[B, T, H]`` the residual stream that enters the slice.
-            cache: what is committed, of the layers of the slice alone (`KVCache.of_layers`), or None.
+            cache: what is committed, of the layers of the slice alone (`KVCache.of_layers`), or None. Of a `RingCache` layers
+                with a window see all that it holds.
             layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
                 token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
-                cache.
+                cache, but that layers with a window see all of them that the mask shows.
             taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
 
         Returns:
@@ -147,16 +162,19 @@ class Target:
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
+        mask = jnp.asarray(mask)
         turn = rotations(self.config.rope, self.config.head_dim, positions)
         tapped, new = [], []
         for i, layer in enumerate(self.params["layers"][start:stop]):
             if start + i in taps:
                 tapped.append(x)
             past: list[Piece] = []
+            window = self.config.window_of(start + i)
             if cache is not None:
-                past.append((cache.layers[i], cache.committed[:, None]))
+                past.append(filled(cache, i, positions, window))
             past += [(entries[i], visible) for entries, visible in scratch]
-            x, own = decoder_layer(layer, self.config, x, turn, jnp.asarray(mask), past, self.mesh)
+            seen = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
+            x, own = decoder_layer(layer, self.config, x, turn, seen, past, self.mesh)
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:
@@ -186,7 +204,7 @@ class Target:
     def score(
         self,
         tokens: Int[Array, "B T"],
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         *,
         with_logits: bool = True,
         **options: Any,
@@ -207,8 +225,8 @@ class Target:
         return Output(logits=self.head(hidden) if with_logits else None, hidden=hidden, taps=taps), new
 
     def forward(
-        self, tokens: Int[Array, "B T"], cache: KVCache | None = None, count: jax.Array | None = None, **options: Any
-    ) -> tuple[Output, KVCache | None]:
+        self, tokens: Int[Array, "B T"], cache: Cache | None = None, count: jax.Array | None = None, **options: Any
+    ) -> tuple[Output, Any]:
         """`score`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
         output, new = self.score(tokens, cache, **options)
         if cache is None:
@@ -219,6 +237,12 @@ class Target:
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
+
+
+def filled(cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
+    """What queries at ``positions [B, T]`` see of a layer's cache. In a ring a ``window`` changes nothing."""
+    since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
+    return Filled(cache.layers[layer], cache.filled, since)
 
 
 def default_dtype() -> Any:

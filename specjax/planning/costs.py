@@ -99,11 +99,10 @@ def measure_costs(
     options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule)
     drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
-    slots = next(part for part in engine.cache_parts(cache.capacity) if part >= context)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
     for repeat in range(-1, repeats):
         for count in counts:
-            took, cache = _timed(_score, target, cache, count, slots, _PASSES)
+            took, cache = _timed(_score, target, cache, count, _PASSES)
             seconds[count].append(took)
         took, state = _timed(_propose, target, drafter, state, _PASSES)
         seconds["draft"].append(took)
@@ -133,16 +132,16 @@ def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
     return time.perf_counter() - started, result
 
 
-@partial(jax.jit, static_argnames=("nodes", "slots", "passes"), donate_argnames="cache")
-def _score(target: Target, cache: KVCache, nodes: int, slots: int, passes: int) -> KVCache:
+@partial(jax.jit, static_argnames=("nodes", "passes"), donate_argnames="cache")
+def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none.
 
-    The pass reads the first ``slots`` of the cache, and all of its entries are written above what is committed.
+    The entries of a pass are written above what is committed.
     """
 
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
-        output, new = target.score(tokens, cache.first(slots))
+        output, new = target.score(tokens, cache)
         assert output.logits is not None
         written = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
         return argmax(output.logits), replace(written, length=cache.length)

@@ -154,8 +154,11 @@ def _prepare(config: TrainConfig) -> _Run:
 
 
 def _warm_start(student: Any, path: str) -> Any:
-    """``student`` with the weights of an earlier one, read from ``path``."""
+    """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now."""
     earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
+    if isinstance(student, Target):
+        of_positions = {"rope": student.config.rope, "max_positions": student.config.max_positions}
+        earlier = replace(earlier, config=replace(earlier.config, **of_positions))
     if changed := differences(earlier.config, student.config):
         raise ConfigError(
             f"init_from={path!r}: is of another shape than this run's student ({'; '.join(changed)}): set the options under "

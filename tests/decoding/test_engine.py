@@ -16,6 +16,7 @@ from specjax.decoding.options import GenerationOptions, bucket
 from specjax.drafters import Draft, DraftModel, EarlyExit, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
+from specjax.models import attention
 from specjax.sampling import Sampling
 from specjax.tree import Chain, StaticTree, halvings
 from tests.conftest import SHAPES, compilations, outputs, tiny_target
@@ -67,12 +68,13 @@ def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "adaptive draft model"])
-def test_a_large_cache_is_read_as_far_as_it_is_filled(target, name, monkeypatch) -> None:
-    """Rows of different lengths, across the boundary between its two compiled parts."""
-    monkeypatch.setattr(engine, "LARGE_CACHE", 64)
+def test_a_cache_is_read_in_blocks_as_far_as_it_is_filled(target, name, monkeypatch) -> None:
+    """Rows of different lengths, across the boundaries of many blocks."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    jax.clear_caches()
     drafter = drafters()[name] if name else None
     result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=43)
-    assert engine.cache_parts(bucket(PROMPTS.shape[1] + 43)) == (8, 64)
+    jax.clear_caches()
     for row, length in enumerate(LENGTHS):
         assert outputs(result)[row] == greedy_oracle(target, PROMPTS[row, :length].tolist(), 43)
 

@@ -10,6 +10,7 @@ from flax import struct
 
 from specjax.drafters import (
     MTP,
+    CompressedCache,
     Drafter,
     DraftModel,
     Eagle,
@@ -19,6 +20,8 @@ from specjax.drafters import (
     MixtureOfAttentions,
     NoDraft,
     PromptLookup,
+    SnapKV,
+    Streaming,
 )
 from specjax.errors import InputError
 from specjax.evaluation import conformance
@@ -35,6 +38,11 @@ METHODS = {
     "mtp": lambda shape: MTP.init(tiny_target(), jax.random.key(3), shape, modules=2),
     "medusa": lambda shape: Medusa.init(tiny_target(), jax.random.key(3), shape),
     "moa": lambda shape: MixtureOfAttentions.init(tiny_target(), jax.random.key(3), shape, tli=1),
+    "streaming": lambda shape: CompressedCache(budget=6, scheme=Streaming(sinks=2), draft=shape),
+    "snapkv": lambda shape: CompressedCache(budget=4, scheme=SnapKV(window=2, pool=3), draft=shape),
+    "draft model in a ring": lambda shape: DraftModel(
+        tiny_target(seed=5, num_layers=1), draft=shape, cache=Streaming(sinks=1), budget=5
+    ),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -47,6 +55,9 @@ GROWN_ALIKE = [  # by the code that grows and verifies the draft model's
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
     *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("streaming", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("snapkv", shape) for shape in SHAPES if shape != "chain"],
+    *[("draft model in a ring", shape) for shape in SHAPES if shape != "chain"],
 ]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in CASES]
 
@@ -73,6 +84,7 @@ LOSSLESS = [
 LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
 OTHERS = [("early exit", "dynamic"), *[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
+OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "block", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -93,6 +105,12 @@ def small_drafter(method: str, shape: Shape) -> Drafter:
         return Medusa.init(distribution_target(), jax.random.key(3), shape)
     if method == "moa":
         return MixtureOfAttentions.init(distribution_target(), jax.random.key(3), shape, tli=1)
+    if method == "draft model in a ring":
+        ring = {"cache": Streaming(sinks=1), "budget": 3}
+        return DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=shape, **ring)
+    if method in ("streaming", "snapkv"):  # smaller than the prompt of the test
+        scheme = Streaming(sinks=1) if method == "streaming" else SnapKV(window=1, pool=1)
+        return CompressedCache(budget=2, scheme=scheme, draft=shape)
     return METHODS[method](shape)
 
 

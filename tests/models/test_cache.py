@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from specjax.models.cache import KVCache, empty_entries, gather_entries, place_entries
+from specjax.models.cache import KVCache, RingCache, empty_entries, gather_entries, place_entries
 
 B, S = 3, 8
 PARTS = ((1, 2), (1, 2))
@@ -59,11 +60,6 @@ def test_scratch_holds_drafted_tokens_level_by_level() -> None:
         np.testing.assert_array_equal(values, -keys)
 
 
-def test_committed_slots() -> None:
-    np.testing.assert_array_equal(filled([0, 3, S]).committed.sum(axis=1), [0, 3, S])
-    np.testing.assert_array_equal(filled([0, 3, S]).committed[1], [True] * 3 + [False] * (S - 3))
-
-
 def test_appending_copies_no_buffer() -> None:
     """Donated buffers are updated in place: no copy of a buffer, and far less scratch memory than one of them takes."""
     cache = KVCache.create(((2, 16), (2, 16)), layers=4, batch=3, capacity=4096)
@@ -82,3 +78,27 @@ def test_appending_copies_no_buffer() -> None:
     assert memory.temp_size_in_bytes < buffer.nbytes / 50
     compiled(cache, new, path, count)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache.layers))
+
+
+def ring(slots: int = 6, kept: int = 2) -> RingCache:
+    return RingCache.create(PARTS, layers=2, batch=B, slots=slots, kept=kept)
+
+
+@pytest.mark.parametrize("parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]])
+def test_a_ring_holds_the_first_tokens_and_the_newest(parts) -> None:
+    """Given in parts of any size, also larger than the ring: exactly the kept ones and the last of each row."""
+    cache, given = ring(), np.zeros(B, int)
+    for count in parts:
+        width = max(*count, 1)
+        numbers = jnp.asarray(given)[:, None] + jnp.arange(width)  # of tokens, from 0
+        new = jnp.broadcast_to((1.0 + numbers)[:, None, :, None], (B, 1, width, 2))
+        cache = cache.append([(new, -new)] * 2, jnp.asarray(count), after=numbers)
+        given = given + np.array(count)
+    np.testing.assert_array_equal(cache.length, given)
+    for row, total in enumerate(given):
+        expected = {*range(min(2, total)), *range(max(0, total - 4), total)}
+        slots = int(cache.filled[row])
+        held = np.asarray(cache.layers[1][0])[row, 0, :slots, 0] - 1
+        assert sorted(held.astype(int)) == sorted(expected)
+        np.testing.assert_array_equal(held, cache.newest_at(cache.length)[row, :slots])
+        np.testing.assert_array_equal(np.asarray(cache.layers[1][1])[row], -np.asarray(cache.layers[1][0])[row])

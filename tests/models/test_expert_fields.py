@@ -32,7 +32,6 @@ FAULTS = [
     ("qwen3_moe", {"num_experts": "remove"}, "num_experts is missing"),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "experts_per_token=9: a token can choose among 8 experts only"),
     ("qwen3_moe", {"mlp_only_layers": [-1]}, r"mlp_only_layers=\[-1\]: must be a list of layers, counted from 0"),
-    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
 ]
 
 

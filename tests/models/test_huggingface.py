@@ -144,18 +144,11 @@ CONFIG_FAULTS = [
     ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them"),
     ({"eos_token_id": [1, "2"]}, "eos_token_id="),
     ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
-    ({"model_type": "mistral", "sliding_window": 64}, "sliding_window=64 .* attention here reads the whole context"),
-    ({"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192}, "sliding_window=4096"),
-    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}, "sliding_window=64"),
-    (  # yarn makes the context longer than the window
-        {
-            "model_type": "mistral",
-            "sliding_window": 512,
-            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-        },
-        "sliding_window=512",
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but there is no sliding_window"),
+    (
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]},
+        "layer_types names 1 layers of num_hidden_layers=2",
     ),
-    ({"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     ({"layer_types": ["linear_attention"]}, "layer_types has 'linear_attention'"),
     ({"layer_types": "full_attention"}, "layer_types='full_attention': must be a list of text"),
 ]
@@ -219,9 +212,31 @@ def test_an_index_of_the_wrong_form_is_refused(checkpoint, content, message) -> 
         Target.from_pretrained(checkpoint)
 
 
-def test_a_window_longer_than_the_positions_is_harmless(checkpoint) -> None:
-    edit_config(checkpoint, model_type="mistral", sliding_window=512)
-    Target.from_pretrained(checkpoint)
+WINDOWS = [
+    ({"model_type": "mistral", "sliding_window": 64}, 64, (0, 1)),
+    ({"model_type": "mistral", "sliding_window": "remove", "max_position_embeddings": 8192}, 4096, (0, 1)),  # the family's
+    ({"model_type": "mistral", "sliding_window": 512}, None, ()),  # as many as there are positions
+    (  # yarn makes the context longer than the window
+        {
+            "model_type": "mistral",
+            "sliding_window": 512,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        },
+        512,
+        (0, 1),
+    ),
+    ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, (1,)),
+    ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}, None, ()),
+    ({"sliding_window": 64}, None, ()),  # Llama has none, whatever its file says
+]
+
+
+@pytest.mark.parametrize(("change", "window", "layers"), WINDOWS)
+def test_which_layers_have_windows(checkpoint, change, window, layers) -> None:
+    raw = json.loads((checkpoint / "config.json").read_text()) | change
+    config = huggingface.parse_config({name: value for name, value in raw.items() if value != "remove"})
+    assert (config.sliding_window, config.windowed_layers) == (window, layers)
+    assert [config.window_of(layer) for layer in (0, 1)] == [window if layer in layers else None for layer in (0, 1)]
 
 
 def truncate(path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.models import huggingface
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
@@ -28,6 +29,14 @@ FAMILIES = {
     "qwen2": {},
     "qwen2 tied": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 12},
+    "mistral windows": {"sliding_window": 7},
+    "qwen2 windows from a layer": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3 alternating": {
+        "head_dim": 12,
+        "use_sliding_window": True,
+        "sliding_window": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
     "qwen3 biased": {"head_dim": 8, "attention_bias": True},
 }
 ROPES = {
@@ -98,10 +107,13 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     output, _ = target.forward(jnp.asarray(tokens))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(output.logits, expected, atol=1e-4)
+    target.save_pretrained(tmp_path / "again")
+    assert huggingface.read_config(tmp_path / "again") == target.config
 
 
-def test_pieces_with_a_cache_equal_the_whole() -> None:
-    target = tiny_target()
+@pytest.mark.parametrize("windows", [{}, {"sliding_window": 6, "windowed_layers": (1,)}])
+def test_pieces_with_a_cache_equal_the_whole(windows) -> None:
+    target = tiny_target(**windows)
     tokens = np.random.default_rng(0).integers(0, 11, (2, 20))
     whole, _ = forward(target, tokens, taps=(0, 1, 2))
     cache = target.new_cache(2, 24)

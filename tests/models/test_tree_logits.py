@@ -15,11 +15,14 @@ from tests.conftest import MIXTURES, REAL_PAIRS, tiny_target
 LENGTHS = np.array([9, 2, 5])
 
 
-@pytest.fixture(scope="module", params=["tiny", *MIXTURES, *REAL_PAIRS])
+@pytest.fixture(scope="module", params=["tiny", "windows", *MIXTURES, *REAL_PAIRS])
 def case(request):
     """A target, and prompts of different lengths."""
     if isinstance(request.param, str):
-        return tiny_target(**MIXTURES.get(request.param, {})), np.random.default_rng(0).integers(0, 11, (3, 9)).astype(np.int32)
+        windows = {"windows": {"sliding_window": 4, "windowed_layers": (1,)}}
+        return tiny_target(**(MIXTURES | windows).get(request.param, {})), np.random.default_rng(0).integers(
+            0, 11, (3, 9)
+        ).astype(np.int32)
     pair = request.param()
     return pair.target, pair.prompts(3, 9)[0]
 

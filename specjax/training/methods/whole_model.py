@@ -1,11 +1,11 @@
 """What the methods share whose student is a whole model: its sizes, and its random weights."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 
 from specjax.config import ConfigError
-from specjax.models.config import ModelConfig
+from specjax.models.config import ModelConfig, Rope
 from specjax.models.transformer import Target
 from specjax.training.methods.base import Given
 from specjax.training.tokenizer import END_OF_TEXT
@@ -22,6 +22,7 @@ class ModelSizes:
     num_kv_heads: int = 2
     head_dim: int = 32
     max_positions: int = 1024
+    rope: Rope = Rope()
 
     def check(self, window: int) -> None:
         """Refuse sizes that cannot read ``window`` tokens."""
@@ -39,4 +40,4 @@ class ModelSizes:
             }
         else:  # whose vocabulary may be padded beyond its tokenizer's
             vocabulary = {name: getattr(target.config, name) for name in ("vocab_size", "bos_token_id", "eos_token_ids")}
-        return Target.init(ModelConfig(**asdict(self), **vocabulary, tie_embeddings=True), key, mesh=given.mesh)
+        return Target.init(ModelConfig(**vars(self), **vocabulary, tie_embeddings=True), key, mesh=given.mesh)

@@ -1,0 +1,55 @@
+"""Which tokens a cache of few slots keeps."""
+
+from dataclasses import dataclass
+
+from specjax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Keeps the first tokens of a text and the newest (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
+
+    Attributes:
+        sinks: the first tokens, to which attention goes that has nowhere else to go.
+    """
+
+    sinks: int = 4
+
+    def check(self, budget: int) -> None:
+        """Refuse, with an InputError, a ``budget`` of slots that is too small."""
+        if self.sinks < 0:
+            raise InputError(f"sinks={self.sinks}: must not be negative")
+        if budget <= self.sinks:
+            raise InputError(f"budget={budget}: the {self.sinks} sinks and the newest token need {self.sinks + 1}")
+
+    def kept(self, budget: int) -> int:
+        """How many of ``budget`` slots are not replaced."""
+        return self.sinks
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Keeps those tokens of the prompt to which its last tokens attend most, and the newest (Li et al. 2024, arXiv 2404.14469).
+
+    Attributes:
+        window: the prompt's last tokens, whose attention counts; and how many of the newest tokens are kept.
+        pool: tokens, odd, over which attention is averaged before the choice, so that neighbours are kept together.
+    """
+
+    window: int = 32
+    pool: int = 5
+
+    def check(self, budget: int) -> None:
+        """Refuse, with an InputError, a ``budget`` of slots that is too small."""
+        if self.window < 1 or self.pool < 1 or self.pool % 2 == 0:
+            raise InputError(f"window={self.window}, pool={self.pool}: window must be at least 1, pool at least 1 and odd")
+        if budget <= self.window:
+            raise InputError(f"budget={budget}: the window of {self.window} and one chosen token need {self.window + 1}")
+
+    def kept(self, budget: int) -> int:
+        """How many of ``budget`` slots are not replaced."""
+        return budget - self.window
+
+
+Scheme = Streaming | SnapKV
+"""Which tokens a compressed cache keeps."""

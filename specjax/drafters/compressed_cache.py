@@ -1,0 +1,116 @@
+"""Self-speculation with a compressed cache (MagicDec, Sadhukhan et al. 2024, arXiv 2408.11049).
+
+The target drafts for itself, over a small part of what it remembers: so a drafted token costs the target's weights, and hardly
+any keys and values. Where reading these takes most of the time, with long contexts and many rows, that is far less than a step
+of the target, and the more so the more rows there are.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.draft import Draft, Verdict
+from specjax.drafters.base import Drafter, Seen
+from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
+from specjax.drafters.expansion import draft_with
+from specjax.errors import InputError
+from specjax.models.attention import attention_paid
+from specjax.models.cache import KVCache, RingCache, gather_entries
+from specjax.models.layers import queries, rms_norm
+from specjax.models.rope import rotations
+from specjax.models.transformer import Target, filled
+from specjax.sampling import RowSampling
+from specjax.tree import Chain, Shape
+
+
+@struct.dataclass
+class CompressedCache(Drafter):
+    """Drafts with the target itself over a cache of few slots. Needs no weights of its own.
+
+    Rows shorter than the budget keep everything, and their drafts are the target's own tokens. After every verdict the accepted
+    tokens' keys and values are copied from the target's pass.
+
+    Attributes:
+        budget: slots of a row in each layer.
+        scheme: which tokens have them: `Streaming` or `SnapKV`.
+        draft: the shape of its drafts, any of `specjax.tree`.
+    """
+
+    budget: int = struct.field(pytree_node=False, default=256)
+    scheme: Scheme = struct.field(pytree_node=False, default=Streaming())
+    draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    grows_trees: ClassVar[bool] = True
+
+    def check(self, target: Target) -> None:
+        self.scheme.check(self.budget)
+        if target.config.mla is not None:
+            raise InputError(
+                f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) remembers latents, which are "
+                "small already, and not keys and values: give a target with ordinary attention, or another drafter"
+            )
+
+    def start(self, target: Target, batch: int, capacity: int) -> RingCache:
+        return target.new_ring(batch, self.budget, self.scheme.kept(self.budget))
+
+    def prompts_read(self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache) -> RingCache:
+        length = cache.length
+        if isinstance(self.scheme, SnapKV):
+            state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
+        places = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
+        if isinstance(self.scheme, Streaming) or self.budget >= cache.capacity:
+            return replace(state, layers=gather_entries(cache.layers, places), length=length)
+        paid = _attention_paid(target, tokens, cache, self.scheme.window)
+        layers = []
+        for entry, share in zip(cache.layers, paid, strict=True):
+            chosen = choose(share, length - self.scheme.window, state.kept, self.scheme.pool)
+            newest = jnp.broadcast_to(places[:, None], (*chosen.shape[:2], self.budget))
+            of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
+            by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)[..., None]
+            layers.append(jax.tree.map(lambda part, at=by_head: jnp.take_along_axis(part, at, axis=2), entry))
+        return replace(state, layers=tuple(layers), length=length)
+
+    def propose(
+        self, target: Target, state: RingCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, RingCache]:
+        return draft_with(target, state, self.draft, root, sampling, keys, active), state
+
+    def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, seen: Seen) -> RingCache:
+        return state.append(seen.entries, seen.count, after=seen.output.hidden)
+
+
+def _attention_paid(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> list[jax.Array]:
+    """``[B, kv_heads, S]`` of each layer: the attention that the last ``window`` tokens read pay to the slots before them."""
+    config = target.config
+    # They are read once more, behind a cache that ends before them.
+    before = replace(cache, length=jnp.maximum(cache.length - window, 0))
+    positions = before.length[:, None] + jnp.arange(window)[None]
+    last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+    _, entering, own = target.run(target.embed(last), before, taps=range(config.num_layers))
+    turn = rotations(config.rope, config.head_dim, positions)
+    causal = jnp.tril(jnp.ones((1, window, window), bool))
+
+    def of_layer(i: int) -> jax.Array:
+        params = target.params["layers"][i]
+        q = queries(params, config, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
+        return attention_paid(q, filled(before, i, positions, config.window_of(i)), [(own[i], causal)])
+
+    return [of_layer(i) for i in range(config.num_layers)]
+
+
+def choose(share: jax.Array, before: jax.Array, count: int, pool: int) -> jax.Array:
+    """The positions to which most attention goes: ``[B, kv_heads, count]``, ascending.
+
+    Args:
+        share: ``[B, kv_heads, S]`` the attention paid to each position.
+        before: ``[B]`` only positions below are chosen from, and count at all.
+        count: how many.
+        pool: neighbours over which ``share`` is averaged first, zeros beyond the ends.
+    """
+    is_choice = jnp.arange(share.shape[-1]) < before[:, None, None]
+    share = jnp.where(is_choice, share, 0.0)
+    pooled = jax.lax.reduce_window(share, 0.0, jax.lax.add, (1, 1, pool), (1, 1, 1), "SAME") / pool
+    _, chosen = jax.lax.top_k(jnp.where(is_choice, pooled, -1.0), count)
+    return jnp.sort(chosen, axis=-1)

@@ -1,0 +1,211 @@
+"""Attention: queries meet what a layer remembers. Nothing else in the package multiplies queries and keys.
+
+What is attended to comes in *pieces*: the cache, which may be long, the scratch of a draft, and what a call adds itself. Each
+piece is attended to on its own, and the results are merged by the sums of their weights (online softmax, Milakov and Gimelshein
+2018, arXiv 1805.02867). So no array of scores is ever larger than a piece, and a long piece is read in blocks of slots: the
+scores of one block are all there is at a time, and blocks that hold nothing are never read.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from specjax.models.cache import Entry
+
+BLOCK = 512
+"""Slots of a cache that are attended to at a time."""
+
+_LEAST = float(jnp.finfo(jnp.float32).min)
+_SEEN_LEAST = _LEAST / 2
+"""Above what hides a score and below every score: relative to it, what is hidden weighs exactly 0."""
+
+
+@struct.dataclass
+class Filled:
+    """The slots of a cache, as attention reads them.
+
+    Attributes:
+        entry: ``[B, heads, S, dim]`` each part.
+        count: ``[B]`` how many slots of each row hold something: the first ones.
+        since: ``[B|1, T|1]`` the first slot that each query sees. None: all see all that is filled.
+    """
+
+    entry: Entry
+    count: jax.Array
+    since: jax.Array | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots of a row, S."""
+        return self.entry[0].shape[2]
+
+    def block(self, start: jax.Array | int, width: int) -> tuple[Entry, jax.Array]:
+        """The entries of ``width`` slots that include those from ``start`` on, and ``[B, T|1, width]`` which of them are seen.
+
+        The last block of a cache begins earlier than asked, so that it ends with the cache; what an earlier block has shown is
+        hidden in it.
+        """
+        first = jnp.minimum(start, self.slots - width)
+        number = first + jnp.arange(width)
+        seen = (number < self.count[:, None])[:, None] & (number >= start)
+        if self.since is not None:
+            seen &= number >= self.since[..., None]
+        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, width, axis=2), self.entry), seen
+
+
+Piece = tuple[Entry, jax.Array | None] | Filled
+"""What one layer remembers of some tokens, to attend to, and ``[B|1, T|1, S]`` bool, which of them each query sees. None: there
+is one for each query, its own, and it sees no other. Or the slots of a cache."""
+
+
+@struct.dataclass
+class Attended:
+    """What queries found in one piece, or in several.
+
+    Attributes:
+        top: ``[B, kv_heads, T, G]`` float32, the largest score.
+        mass: likewise, the sum of exp(score - top).
+        values: ``[B, kv_heads, T, G, dim]`` float32, the sum of exp(score - top) value.
+    """
+
+    top: jax.Array
+    mass: jax.Array
+    values: jax.Array
+
+    def merge(self, other: "Attended") -> "Attended":
+        """What they found in both."""
+        top = jnp.maximum(self.top, other.top)
+        ours, theirs = jnp.exp(self.top - top), jnp.exp(other.top - top)
+        return Attended(
+            top=top,
+            mass=self.mass * ours + other.mass * theirs,
+            values=self.values * ours[..., None] + other.values * theirs[..., None],
+        )
+
+
+def attend(
+    q: Float[Array, "B T heads d"] | tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+    *,
+    scale: float | None = None,
+    values_part: int = 1,
+) -> Float[Array, "B T heads_d"]:
+    """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
+
+    A query that sees nothing at all finds zeros.
+
+    Args:
+        q: the queries, which meet the first part of an entry. A tuple ``[B, T, heads, d_i]`` meets the first parts one by one,
+            and the products are added: latent attention meets the latents and the rotated keys.
+        pieces: what is committed, what a draft holds in scratch, and what the call itself adds.
+        scale: of the scores; by default ``d ** -0.5``.
+        values_part: which part of an entry is attended to: the second, or, in latent attention, the latents again.
+    """
+    given = q if isinstance(q, tuple) else (q,)
+    batch, count = given[0].shape[:2]
+    found = _attend_all(_group(given, pieces, scale), pieces, values_part)
+    attended = found.values / jnp.maximum(found.mass, jnp.finfo(jnp.float32).tiny)[..., None]
+    return attended.astype(given[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
+
+
+def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Sequence[Piece]) -> Float[Array, "B kv_heads S"]:
+    """How much of the attention of T queries goes to each slot of a cache, summed over the queries that read a key's head.
+
+    Args:
+        q: the queries.
+        filled: the slots.
+        others: further pieces that they attend to. What goes to these is part of no slot.
+    """
+    grouped = _group((q,), (filled, *others), None)
+    found = _attend_all(grouped, (filled, *others), values_part=0)
+    width = min(BLOCK, filled.slots)
+
+    def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
+        entry, seen = filled.block(block * width, width)
+        weights = jnp.exp(_scores(grouped, entry, seen) - found.top[..., None]) / found.mass[..., None]
+        first = jnp.minimum(block * width, filled.slots - width)
+        before = jax.lax.dynamic_slice_in_dim(paid, first, width, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(paid, before + weights.sum(axis=(2, 3)), first, axis=2)
+
+    nothing = jnp.zeros((*grouped[0].shape[:2], filled.slots))
+    return jax.lax.fori_loop(0, -(-jnp.max(filled.count) // width), add, nothing)
+
+
+def _group(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | None) -> tuple[jax.Array, ...]:
+    """Queries ``[B, T, heads, d]`` as ``[B, kv_heads, T, G, d]``, scaled: the G that read one head of keys side by side.
+
+    Axes in the order in which the products give and take them: another order costs a transposed copy.
+    """
+    batch, count, heads, d = q[0].shape
+    first = pieces[0].entry if isinstance(pieces[0], Filled) else pieces[0][0]
+    kv_heads = first[0].shape[1]
+    factor = d**-0.5 if scale is None else scale
+    return tuple(
+        part.reshape(batch, count, kv_heads, heads // kv_heads, part.shape[-1]).transpose(0, 2, 1, 3, 4) * factor for part in q
+    )
+
+
+def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int) -> Attended:
+    """Grouped queries over all pieces."""
+    found = [
+        _attend_filled(q, piece, values_part) if isinstance(piece, Filled) else _attend_piece(q, *piece, values_part)
+        for piece in pieces
+    ]
+    return functools.reduce(Attended.merge, found)
+
+
+def _attend_piece(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | None, values_part: int) -> Attended:
+    """Grouped queries over a piece as a whole."""
+    values = entry[values_part]
+    if visible is None:  # each query over its own slot
+        score = functools.reduce(
+            jnp.add,
+            [
+                jnp.einsum("bktd,bktgd->bktg", keys, part, preferred_element_type=jnp.float32)
+                for keys, part in zip(entry, q, strict=False)
+            ],
+        )
+        own = jnp.broadcast_to(values[:, :, :, None].astype(jnp.float32), (*score.shape, values.shape[-1]))
+        return Attended(top=score, mass=jnp.ones_like(score), values=own)
+    scores = _scores(q, entry, visible)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), _SEEN_LEAST))
+    weights = jnp.exp(scores - top[..., None])
+    found = jnp.einsum("bktgs,bksd->bktgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    return Attended(top=top, mass=jnp.sum(weights, axis=-1), values=found)
+
+
+def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array) -> jax.Array:
+    """``[B, kv_heads, T, G, S]`` float32 of grouped queries and all keys of a piece."""
+    # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
+    products = [
+        jnp.einsum("bksd,bktgd->bkstg", keys, part, preferred_element_type=jnp.float32)
+        for keys, part in zip(entry, q, strict=False)
+    ]
+    scores = functools.reduce(jnp.add, products).transpose(0, 1, 3, 4, 2)
+    return jnp.where(visible[:, None, :, None], scores, _LEAST)
+
+
+def _attend_filled(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -> Attended:
+    """Grouped queries over the slots of a cache, block by block: from the first that any query sees, to the last that any row
+    has filled."""
+    width = min(BLOCK, filled.slots)
+
+    def over(start: jax.Array | int) -> Attended:
+        entry, seen = filled.block(start, width)
+        return _attend_piece(q, entry, seen, values_part)
+
+    if width == filled.slots:
+        return over(0)
+    shape = q[0].shape[:-1]
+    nothing = Attended(
+        top=jnp.full(shape, _SEEN_LEAST),
+        mass=jnp.zeros(shape),
+        values=jnp.zeros((*shape, filled.entry[values_part].shape[-1])),
+    )
+    first = 0 if filled.since is None else jnp.maximum(jnp.min(filled.since), 0) // width
+    blocks = -(-jnp.max(filled.count) // width)
+    return jax.lax.fori_loop(first, blocks, lambda block, found: found.merge(over(block * width)), nothing)

@@ -1,0 +1,214 @@
+"""Drafting with the target over a compressed cache: what it keeps, and what it therefore drafts."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import CompressedCache, DraftModel, SnapKV, Streaming
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import cache_schemes
+from specjax.drafters.compressed_cache import choose
+from specjax.errors import InputError
+from specjax.models import attention
+from specjax.models.cache import KVCache
+from specjax.tree import Chain, DynamicTree, StaticTree
+from tests.conftest import MIXTURES, tiny_target
+
+LENGTHS = np.array([60, 9, 37])
+PROMPTS = np.random.default_rng(0).integers(0, 11, (3, 60)).astype(np.int32)
+GREEDY = GenerationOptions(max_new_tokens=30, eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(num_layers=3)
+
+
+def started(target, drafter, **options):
+    return engine.start(target, drafter, PROMPTS, LENGTHS, replace(GREEDY, **options))
+
+
+@pytest.mark.parametrize("scheme", [Streaming(), SnapKV(window=8)])
+@pytest.mark.parametrize("draft", [Chain(3), StaticTree(((0,), (1,), (0, 0), (0, 0, 0)))])
+def test_a_budget_that_holds_everything_drafts_the_targets_own_tokens(target, scheme, draft) -> None:
+    drafter = CompressedCache(budget=100, scheme=scheme, draft=draft)
+    result = specjax.generate(target, drafter, PROMPTS, LENGTHS, max_new_tokens=32, eos_token_ids=())
+    np.testing.assert_array_equal(result.stats.accepted, 3 * result.stats.steps)
+    assert result.stats.steps.tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(target, steps) -> None:
+    """The first node's logits against the target's over its whole cache, with a mask that shows sinks and ring alone."""
+    drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=Chain(2))
+    _, state = started(target, drafter)
+    state = engine.decode(target, drafter, state, jnp.asarray(steps))
+    roots = state.roots[:, None]
+    found, _ = target.score(roots, state.drafter)
+    slots = np.arange(state.cache.capacity)
+    committed = np.asarray(state.cache.length)[:, None]
+    visible = (slots < committed) & ((slots < 3) | (slots >= committed - 9))
+    assert visible.sum(axis=1).tolist() == np.minimum(committed[:, 0], 12).tolist()
+    expected, _ = target.score(
+        roots, positions=state.cache.length[:, None], scratch=[(state.cache.layers, jnp.asarray(visible)[:, None])]
+    )
+    np.testing.assert_allclose(found.logits, expected.logits, atol=1e-4)
+
+
+def test_accepted_tokens_are_copied_exactly(target) -> None:
+    """After many steps every slot holds, bit for bit, what the target's cache has at its position."""
+    drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=DynamicTree(top_k=3, depth=3, nodes=8))
+    _, state = started(target, drafter)
+    state = engine.decode(target, drafter, state, jnp.asarray(7))
+    np.testing.assert_array_equal(state.drafter.length, state.cache.length)
+    positions = np.asarray(state.drafter.newest_at(state.drafter.length))
+    for kept, whole in zip(state.drafter.layers, state.cache.layers, strict=True):
+        for row in range(3):
+            slots = int(state.drafter.filled[row])
+            for small, large in zip(kept, whole, strict=True):
+                np.testing.assert_array_equal(small[row, :, :slots], large[row][:, positions[row, :slots]])
+
+
+def attention_of_last_tokens(target, row: np.ndarray, window: int) -> list[np.ndarray]:
+    """``[kv_heads, n - window]`` of each layer, the attention that the last ``window`` tokens of ``row`` pay to the others, summed;
+    worked out in numpy from the states that enter each layer when the whole row is read at once."""
+    config = target.config
+    n, group = len(row), config.num_heads // config.num_kv_heads
+    _, entering, _ = target.run(target.embed(jnp.asarray(row)[None]), taps=range(config.num_layers))
+    paid = []
+    for i, params in enumerate(target.params["layers"]):
+        x = np.asarray(entering[0, :, i], np.float64)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(params["input_norm"])
+
+        def heads(name, count, x=x, params=params):
+            y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, config.head_dim)
+            half = config.head_dim // 2
+            angle = np.arange(n)[:, None] / config.rope.theta ** (np.arange(half) / half)
+            cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+            left, right = y[..., :half], y[..., half:]
+            return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+        q, k = heads("q", config.num_heads), heads("k", config.num_kv_heads)
+        total = np.zeros((config.num_kv_heads, n - window))
+        for head in range(config.num_heads):
+            for t in range(n - window, n):
+                scores = k[: t + 1, head // group] @ q[t, head] * config.head_dim**-0.5
+                weights = np.exp(scores - scores.max())
+                total[head // group] += (weights / weights.sum())[: n - window]
+        paid.append(total)
+    return paid
+
+
+@pytest.mark.parametrize("block", [512, 16])
+def test_snapkv_keeps_what_a_slow_reference_keeps(target, block, monkeypatch) -> None:
+    """Per row, layer and head; a row that fits the budget keeps everything."""
+    monkeypatch.setattr(attention, "BLOCK", block)
+    jax.clear_caches()
+    budget, window, pool = 20, 6, 5
+    drafter = CompressedCache(budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2))
+    _, state = started(target, drafter)
+    for row, length in enumerate(LENGTHS - 1):
+        whole = [np.asarray(entry[0][row]) for entry in state.cache.layers]
+        kept = [np.asarray(entry[0][row]) for entry in state.drafter.layers]
+        if length <= budget:
+            for small, large in zip(kept, whole, strict=True):
+                np.testing.assert_array_equal(small[:, :length], large[:, :length])
+            continue
+        for small, large, paid in zip(
+            kept, whole, attention_of_last_tokens(target, PROMPTS[row, :length], window), strict=True
+        ):
+            padded = np.pad(paid, ((0, 0), (pool // 2, pool // 2)))
+            pooled = np.stack([padded[:, i : i + pool] for i in range(paid.shape[1])], axis=1).mean(axis=-1)
+            for head in range(len(paid)):
+                best = np.argsort(-pooled[head], kind="stable")[: budget - window]
+                margin = np.sort(pooled[head])[::-1][budget - window - 1 : budget - window + 1]
+                assert margin[0] - margin[1] > 1e-6  # else rounding may choose
+                np.testing.assert_array_equal(small[head, : budget - window], large[head, np.sort(best)])
+                np.testing.assert_array_equal(small[head, budget - window :], large[head, length - window : length])
+
+
+def test_the_choice_prefers_neighbourhoods_and_never_what_comes_later() -> None:
+    share = jnp.zeros((1, 1, 20)).at[0, 0, jnp.array([4, 5, 6, 12, 19])].set(jnp.array([0.3, 0.3, 0.3, 0.5, 9.0]))
+    assert choose(share, jnp.array([18]), 3, pool=3)[0, 0].tolist() == [4, 5, 6]
+    assert choose(share, jnp.array([18]), 4, pool=1)[0, 0].tolist() == [4, 5, 6, 12]
+
+
+def test_after_the_prompt_snapkv_replaces_only_its_newest(target) -> None:
+    drafter = CompressedCache(budget=20, scheme=SnapKV(window=6), draft=Chain(2))
+    _, state = started(target, drafter)
+    before = [np.asarray(entry[0]) for entry in state.drafter.layers]
+    state = engine.decode(target, drafter, state, jnp.asarray(9))
+    for old, entry, whole in zip(before, state.drafter.layers, state.cache.layers, strict=True):
+        new = np.asarray(entry[0])
+        np.testing.assert_array_equal(new[0, :, :14], old[0, :, :14])
+        length = int(state.cache.length[0])
+        newest = np.asarray(whole[0])[0, :, length - 6 : length]
+        assert {new[0, 0, i].tobytes() for i in range(14, 20)} == {newest[0, i].tobytes() for i in range(6)}
+
+
+def test_a_draft_model_with_a_ring_is_itself_while_all_fits(target) -> None:
+    model = tiny_target(seed=5, num_layers=1)
+    plain = specjax.generate(target, DraftModel(model), PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
+    ringed = DraftModel(model, cache=Streaming(sinks=2), budget=128)
+    same = specjax.generate(target, ringed, PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
+    np.testing.assert_array_equal(plain.stats.histogram, same.stats.histogram)
+    small = replace(ringed, budget=12)
+    _, state = started(target, small)
+    assert state.drafter.cache.layers[0][0].shape[2] == 12
+    other = specjax.generate(target, small, PROMPTS, LENGTHS, max_new_tokens=25, eos_token_ids=())
+    np.testing.assert_array_equal(plain.tokens, other.tokens)
+    assert other.stats.histogram.tolist() != plain.stats.histogram.tolist()
+
+
+def test_a_draft_models_ring_holds_what_it_read(target) -> None:
+    """After chunks of a prompt and some steps: the first and the newest of its own tokens; keys of the first layer depend on
+    nothing but token and position."""
+    model = tiny_target(seed=5, num_layers=1)
+    drafter = DraftModel(model, cache=Streaming(sinks=2), budget=12, draft=Chain(3))
+    _, state = started(target, drafter)
+    state = engine.decode(target, drafter, state, jnp.asarray(6))
+    ring = state.drafter.cache
+    _, whole = model.forward(state.tokens, KVCache.create(model.config.entry_parts, layers=1, batch=3, capacity=128))
+    positions = np.asarray(ring.newest_at(ring.length))
+    for row in range(3):
+        slots = int(ring.filled[row])
+        np.testing.assert_allclose(
+            ring.layers[0][0][row, :, :slots], whole.layers[0][0][row][:, positions[row, :slots]], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (CompressedCache(budget=4), r"budget=4: the 4 sinks and the newest token need 5"),
+        (CompressedCache(budget=32, scheme=SnapKV()), r"budget=32: the window of 32 and one chosen token need 33"),
+        (CompressedCache(scheme=SnapKV(pool=4)), r"pool=4"),
+        (CompressedCache(scheme=Streaming(sinks=-1)), r"sinks=-1"),
+        (DraftModel(tiny_target(seed=5), cache=Streaming(sinks=8), budget=8), r"budget=8: the 8 sinks"),
+    ],
+)
+def test_what_cannot_be_is_refused(target, drafter, message) -> None:
+    with pytest.raises(InputError, match=message):
+        started(target, drafter)
+
+
+def test_latents_are_refused() -> None:
+    latent = tiny_target(**MIXTURES["deepseek_v3"])
+    with pytest.raises(InputError, match=r"CompressedCache.*deepseek_v3.*latents"):
+        started(latent, CompressedCache())
+
+
+def test_it_has_names() -> None:
+    from specjax.drafters.registry import load_drafter
+
+    config = tiny_target().config
+    assert load_drafter("streaming:64", Chain(2), config) == CompressedCache(64, Streaming(), Chain(2))
+    assert load_drafter("snapkv", None, config) == CompressedCache(256, SnapKV())
+    with pytest.raises(InputError, match=r"streaming:BUDGET"):
+        load_drafter("streaming:many", None, config)
+    assert cache_schemes.Streaming().kept(10) == 4 and cache_schemes.SnapKV(window=3).kept(10) == 7

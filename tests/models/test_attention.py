@@ -1,0 +1,141 @@
+"""Attention in pieces and blocks against one plain softmax in numpy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models import attention
+from specjax.models.attention import Filled, attend, attention_paid
+
+KV, GROUP, DIM, SLOTS = 2, 2, 8, 70
+COUNTS = np.array([70, 3, 41, 0])
+B = len(COUNTS)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 16)  # 70 slots are no whole number of them
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def plain(q, keys, values, visible, scale):
+    """``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]``, ``visible [B, T, S]``; zeros where nothing is seen. In float64."""
+    out = np.zeros((*q.shape[:3], values.shape[-1]))
+    paid = np.zeros((q.shape[0], keys.shape[1], keys.shape[2]))
+    for b, t, head in np.ndindex(*q.shape[:3]):
+        seen, kv = visible[b, t], head // (q.shape[2] // keys.shape[1])
+        if not seen.any():
+            continue
+        scores = keys[b, kv, seen].astype(np.float64) @ q[b, t, head] * scale
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        out[b, t, head] = weights @ values[b, kv, seen]
+        paid[b, kv, seen] += weights
+    return out.reshape(*q.shape[:2], -1), paid
+
+
+def pieces(count: int, window: int | None):
+    """A cache that is filled to different degrees, scratch of a tree, and the call's own tokens; and all of it as one."""
+    entry = tuple(normal(seed, B, KV, SLOTS, DIM) for seed in (1, 2))
+    scratch = tuple(normal(seed, B, KV, 7, DIM) for seed in (3, 4))
+    own = tuple(normal(seed, B, KV, count, DIM) for seed in (5, 6))
+    positions = COUNTS[:, None] + np.arange(count)[None]
+    in_scratch = np.random.default_rng(7).random((B, count, 7)) < 0.5
+    mask = np.tril(np.ones((1, count, count), bool))
+    in_cache = np.broadcast_to(np.arange(SLOTS) < COUNTS[:, None, None], (B, count, SLOTS))
+    since = None
+    if window is not None:
+        since = jnp.asarray(positions - window + 1)
+        in_cache = in_cache & (np.arange(SLOTS) > positions[..., None] - window)
+    together = [np.concatenate(parts, axis=2) for parts in zip(entry, scratch, own, strict=True)]
+    seen = np.concatenate([in_cache, in_scratch, np.broadcast_to(mask, (B, count, count))], axis=2)
+    given = [
+        Filled(tuple(map(jnp.asarray, entry)), jnp.asarray(COUNTS), since),
+        (tuple(map(jnp.asarray, scratch)), jnp.asarray(in_scratch)),
+        (tuple(map(jnp.asarray, own)), jnp.asarray(mask)),
+    ]
+    return given, together, seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 10, 33])
+@pytest.mark.parametrize("count", [1, 5, 60])
+def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
+    given, (keys, values), seen = pieces(count, window)
+    q = normal(0, B, count, KV * GROUP, DIM) * 3
+    expected, _ = plain(q, keys, values, seen, DIM**-0.5)
+    np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(q), given), expected, atol=1e-5)
+
+
+def test_a_query_may_see_its_own_slot_alone() -> None:
+    given, (keys, values), seen = pieces(5, None)
+    own = np.eye(5, dtype=bool)
+    seen = np.concatenate([seen[..., :-5], np.broadcast_to(own, (B, 5, 5))], axis=2)
+    q = normal(0, B, 5, KV * GROUP, DIM) * 3
+    expected, _ = plain(q, keys, values, seen, DIM**-0.5)
+    found = jax.jit(attend)(jnp.asarray(q), [*given[:2], (given[2][0], None)])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_who_sees_nothing_finds_zeros() -> None:
+    given, (keys, values), seen = pieces(2, None)
+    q = normal(0, B, 2, KV * GROUP, DIM)
+    expected, _ = plain(q, keys[:, :, :SLOTS], values[:, :, :SLOTS], seen[..., :SLOTS], DIM**-0.5)
+    found = np.asarray(jax.jit(attend)(jnp.asarray(q), given[:1]))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert COUNTS[3] == 0 and not found[3].any()
+
+
+def test_queries_of_two_parts_attend_to_the_first() -> None:
+    """Latent attention: products with both parts of an entry are added, and the values are the first part again."""
+    latents, turned = normal(1, B, 1, SLOTS, 6), normal(2, B, 1, SLOTS, 4)
+    q = normal(3, B, 5, 4, 6), normal(4, B, 5, 4, 4)
+    seen = np.broadcast_to(np.arange(SLOTS) < COUNTS[:, None, None], (B, 5, SLOTS))
+    expected, _ = plain(np.concatenate(q, -1), np.concatenate([latents, turned], -1), latents, seen, 0.3)
+    filled = Filled((jnp.asarray(latents), jnp.asarray(turned)), jnp.asarray(COUNTS))
+    found = jax.jit(partial(attend, scale=0.3, values_part=0))(tuple(map(jnp.asarray, q)), [filled])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+def test_what_is_paid_to_each_slot(window) -> None:
+    given, (keys, values), seen = pieces(5, window)
+    q = normal(0, B, 5, KV * GROUP, DIM) * 3
+    _, expected = plain(q, keys, values, seen, DIM**-0.5)
+    found = jax.jit(attention_paid)(jnp.asarray(q), given[0], given[1:])
+    np.testing.assert_allclose(found, expected[..., :SLOTS], atol=1e-5)
+
+
+def test_what_lies_beyond_what_is_filled_is_never_read() -> None:
+    """Blocks without a filled slot are not even multiplied: with NaN there, nothing changes."""
+    entry = tuple(jnp.asarray(normal(seed, B, KV, SLOTS, DIM)).at[:, :, 48:].set(jnp.nan) for seed in (1, 2))
+    count = jnp.asarray([40, 3, 41, 0])
+    q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM))
+    clean = tuple(jnp.nan_to_num(part) for part in entry)
+    np.testing.assert_array_equal(attend(q, [Filled(entry, count)]), attend(q, [Filled(clean, count)]))
+
+
+def test_gradients_are_those_of_a_softmax() -> None:
+    keys, values = (jnp.asarray(normal(seed, B, KV, 9, DIM)) for seed in (1, 2))
+    q = jnp.asarray(normal(0, B, 9, KV * GROUP, DIM))
+    mask = jnp.tril(jnp.ones((1, 9, 9), bool))
+
+    def softmax(q, keys, values):
+        grouped = q.reshape(B, 9, KV, GROUP, DIM) * DIM**-0.5
+        scores = jnp.where(mask[:, None, :, None], jnp.einsum("btkgd,bksd->bktgs", grouped, keys), -jnp.inf)
+        return jnp.einsum("bktgs,bksd->btkgd", jax.nn.softmax(scores), values).reshape(B, 9, -1)
+
+    def ours(q, keys, values):
+        half = [((keys[:, :, a:b], values[:, :, a:b]), mask[..., a:b]) for a, b in ((0, 4), (4, 9))]
+        return attend(q, half)
+
+    weights = jnp.asarray(normal(8, B, 9, KV * GROUP * DIM))
+    expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
+    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
