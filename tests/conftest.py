@@ -15,8 +15,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-# Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time to
-# make; what runs long runs half as long again.
+# Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time
+# to make; what runs long takes half as long again.
 _FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"

@@ -75,8 +75,8 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
 
 
 def attention_of_last_tokens(target, row: np.ndarray, window: int) -> list[np.ndarray]:
-    """``[kv_heads, n - window]`` of each layer, the attention that the last ``window`` tokens of ``row`` pay to the others, summed;
-    worked out in numpy from the states that enter each layer when the whole row is read at once."""
+    """``[kv_heads, n - window]`` of each layer: the sum of the attention that the last ``window`` tokens of ``row`` pay to the
+    others, worked out in numpy from the states that enter each layer when the whole row is read at once."""
     config = target.config
     n, group = len(row), config.num_heads // config.num_kv_heads
     _, entering, _ = target.run(target.embed(jnp.asarray(row)[None]), taps=range(config.num_layers))

@@ -25,7 +25,8 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def plain(q, keys, values, visible, scale):
-    """``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]``, ``visible [B, T, S]``; zeros where nothing is seen. In float64."""
+    """In float64, of ``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]`` and ``visible [B, T, S]``: what is attended to, zeros
+    where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot."""
     out = np.zeros((*q.shape[:3], values.shape[-1]))
     paid = np.zeros((q.shape[0], keys.shape[1], keys.shape[2]))
     for b, t, head in np.ndindex(*q.shape[:3]):
