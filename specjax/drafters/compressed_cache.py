@@ -21,7 +21,7 @@ from specjax.models.attention import attention_paid
 from specjax.models.cache import KVCache, RingCache, gather_entries
 from specjax.models.layers import queries, rms_norm
 from specjax.models.rope import rotations
-from specjax.models.transformer import Target, filled
+from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 from specjax.tree import Chain, Shape
 
@@ -95,7 +95,7 @@ def _attention_paid(target: Target, tokens: jax.Array, cache: KVCache, window: i
     def of_layer(i: int) -> jax.Array:
         params = target.params["layers"][i]
         q = queries(params, config, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
-        return attention_paid(q, filled(before, i, positions, config.window_of(i)), [(own[i], causal)])
+        return attention_paid(q, target.filled(before, i, positions, config.window_of(i)), [(own[i], causal)])
 
     return [of_layer(i) for i in range(config.num_layers)]
 

@@ -234,7 +234,7 @@ class FeatureDrafter(Drafter):
         layers = self.sizes.num_layers
         since = jnp.full((1, 1), module)
         entries = cache.layers[module * layers : (module + 1) * layers]
-        return tuple((Filled(entry, cache.filled, since),) for entry in entries)
+        return tuple((Filled(entry, cache.filled, since, self.mesh),) for entry in entries)
 
     @property
     def _dtype(self) -> Any:

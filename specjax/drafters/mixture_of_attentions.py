@@ -321,7 +321,7 @@ class MixtureOfAttentions(Drafter):
         cache: KVCache | None = None,
     ) -> tuple[Draft, KVCache]:
         assert cache is not None
-        tokens_read, summaries = (Filled(entry, state.filled) for entry in state.layers)
+        tokens_read, summaries = (Filled(entry, state.filled, mesh=self.mesh) for entry in state.layers)
         verified = cache.of_layers(*self.config.tli_layers)
 
         def read(

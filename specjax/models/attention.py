@@ -12,16 +12,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from specjax import sharding
+from specjax.models.attention_tpu import LEAST, attend_to_slots
 from specjax.models.cache import Entry
 
 BLOCK = 512
 """Slots of a cache that are attended to at a time."""
-
-_LEAST = float(jnp.finfo(jnp.float32).min)
-_SEEN_LEAST = _LEAST / 2
-"""Above what hides a score and below every score: relative to it, what is hidden weighs exactly 0."""
 
 
 @struct.dataclass
@@ -32,11 +31,13 @@ class Filled:
         entry: ``[B, heads, S, dim]`` each part.
         count: ``[B]`` how many slots of each row hold something: the first ones.
         since: ``[B|1, T|1]`` the first slot that each query sees. None: all see all that is filled.
+        mesh: static, where the entry lives.
     """
 
     entry: Entry
     count: jax.Array
     since: jax.Array | None = None
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @property
     def slots(self) -> int:
@@ -172,7 +173,7 @@ def _attend_piece(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | N
         own = jnp.broadcast_to(values[:, :, :, None].astype(jnp.float32), (*score.shape, values.shape[-1]))
         return Attended(top=score, mass=jnp.ones_like(score), values=own)
     scores = _scores(q, entry, visible)
-    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), _SEEN_LEAST))
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), LEAST))
     weights = jnp.exp(scores - top[..., None])
     found = jnp.einsum("bktgs,bksd->bktgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return Attended(top=top, mass=jnp.sum(weights, axis=-1), values=found)
@@ -186,12 +187,40 @@ def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array) -> jax.A
         for keys, part in zip(entry, q, strict=False)
     ]
     scores = functools.reduce(jnp.add, products).transpose(0, 1, 3, 4, 2)
-    return jnp.where(visible[:, None, :, None], scores, _LEAST)
+    return jnp.where(visible[:, None, :, None], scores, 2 * LEAST)
 
 
 def _attend_filled(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -> Attended:
-    """Grouped queries over the slots of a cache, block by block: from the first that any query sees, to the last that any row
-    has filled."""
+    """Grouped queries over the slots of a cache: by a kernel where the backend has one."""
+    return jax.lax.platform_dependent(
+        q,
+        filled,
+        tpu=functools.partial(_attend_by_kernel, values_part=values_part),
+        default=functools.partial(_attend_in_blocks, values_part=values_part),
+    )
+
+
+def _attend_by_kernel(q: tuple[jax.Array, ...], filled: Filled, values_part: int, interpret: bool = False) -> Attended:
+    """`_attend_filled` on a TPU. On a mesh each device has its own rows and heads: nothing is exchanged."""
+    batch, kv_heads, count, group, _ = q[0].shape
+    since = jnp.zeros((1, 1), jnp.int32) if filled.since is None else filled.since
+    since = jnp.repeat(jnp.broadcast_to(since, (batch, count)), group, axis=1)
+    rows = tuple(part.reshape(batch, kv_heads, count * group, part.shape[-1]) for part in q)
+    run = functools.partial(attend_to_slots, values_part=values_part, interpret=interpret)
+    if filled.mesh is not None:
+        units = {"batch": batch, "kv_heads": kv_heads}
+        by_head = sharding.partition(filled.mesh, ("batch", "kv_heads"), units)
+        by_row = sharding.partition(filled.mesh, ("batch",), units)
+        run = jax.shard_map(
+            run, mesh=filled.mesh, in_specs=(by_head, by_head, by_row, by_row), out_specs=by_head, check_vma=False
+        )
+    top, mass, values = run(rows, filled.entry, filled.count, since)
+    shape = (batch, kv_heads, count, group)
+    return Attended(top=top.reshape(shape), mass=mass.reshape(shape), values=values.reshape(*shape, values.shape[-1]))
+
+
+def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -> Attended:
+    """`_attend_filled` in plain JAX, block by block: from the first that any query sees to the last that any row has filled."""
     width = min(BLOCK, filled.slots)
 
     def over(start: jax.Array | int) -> Attended:
@@ -202,7 +231,7 @@ def _attend_filled(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -
         return over(0)
     shape = q[0].shape[:-1]
     nothing = Attended(
-        top=jnp.full(shape, _SEEN_LEAST),
+        top=jnp.full(shape, LEAST),
         mass=jnp.zeros(shape),
         values=jnp.zeros((*shape, filled.entry[values_part].shape[-1])),
     )

@@ -171,7 +171,7 @@ class Target:
             past: list[Piece] = []
             window = self.config.window_of(start + i)
             if cache is not None:
-                past.append(filled(cache, i, positions, window))
+                past.append(self.filled(cache, i, positions, window))
             past += [(entries[i], visible) for entries, visible in scratch]
             seen = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
             x, own = decoder_layer(layer, self.config, x, turn, seen, past, self.mesh)
@@ -181,6 +181,11 @@ class Target:
             tapped.append(x)
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
         return x, recorded, tuple(new)
+
+    def filled(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
+        """What queries at ``positions [B, T]`` see of a cache's layer. In a ring a ``window`` changes nothing."""
+        since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
+        return Filled(cache.layers[layer], cache.filled, since, self.mesh)
 
     def norm(self, x: jax.Array) -> jax.Array:
         """The final norm, which stands between the last layer and the head."""
@@ -237,12 +242,6 @@ class Target:
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
-
-
-def filled(cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
-    """What queries at ``positions [B, T]`` see of a layer's cache. In a ring a ``window`` changes nothing."""
-    since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
-    return Filled(cache.layers[layer], cache.filled, since)
 
 
 def default_dtype() -> Any:

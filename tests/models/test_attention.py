@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import attention
+from specjax.models import attention, attention_tpu
 from specjax.models.attention import Filled, attend, attention_paid
+from specjax.sharding import make_mesh
 
 KV, GROUP, DIM, SLOTS = 2, 2, 8, 70
 COUNTS = np.array([70, 3, 41, 0])
@@ -25,8 +26,8 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def plain(q, keys, values, visible, scale):
-    """In float64, of ``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]`` and ``visible [B, T, S]``: what is attended to, zeros
-    where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot."""
+    """In float64, of ``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]`` and ``visible [B, T, S]``: what is attended to,
+    zeros where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot."""
     out = np.zeros((*q.shape[:3], values.shape[-1]))
     paid = np.zeros((q.shape[0], keys.shape[1], keys.shape[2]))
     for b, t, head in np.ndindex(*q.shape[:3]):
@@ -71,6 +72,31 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
     q = normal(0, B, count, KV * GROUP, DIM) * 3
     expected, _ = plain(q, keys, values, seen, DIM**-0.5)
     np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(q), given), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("count", [1, 5, 60])
+def test_the_kernel_finds_what_blocks_find(count, window, monkeypatch) -> None:
+    """The TPU's, interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
+    monkeypatch.setattr(attention_tpu, "BLOCK", 16)
+    given, _, _ = pieces(count, window)
+    whole = given[0]
+    beyond = jnp.arange(SLOTS)[:, None] >= whole.count[:, None, None, None]
+    damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
+    q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
+    for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
+        expected = attention._attend_in_blocks(parts, whole, values_part)
+        found = attention._attend_by_kernel(parts, damaged, values_part, interpret=True)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, expected)
+
+
+def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie() -> None:
+    given, _, _ = pieces(5, None)
+    q = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),)
+    expected = attention._attend_in_blocks(q, given[0], 1)
+    on_mesh = given[0].replace(mesh=make_mesh(2, 2))
+    found = jax.jit(partial(attention._attend_by_kernel, values_part=1, interpret=True))(q, on_mesh)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, expected)
 
 
 def test_a_query_may_see_its_own_slot_alone() -> None:
