@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 
 import specjax
-from benchmarks import acceptance, boundedness, decode, drafters, messages, peers, synthetic, train, training_cost, verification
+from benchmarks import (
+    acceptance,
+    boundedness,
+    decode,
+    drafters,
+    long_context,
+    messages,
+    peers,
+    synthetic,
+    train,
+    training_cost,
+    verification,
+)
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
 from specjax.models import shapes
@@ -86,6 +98,7 @@ def test_loops_are_counted() -> None:
     assert 1 > acceptance.share_of_loops(target, prompts, new_tokens=128) == np.mean(loops) > 0
 
 
+@pytest.mark.thorough
 def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, capsys) -> None:
     """A model that drafts for itself: coupled, all is accepted; and chosen children less often."""
     tree = specjax.StaticTree(((0,), (1,), (0, 0), (1, 0)))
@@ -118,6 +131,7 @@ def test_our_loss_is_that_of_speculators() -> None:
     assert all(len(seconds) == 1 for seconds in found["seconds"].values())
 
 
+@pytest.mark.thorough
 def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(drafters, "SHAPES", {"chain": specjax.Chain(2)})
     target, draft = tiny_pair
@@ -166,3 +180,27 @@ def test_the_messages_of_a_round_are_listed(capsys) -> None:
     assert len(lines) == 3 + 3 * 2
     with pytest.raises(InputError, match="nodes=-1"):
         messages.run(messages.MessagesConfig(nodes=-1))
+
+
+def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) -> None:
+    source, output, picture = tmp_path / "texts", tmp_path / "long.json", tmp_path / "long.png"
+    source.mkdir()
+    for i in range(2):
+        (source / f"{i}.py").write_text(f"import os, sys, re, json  # {i}\n" * 20)
+    small = {"contexts": (8, 24), "batches": (1, 2), "budgets": (6,), "longest": 2, "new_tokens": 4, "repeats": 1}
+    files = {"source": str(source), "output": str(output), "plot": str(picture)}
+    long_context.main(long_context.LongContextConfig(target=tiny_pair[0], **small, **files))
+    found = json.loads(output.read_text())
+    assert [(row["predicted"]["context"], row["predicted"]["batch"]) for row in found["gains"]] == [
+        (8, 1),
+        (8, 2),
+        (24, 1),
+        (24, 2),
+    ]
+    assert all(row["realised"] > 0 for row in found["gains"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "plain tokens/s" in capsys.readouterr().out
+    with pytest.raises(InputError, match="no file there has 5000 tokens"):
+        long_context.run(long_context.LongContextConfig(target=tiny_pair[0], source=str(source), contexts=(5000,)))
+    with pytest.raises(InputError, match="scheme='none'"):
+        long_context.run(long_context.LongContextConfig(target=tiny_pair[0], scheme="none"))

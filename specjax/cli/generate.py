@@ -11,9 +11,9 @@ import jax
 
 from specjax import pipeline, text
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Drafter
+from specjax.drafters import CompressedCache, Drafter
 from specjax.errors import InputError
-from specjax.planning.choice import compare_drafts, with_draft
+from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
@@ -28,14 +28,15 @@ class GenerateConfig:
 
     Attributes:
         target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
-        drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers) or prompt-lookup; or the bare
-            directory or hub id of a checkpoint, whose config.json says what it is; or "none" for plain decoding.
+        drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers), streaming:256 or snapkv:256
+            (the target with a cache of so many tokens) or prompt-lookup; or the bare directory or hub id of a checkpoint, whose
+            config.json says what it is; or "none" for plain decoding.
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.
         draft: shape of a draft, by default the drafter's own: chain:LENGTH (chain:LENGTH,P ends it after its first token of a
             probability below P), complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto,
-            which measures and takes the fastest.
+            which measures and takes the fastest, of a compressed cache with the fastest of a few budgets.
         show_tree: draw the draft of which most was accepted in the first steps (of the first prompt), into this .png, .pdf or
             .svg.
         only_if_faster: measure first, and decode plainly where the drafter would not make these prompts faster.
@@ -169,9 +170,9 @@ def _settle_drafter(
         return None
     tokens, lengths = text.pad(ids)
     if config.draft == "auto":
-        best = compare_drafts(target, drafter, tokens, lengths, options=options).best
-        print(f"draft: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x", file=sys.stderr)
-        drafter = None if best.draft is None else with_draft(drafter, best.draft)
+        drafter, best = fastest_drafter(target, drafter, tokens, lengths, options=options)
+        budget = f", budget {drafter.budget}" if isinstance(drafter, CompressedCache) else ""
+        print(f"draft: {best.draft or 'plain decoding'}{budget}, expected {best.speedup:.2f}x", file=sys.stderr)
     if config.show_tree:
         if drafter is not None:
             snapshot = take_snapshot(target, drafter, ids[0], options=options)

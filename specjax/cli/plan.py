@@ -11,14 +11,16 @@ from rich.table import Table
 
 from specjax import pipeline, text
 from specjax.chips import find_chip
-from specjax.drafters import check_vocabulary
+from specjax.drafters import CompressedCache, check_vocabulary
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.shapes import PUBLISHED, published
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
+from specjax.planning.contexts import Measured, measure_contexts
 from specjax.reports import pictures
+from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Rule
 from specjax.tree import Chain, StaticTree
 
@@ -51,6 +53,9 @@ class PlanConfig:
         prompts: with measure, a file with one prompt a line (plain, or JSON with "prompt" or "text"); 32 are read.
         temperature: with measure, of the generation; 0 is greedy.
         rule: with measure, as in generate.
+        contexts: with measure and a compressed cache (--drafter streaming or snapkv): speed-up against rows for each of these
+            numbers of tokens. The prompts must be as long as the longest.
+        budgets: with contexts, numbers of slots of the drafter's cache to choose from.
     """
 
     alpha: float = 0.8
@@ -68,13 +73,17 @@ class PlanConfig:
     prompts: str = ""
     temperature: float = 0.0
     rule: Rule | None = None
+    contexts: tuple[int, ...] = ()
+    budgets: tuple[int, ...] = (128, 256, 512)
 
 
 def run_plan(config: PlanConfig) -> None:
     """``specjax plan``."""
     _check_options(config)
     console = Console(highlight=False, markup=False, emoji=False)
-    if config.measure:
+    if config.measure and config.contexts:
+        _plan_contexts(console, config)
+    elif config.measure:
         _plan_here(console, config)
     elif config.cost is not None:
         _plan_cost(console, config, config.cost)
@@ -86,7 +95,11 @@ def run_plan(config: PlanConfig) -> None:
 
 def _check_options(config: PlanConfig) -> None:
     """Refuse what cannot be used, or would not be read, before any model is looked up."""
-    unread = ("alpha", "chip", "context", "cost", "draft_cache") if config.measure else ("prompts", "temperature", "rule")
+    unread = (
+        ("alpha", "chip", "context", "cost", "draft_cache")
+        if config.measure
+        else ("prompts", "temperature", "rule", "contexts")
+    )
     for name in unread:
         if (value := getattr(config, name)) != getattr(PlanConfig, name):
             raise InputError(f"{name}={value}: is not read {'with' if config.measure else 'without'} --measure; leave it out")
@@ -231,6 +244,7 @@ def _table(title: str, *headers: str) -> Table:
 
 
 _SHOWN, _PROMPTS, _LONGEST = 8, 32, 8
+_LONG_PROMPTS, _LONG_TRIAL = 4, 192
 
 
 def _plan_here(console: Console, config: PlanConfig) -> None:
@@ -260,6 +274,66 @@ def _plan_here(console: Console, config: PlanConfig) -> None:
             console.out(f"  StaticTree({best.draft.choices})")
     if config.plot:
         pictures.save(_draw_here(config, compared), "plot", Path(config.plot))
+
+
+def _plan_contexts(console: Console, config: PlanConfig) -> None:
+    """For each context and number of rows: the budget and the chain that gain most."""
+    if not config.drafter or not config.prompts:
+        raise InputError("contexts: give --target, --drafter and --prompts FILE")
+    if min(config.contexts) < 2 or min(config.budgets, default=0) < 1:
+        raise InputError(
+            f"contexts={config.contexts}, budgets={config.budgets}: give numbers of tokens, and at least one budget"
+        )
+    prompts = text.read_prompts("prompts", config.prompts)
+    options = pipeline.settings(temperature=config.temperature, rule=config.rule)
+    longest = min(config.longest, _LONGEST)
+    pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
+    if not isinstance(pair.drafter, CompressedCache):
+        raise InputError(f"drafter={config.drafter!r}: contexts are for a compressed cache: give streaming or snapkv")
+    texts = [ids for prompt in prompts if len(ids := pair.encode(prompt)) >= max(config.contexts)][:_LONG_PROMPTS]
+    if not texts:
+        raise InputError(f"prompts={config.prompts!r}: none has {max(config.contexts)} tokens, the longest of --contexts")
+    measured = measure_contexts(
+        pair.target,
+        pair.drafter,
+        np.array([ids[: max(config.contexts)] for ids in texts]),
+        contexts=config.contexts,
+        batches=config.batch,
+        budgets=config.budgets,
+        longest=longest,
+        options=replace(options, max_new_tokens=_LONG_TRIAL),
+    )
+    console.print(contexts_table(f"{config.target}, drafter {config.drafter}; temperature {config.temperature:g}", measured))
+    critical = measured.critical_context()
+    if critical is not None:
+        console.out(f"Critical context: about {critical:,.0f} tokens; beyond it more rows gain more.")
+    if config.plot:
+        best = {c: {b: measured.gains(c, b)[0].speedup for b in measured.batches} for c in measured.contexts}
+        figure = draw_by_batch(f"{config.target}, drafter {config.drafter}", best, critical=critical)
+        pictures.save(figure, "plot", Path(config.plot))
+
+
+def contexts_table(title: str, measured: Measured) -> Table:
+    """The best gain of each context and number of rows, with the times that it comes from."""
+    table = _table(title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up")
+    for context in measured.contexts:
+        for batch in measured.batches:
+            best, costs = measured.gains(context, batch)[0], measured.costs[context, batch]
+            table.add_row(
+                f"{context:,}",
+                str(batch),
+                f"{1e3 * costs.target:.1f}",
+                str(best.budget),
+                str(best.gamma),
+                f"{1e3 * measured.draft[best.budget, batch]:.1f}",
+                f"{1e3 * costs.verification(best.gamma + 1):.1f}",
+                f"{best.tokens:.2f}",
+                f"{best.speedup:.2f}x",
+            )
+    table.caption = (
+        "T_T: a step of plain decoding. T_D: a drafted token. T_V: a verification. Each with its best budget and chain."
+    )
+    return table
 
 
 def _here_table(config: PlanConfig, rows: int, found: Comparison) -> Table:

@@ -16,7 +16,7 @@ import numpy as np
 from specjax import sharding
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions, check_prompts
-from specjax.drafters.base import Drafter
+from specjax.drafters import CompressedCache, Drafter
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
@@ -27,6 +27,8 @@ _TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of all rows together, and of a row
 _RANKS = 8
 _REPEATS = 3
 _COUNTS = (2, 3, 5, 9, 17, 33, 65)
+BUDGETS = (128, 256, 512)
+"""Slots of a compressed cache that `fastest_drafter` tries."""
 _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
 
 
@@ -143,6 +145,28 @@ def compare_drafts(
     return Comparison(acceptance, costs.verify, draft, tuple(ordered))
 
 
+def fastest_drafter(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    options: GenerationOptions = GenerationOptions(),
+) -> tuple[Drafter | None, Candidate]:
+    """The drafter with its fastest draft here, None for plain decoding, and what it was reckoned to gain.
+
+    A compressed cache is tried with each of `BUDGETS` that is smaller than the prompts. Arguments as of `compare_drafts`.
+    """
+    sized: list[Drafter] = [drafter]
+    if isinstance(drafter, CompressedCache):
+        width = np.asarray(tokens).shape[1]
+        budgets = [b for b in BUDGETS if drafter.scheme.kept(b) < b < width] or [drafter.budget]
+        sized = [replace(drafter, budget=budget) for budget in budgets]
+    found = [(each, compare_drafts(target, each, tokens, lengths, options=options).best) for each in sized]
+    chosen, best = max(found, key=lambda pair: pair[1].speedup)
+    return None if best.draft is None else with_draft(chosen, best.draft), best
+
+
 def measure_acceptance(
     target: Target,
     drafter: Drafter,
@@ -158,24 +182,14 @@ def measure_acceptance(
     chain's tokens are worth is measured depth by depth.
     """
     vocab = target.config.vocab_size
-    _, checked = check_prompts(tokens, lengths, vocab)
-    left = engine.most_positions(target, drafter) - int(checked.max())
-    depth = min(longest, left - 1)
-    if depth < 1:
+    survival = chain_survival(target, drafter, tokens, lengths, options=options, longest=longest)
+    depth = len(survival)
+    if depth == 0:
         return TrialAcceptance((), (), {})
 
     def trial(shape: Shape) -> tuple[np.ndarray, np.ndarray, float]:
-        count = max(_LEAST_STEPS, _TRIAL_STEPS // len(checked))
-        most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
-        tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
-        shaped, state = engine.start(target, with_draft(drafter, shape), tokens, lengths, tried)
-        first, stats = sharding.to_host(_watch(target, shaped, state, count), target.mesh)
-        steps = max(int(np.sum(stats.steps)), 1)
-        ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
-        emitted = float(np.sum(stats.accepted)) / steps + 1
-        return stats.accepted_at.sum(axis=0) / steps, ranks / steps, emitted
+        return _try(target, with_draft(drafter, shape), tokens, lengths, options)
 
-    survival, _, _ = trial(Chain(depth))
     by_rank: tuple[float, ...] = ()
     sampled: dict[SampledTree, float] = {}
     if drafter.grows_trees:
@@ -184,7 +198,50 @@ def measure_acceptance(
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
-    return TrialAcceptance(tuple(survival.tolist()), by_rank, sampled)
+    return TrialAcceptance(survival, by_rank, sampled)
+
+
+def chain_survival(
+    target: Target,
+    drafter: Drafter,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    options: GenerationOptions = GenerationOptions(),
+    longest: int = 8,
+) -> tuple[float, ...]:
+    """The chance that a chain's token at each depth is accepted, those before it included, in a short generation.
+
+    Arguments as of `measure_acceptance`. As deep as the target has positions left: perhaps empty.
+    """
+    depth = min(longest, _positions_left(target, drafter, tokens, lengths) - 1)
+    if depth < 1:
+        return ()
+    survival, _, _ = _try(target, with_draft(drafter, Chain(depth)), tokens, lengths, options)
+    return tuple(survival.tolist())
+
+
+def _positions_left(target: Target, drafter: Drafter, tokens: Any, lengths: Any) -> int:
+    """How many tokens the longest of the prompts can grow by."""
+    _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
+    return engine.most_positions(target, drafter) - int(checked.max())
+
+
+def _try(
+    target: Target, drafter: Drafter, tokens: Any, lengths: Any, options: GenerationOptions
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """A short generation: the share of its drafts that was accepted to each depth, and at each rank of the first level; and the
+    tokens a step."""
+    rows, shape = len(np.asarray(tokens)), drafter.draft
+    count = max(_LEAST_STEPS, _TRIAL_STEPS // rows)
+    left = _positions_left(target, drafter, tokens, lengths)
+    most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
+    tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
+    drafter, state = engine.start(target, drafter, tokens, lengths, tried)
+    first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
+    steps = max(int(np.sum(stats.steps)), 1)
+    ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
+    return stats.accepted_at.sum(axis=0) / steps, ranks / steps, float(np.sum(stats.accepted)) / steps + 1
 
 
 @partial(jax.jit, static_argnames="steps")

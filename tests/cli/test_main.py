@@ -12,6 +12,7 @@ import pytest
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import COMMANDS, main, parse_options
+from specjax.planning import choice
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
 from specjax.tree import StaticTree
 from tests.cli.conftest import end_at
@@ -192,7 +193,7 @@ FAULTS = [
     (["generate", "--prompt", "x", "--target", "x" * 5000], "is not a directory"),
     (["generate", "--prompts-file", "x" * 5000], "cannot be read"),
     ([*PAIR, "--drafter", "bush"], "drafter='bush': no method of that name, no directory"),
-    ([*PAIR, "--drafter", "bush:4"], "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; eagle3:"),
+    ([*PAIR, "--drafter", "bush:4"], "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; streaming or"),
     ([*PAIR, "--drafter", "prompt-lookup:0"], "write prompt-lookup:MAX_NGRAM"),
     ([*PAIR, "--drafter", "draft-model:"], "write draft-model:DIRECTORY"),
     (["plan", "--cost", "0.1", "--longest", str(2**32)], "at most 256"),
@@ -237,7 +238,7 @@ def test_a_draft_tree_is_drawn(tmp_path, capsys, tiny_pair) -> None:
 def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_pair) -> None:
     for draft, words in ((StaticTree(((0,), (1,))), "static tree, 3 nodes, 1 deep"), (None, "plain decoding")):
         found = Comparison(TrialAcceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),))
-        monkeypatch.setattr(generate, "compare_drafts", lambda *_, found=found, **__: found)
+        monkeypatch.setattr(choice, "compare_drafts", lambda *_, found=found, **__: found)
         assert main([*generate_with(tiny_pair), "--drafter", tiny_pair[1], "--draft", "auto", "--json"]) == 0
         captured = capsys.readouterr()
         assert f"draft: {words}" in captured.err
@@ -254,3 +255,19 @@ def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
     assert "T_V ms by nodes: 1:" in printed
     assert "Best with 1 row:" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_measures_contexts(tmp_path, capsys, tiny_pair) -> None:
+    prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
+    prompts.write_text("import os, sys, re, json, itertools, functools, collections\n" * 2 + "def main(): pass\n")
+    options = ["--contexts", "6", "12", "--budgets", "5", "--batch", "1", "2", "--longest", "2", "--prompts", str(prompts)]
+    given = ["plan", "--measure", "--target", tiny_pair[0], *options]
+    assert main([*given, "--drafter", "streaming", "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
+    assert [line[:2] for line in lines] == [["6", "1"], ["6", "2"], ["12", "1"], ["12", "2"]]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*given, "--drafter", "prompt-lookup"]) == 2
+    assert "give streaming or snapkv" in capsys.readouterr().err
+    assert main([*given, "--drafter", "streaming", "--contexts", "4000"]) == 2
+    assert "none has 4000 tokens" in capsys.readouterr().err

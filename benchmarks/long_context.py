@@ -1,0 +1,192 @@
+"""Speculation with a compressed cache by context and batch: predicted from measured parts, and as it is (MagicDec's figure).
+
+python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot docs/long_context.png
+
+Of every context and number of rows the parts are measured: a step of plain decoding, verifications, and drafted tokens with
+caches of several budgets; and how far chains are accepted behind real texts of that length. From these the best budget and
+chain are chosen. Then plain decoding and that choice decode the same prompts in turn, and the times are compared.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import specjax
+from specjax import text
+from specjax.cli.plan import contexts_table
+from specjax.decoding import engine
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
+from specjax.errors import InputError
+from specjax.models import huggingface
+from specjax.planning.contexts import Gain, Measured, measure_contexts
+from specjax.reports import pictures
+from specjax.reports.speedups import draw_by_batch
+from specjax.sampling import Sampling
+from specjax.training.documents import find_files
+from specjax.tree import Chain
+
+
+@dataclass(frozen=True)
+class LongContextConfig:
+    """Measure speed-up against rows for several contexts.
+
+    Attributes:
+        target: directory or hub id of a target with positions for the longest context and the new tokens.
+        source: files of long texts: a directory or a glob; by default numpy's own source.
+        scheme: of the compressed cache: streaming or snapkv.
+        contexts: tokens of a prompt.
+        batches: rows decoded together.
+        budgets: slots of a row in the drafter's cache.
+        longest: longest chain.
+        new_tokens: generated in each timed run.
+        temperature: 0 is greedy.
+        repeats: timed runs of each; the median counts.
+        realise: False measures the parts alone.
+        output: a .json file for the results; empty prints only.
+        plot: a picture to write.
+    """
+
+    target: str
+    source: str = str(Path(np.__file__).parent / "**/*.py")
+    scheme: str = "streaming"
+    contexts: tuple[int, ...] = (512, 2048, 8192)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    budgets: tuple[int, ...] = (128, 256, 512)
+    longest: int = 6
+    new_tokens: int = 64
+    temperature: float = 0.0
+    repeats: int = 3
+    realise: bool = True
+    output: str = ""
+    plot: str = ""
+
+
+_SCHEMES = {"streaming": Streaming(), "snapkv": SnapKV()}
+_TRIAL_TOKENS = 192
+
+
+def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
+    """``[count, tokens]`` the beginnings of the longest files of ``source``; where these are too few, they are repeated."""
+    tokenizer = text.load_tokenizer(huggingface.locate(target))
+    files = sorted(find_files(source), key=lambda file: -file.stat().st_size)
+    texts = []
+    for file in files:
+        ids = text.encode(tokenizer, file.read_text(encoding="utf-8", errors="replace"))
+        if len(ids) < tokens or len(texts) == count:
+            break
+        texts.append(ids[:tokens])
+    if not texts:
+        raise InputError(f"source={source!r}: no file there has {tokens} tokens")
+    return np.resize(np.array(texts, np.int32), (count, tokens))
+
+
+def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndarray, options: Any, repeats: int) -> list[float]:
+    """The median time of decoding behind ``prompts`` with each drafter, in turn; reading the prompts does not count."""
+    started = [engine.start(target, drafter, prompts, options=options) for drafter in drafters]
+    seconds: list[list[float]] = [[] for _ in drafters]
+    for repeat in range(-1, repeats):  # the first one compiles
+        for i, (drafter, state) in enumerate(started):
+            fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # which decoding takes
+            began = time.perf_counter()
+            jax.block_until_ready(engine.decode(target, drafter, fresh, jnp.iinfo(jnp.int32).max))
+            if repeat >= 0:
+                seconds[i].append(time.perf_counter() - began)
+    return [median(each) for each in seconds]
+
+
+def run(config: LongContextConfig) -> tuple[Measured, list[dict[str, Any]]]:
+    """The measured parts, and for each context and number of rows the best choice with what it realises."""
+    if config.scheme not in _SCHEMES:
+        raise InputError(f"scheme={config.scheme!r}: one of {', '.join(_SCHEMES)}")
+    target = specjax.Target.from_pretrained(config.target, np.float32)
+    drafter = CompressedCache(scheme=_SCHEMES[config.scheme])
+    texts = long_texts(config.source, config.target, max(config.contexts), max(config.batches))
+    settings = {"sampling": Sampling(temperature=config.temperature), "eos_token_ids": ()}
+    measured = measure_contexts(
+        target,
+        drafter,
+        texts[:8],
+        contexts=config.contexts,
+        batches=config.batches,
+        budgets=config.budgets,
+        longest=config.longest,
+        options=GenerationOptions(max_new_tokens=_TRIAL_TOKENS, **settings),
+    )
+    rows = []
+    for context in measured.contexts:
+        for batch in measured.batches:
+            best = measured.gains(context, batch)[0]
+            row: dict[str, Any] = {"predicted": asdict(best)}
+            if config.realise:
+                row |= _realise(target, drafter, best, texts[:batch, :context], settings, config)
+            rows.append(row)
+            print(json.dumps(row), file=sys.stderr)
+    return measured, rows
+
+
+def _realise(
+    target: Any, drafter: CompressedCache, best: Gain, prompts: np.ndarray, settings: Any, config: LongContextConfig
+) -> dict[str, Any]:
+    chosen = drafter.replace(budget=best.budget, draft=Chain(best.gamma))
+    options = GenerationOptions(max_new_tokens=config.new_tokens, **settings)
+    plain, speculative = decode_seconds(target, [None, chosen], prompts, options, config.repeats)
+    tokens = len(prompts) * config.new_tokens
+    return {"plain_tokens_per_s": tokens / plain, "tokens_per_s": tokens / speculative, "realised": plain / speculative}
+
+
+def main(config: LongContextConfig) -> None:
+    """Print the tables, write the results and the picture."""
+    if config.plot:
+        pictures.check_path("plot", config.plot)
+    measured, rows = run(config)
+    console = Console(width=140)
+    console.print(contexts_table(f"{config.target}, {config.scheme}; temperature {config.temperature:g}", measured))
+    if config.realise:
+        table = Table("context", "rows", "budget", "gamma", "plain tokens/s", "tokens/s", "realised", "predicted")
+        for row in rows:
+            best = row["predicted"]
+            numbers = (best["context"], best["batch"], best["budget"], best["gamma"])
+            speeds = (row["plain_tokens_per_s"], row["tokens_per_s"])
+            factors = (row["realised"], best["speedup"])
+            table.add_row(*map(str, numbers), *(f"{x:.0f}" for x in speeds), *(f"{x:.2f}x" for x in factors))
+        console.print(table)
+    critical = measured.critical_context()
+    if critical is not None:
+        console.print(f"Critical context: about {critical:,.0f} tokens.")
+    if config.output:
+        parts = [
+            {"context": context, "batch": batch, "verify": costs.verify} for (context, batch), costs in measured.costs.items()
+        ]
+        drafts = [{"budget": budget, "batch": batch, "seconds": s} for (budget, batch), s in measured.draft.items()]
+        survival = [{"context": c, "budget": b, "survival": s} for (c, b), s in measured.survival.items()]
+        found = {"gains": rows, "verify": parts, "draft": drafts, "survival": survival, "critical_context": critical}
+        Path(config.output).write_text(json.dumps(found, indent=2) + "\n")
+    if config.plot:
+        by_context: dict[str, dict[int, dict[int, float]]] = {"predicted": {}, "realised": {}}
+        for row in rows:
+            best = row["predicted"]
+            by_context["predicted"].setdefault(best["context"], {})[best["batch"]] = best["speedup"]
+            if config.realise:
+                by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
+        title = f"Drafting with a compressed cache ({config.scheme}), temperature {config.temperature:g}"
+        figure = draw_by_batch(title, by_context["predicted"], by_context["realised"], critical)
+        pictures.save(figure, "plot", Path(config.plot))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(LongContextConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")

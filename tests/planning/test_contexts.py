@@ -1,0 +1,97 @@
+"""The gain of a compressed cache by context and batch: the reckoning on made-up times, and the measuring on a tiny model."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from specjax import CompressedCache, SnapKV, Streaming
+from specjax.decoding.options import GenerationOptions
+from specjax.drafters import DraftModel
+from specjax.errors import InputError
+from specjax.planning import choice, theory
+from specjax.planning.choice import Candidate, Comparison, TrialAcceptance, fastest_drafter
+from specjax.planning.contexts import Measured, measure_contexts
+from specjax.planning.costs import Costs
+from specjax.tree import Chain
+from tests.conftest import tiny_target
+
+
+def reckoned() -> Measured:
+    """Weights take 10 ms, arithmetic 1 ms a node and row, and keys and values 1 ms for every 1,024 tokens and row."""
+
+    def costs(context: int, batch: int) -> Costs:
+        times = {n: 10 + n * batch + batch * context / 1024 for n in (1, 2, 4, 7)}
+        return Costs(verify=times, draft=0.0)
+
+    contexts, batches, budgets = (512, 4096, 32_768), (1, 4, 16), (128, 512)
+    return Measured(
+        costs={(c, b): costs(c, b) for c in contexts for b in batches},
+        draft={(budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches},
+        survival={
+            (c, budget): tuple((0.8 if budget == 128 else 0.9) ** i for i in range(1, 7))
+            for c in contexts
+            for budget in budgets
+        },
+    )
+
+
+def test_gains_are_magicdecs_equation() -> None:
+    measured = reckoned()
+    gain = measured.gain(4096, 4, 512, 3)
+    t_t, t_d, t_v = 10 + 4 + 16, 10 + 4 + 2, 10 + 4 * 4 + 16
+    assert gain.tokens == pytest.approx(1 + 0.9 + 0.81 + 0.729)
+    assert gain.speedup == pytest.approx(gain.tokens * t_t / (3 * t_d + t_v))
+    assert gain.speedup == pytest.approx(theory.expected_tokens(0.9, 3) * t_t / (3 * t_d + t_v))
+
+
+def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> None:
+    measured = reckoned()
+
+    def best(context: int) -> list[float]:
+        return [measured.gains(context, batch)[0].speedup for batch in measured.batches]
+
+    assert best(512) == sorted(best(512), reverse=True)
+    assert best(32_768) == sorted(best(32_768))
+    critical = measured.critical_context()
+    assert critical is not None and 512 < critical < 32_768
+    short = replace(measured, costs={key: costs for key, costs in measured.costs.items() if key[0] == 512})
+    assert short.critical_context() is None
+
+
+def test_a_tiny_model_is_measured() -> None:
+    texts = np.random.default_rng(0).integers(0, 11, (3, 48)).astype(np.int32)
+    target = tiny_target(num_layers=2)
+    options = GenerationOptions(max_new_tokens=16, eos_token_ids=())
+    measured = measure_contexts(
+        target, CompressedCache(), texts, contexts=(16, 48), batches=(2,), budgets=(8, 20), longest=2, options=options
+    )
+    assert set(measured.costs) == {(16, 2), (48, 2)}
+    assert set(measured.survival) == {(16, 8), (48, 8), (48, 20)}  # a budget of 20 would hold a context of 16
+    assert all(len(survival) == 2 and 1 >= survival[0] >= survival[1] >= 0 for survival in measured.survival.values())
+    assert all(seconds > 0 for seconds in measured.draft.values())
+    assert [gain.speedup for gain in measured.gains(48, 2)] == sorted(
+        (gain.speedup for gain in measured.gains(48, 2)), reverse=True
+    )
+    with pytest.raises(InputError, match="texts: of 48 tokens; the longest context needs 49"):
+        measure_contexts(target, CompressedCache(), texts, contexts=(49,), batches=(1,), budgets=(8,))
+
+
+def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:
+    tried = []
+
+    def compare(target, drafter, tokens, lengths=None, **_):
+        tried.append(getattr(drafter, "budget", None))
+        best = Candidate(Chain(3), 2.0, 1.0, {128: 1.2, 256: 1.5, None: 1.1}.get(tried[-1], 0.9))
+        return Comparison(TrialAcceptance((), (), {}), {}, {}, (best,))
+
+    monkeypatch.setattr(choice, "compare_drafts", compare)
+    target, texts = tiny_target(), np.ones((1, 300), np.int32)
+    drafter, best = fastest_drafter(target, CompressedCache(budget=999, scheme=SnapKV()), texts)
+    assert tried == [128, 256]  # 512 would hold the whole text
+    assert drafter == CompressedCache(256, SnapKV(), Chain(3)) and best.speedup == 1.5
+    tried.clear()
+    fastest_drafter(target, CompressedCache(budget=64, scheme=Streaming()), texts[:, :100])
+    assert tried == [64]  # its own: no other is smaller than the text
+    other, _ = fastest_drafter(target, DraftModel(target), texts)
+    assert isinstance(other, DraftModel) and other.draft == Chain(3)
