@@ -106,7 +106,11 @@ def propose(after: Callable, length: jax.Array, sampling: RowSampling, keys: jax
     return Draft.chain(root, tokens.T, None if how == "chosen" else jnp.moveaxis(q, 0, 1), valid)
 
 
-@partial(jax.jit, static_argnames=("how", "checks"))
+RUNS_LONG = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": False}
+"""Millions of verdicts are worth more of the compiler's effort than other tests ask for."""
+
+
+@partial(jax.jit, static_argnames=("how", "checks"), compiler_options=RUNS_LONG)
 def verified(q_tables: jax.Array, group: jax.Array, sampling: RowSampling, key: jax.Array, *, how: str, checks: tuple) -> list:
     """For each of ``checks`` the ``[B, HORIZON]`` emitted tokens, and how many there are in each row ``[B]``.
 
