@@ -30,7 +30,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.errors import InputError
 from specjax.models import huggingface
-from specjax.planning.contexts import Gain, Measured, measure_contexts
+from specjax.planning.contexts import Gain, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
@@ -84,9 +84,10 @@ def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
     texts = []
     for file in files:
         ids = text.encode(tokenizer, file.read_text(encoding="utf-8", errors="replace"))
-        if len(ids) < tokens or len(texts) == count:
+        if len(ids) >= tokens:
+            texts.append(ids[:tokens])
+        if len(texts) == count:
             break
-        texts.append(ids[:tokens])
     if not texts:
         raise InputError(f"source={source!r}: no file there has {tokens} tokens")
     return np.resize(np.array(texts, np.int32), (count, tokens))
@@ -106,7 +107,7 @@ def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndar
     return [median(each) for each in seconds]
 
 
-def run(config: LongContextConfig) -> tuple[Measured, list[dict[str, Any]]]:
+def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any]]]:
     """The measured parts, and for each context and number of rows the best choice with what it realises."""
     if config.scheme not in _SCHEMES:
         raise InputError(f"scheme={config.scheme!r}: one of {', '.join(_SCHEMES)}")

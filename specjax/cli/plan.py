@@ -18,7 +18,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.shapes import PUBLISHED, published
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
-from specjax.planning.contexts import Measured, measure_contexts
+from specjax.planning.contexts import MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Rule
@@ -313,7 +313,7 @@ def _plan_contexts(console: Console, config: PlanConfig) -> None:
         pictures.save(figure, "plot", Path(config.plot))
 
 
-def contexts_table(title: str, measured: Measured) -> Table:
+def contexts_table(title: str, measured: MeasuredContexts) -> Table:
     """The best gain of each context and number of rows, with the times that it comes from."""
     table = _table(title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up")
     for context in measured.contexts:

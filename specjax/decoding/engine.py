@@ -76,7 +76,7 @@ class Result:
 
 
 PREFILL_CHUNK = 512
-"""Prompt tokens read in one forward pass: attention scores take memory of this times the capacity, not its square."""
+"""Prompt tokens read in one forward pass: so memory does not grow with the prompt."""
 
 
 # --- the device side -------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class CompressedCache(Drafter):
     """Drafts with the target itself over a cache of few slots. Needs no weights of its own.
 
     Rows shorter than the budget keep everything, and their drafts are the target's own tokens. After every verdict the accepted
-    tokens' keys and values are copied from the target's pass.
+    tokens' keys and values are copied from the target's pass. Layers with a sliding window see all that is kept: of such a
+    target the drafts are a little further off.
 
     Attributes:
         budget: slots of a row in each layer.
@@ -45,6 +46,8 @@ class CompressedCache(Drafter):
     grows_trees: ClassVar[bool] = True
 
     def check(self, target: Target) -> None:
+        if not isinstance(self.scheme, Streaming | SnapKV):
+            raise InputError(f"CompressedCache(scheme={self.scheme!r}): give Streaming() or SnapKV()")
         self.scheme.check(self.budget)
         if target.config.mla is not None:
             raise InputError(
@@ -60,9 +63,9 @@ class CompressedCache(Drafter):
         if isinstance(self.scheme, SnapKV):
             state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
         places = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
-        if isinstance(self.scheme, Streaming) or self.budget >= cache.capacity:
+        if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
             return replace(state, layers=gather_entries(cache.layers, places), length=length)
-        paid = _attention_paid(target, tokens, cache, self.scheme.window)
+        paid = _paid_by_last(target, tokens, cache, self.scheme.window)
         layers = []
         for entry, share in zip(cache.layers, paid, strict=True):
             chosen = choose(share, length - self.scheme.window, state.kept, self.scheme.pool)
@@ -81,7 +84,7 @@ class CompressedCache(Drafter):
         return state.append(seen.entries, seen.count, after=seen.output.hidden)
 
 
-def _attention_paid(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> list[jax.Array]:
+def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> list[jax.Array]:
     """``[B, kv_heads, S]`` of each layer: the attention that the last ``window`` tokens read pay to the slots before them."""
     config = target.config
     # They are read once more, behind a cache that ends before them.
@@ -95,7 +98,7 @@ def _attention_paid(target: Target, tokens: jax.Array, cache: KVCache, window: i
     def of_layer(i: int) -> jax.Array:
         params = target.params["layers"][i]
         q = queries(params, config, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
-        return attention_paid(q, target.filled(before, i, positions, config.window_of(i)), [(own[i], causal)])
+        return attention_paid(q, target.cache_piece(before, i, positions, config.window_of(i)), [(own[i], causal)])
 
     return [of_layer(i) for i in range(config.num_layers)]
 

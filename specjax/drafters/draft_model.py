@@ -108,6 +108,8 @@ class DraftModel(Drafter):
         self.draft.check(min(self.model.config.vocab_size, target.config.vocab_size))
         check_mesh(self.model.mesh, target)
         if self.cache is not None:
+            if not isinstance(self.cache, Streaming):
+                raise InputError(f"DraftModel(cache={self.cache!r}): give Streaming(), or None for a whole cache")
             self.cache.check(self.budget)
 
     @property

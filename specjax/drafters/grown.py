@@ -81,6 +81,8 @@ class OnGrown(Drafter):
         return self.inner.taps(self.original.config)  # growing adds layers behind the others
 
     def check(self, target: Target) -> None:
+        if type(self.inner).prompts_read is not Drafter.prompts_read:
+            raise InputError(f"OnGrown: {type(self.inner).__name__} keeps the target's cache: use it on the grown one itself")
         self._drafter.check(self.original)
         small, large = self.original.config, target.config
         for name in ("hidden_size", "num_layers", "num_kv_heads"):
@@ -95,9 +97,6 @@ class OnGrown(Drafter):
 
     def absorb(self, target: Target, state: Any, seen: Seen) -> Any:
         return self._drafter.absorb(self._narrow(target), state, self._narrowed(seen))
-
-    def prompts_read(self, target: Target, state: Any, tokens: jax.Array, cache: KVCache) -> Any:
-        return self._drafter.prompts_read(self._narrow(target), state, tokens, cache)
 
     def propose(
         self,

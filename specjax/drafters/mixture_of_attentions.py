@@ -219,6 +219,11 @@ class MixtureOfAttentions(Drafter):
             )
         if self.config.lsa is not None:
             self.config.lsa.check(target.config)
+        if windowed := set(range(*self.config.tli_layers)) & set(target.config.windowed_layers):
+            raise InputError(
+                f"drafter: target layer inference (tli={self.config.tli}) runs layers {sorted(windowed)}, which have a sliding "
+                "window, and it was not made for those: give one with tli=0"
+            )
         self.draft.check(self.config.layer.vocab_size)
         check_mesh(self.mesh, target)
 

@@ -88,7 +88,8 @@ def _make_early_exit(request: Request) -> Drafter:
 
 
 def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
-    usage = f"{request.name.partition(':')[0]}:BUDGET, the slots of a row, such as streaming:256"
+    method = request.name.partition(":")[0]
+    usage = f"{method}:BUDGET, the slots of a row, such as {method}:256"
     budget = {"budget": _whole(request, usage)} if request.where else {}
     return CompressedCache(scheme=scheme, **budget, **request.shape)
 

@@ -109,7 +109,7 @@ def attend(
     given = q if isinstance(q, tuple) else (q,)
     batch, count = given[0].shape[:2]
     found = _attend_all(_group(given, pieces, scale), pieces, values_part)
-    attended = found.values / jnp.maximum(found.mass, jnp.finfo(jnp.float32).tiny)[..., None]
+    attended = found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]
     return attended.astype(given[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
@@ -196,32 +196,45 @@ def _attend_filled(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -
         q,
         filled,
         tpu=functools.partial(_attend_by_kernel, values_part=values_part),
-        default=functools.partial(_attend_in_blocks, values_part=values_part),
+        # A loop whose end depends on data asks the host after every turn: fewer turns there.
+        cuda=functools.partial(_attend_in_blocks, values_part=values_part, widest=8 * BLOCK),
+        default=functools.partial(_attend_in_blocks, values_part=values_part, widest=BLOCK),
     )
 
 
 def _attend_by_kernel(q: tuple[jax.Array, ...], filled: Filled, values_part: int, interpret: bool = False) -> Attended:
-    """`_attend_filled` on a TPU. On a mesh each device has its own rows and heads: nothing is exchanged."""
+    """`_attend_filled` on a TPU. On a mesh each device has its own rows and heads, and nothing is exchanged: the heads of keys
+    where the mesh can split these, otherwise the query heads that share them."""
     batch, kv_heads, count, group, _ = q[0].shape
     since = jnp.zeros((1, 1), jnp.int32) if filled.since is None else filled.since
-    since = jnp.repeat(jnp.broadcast_to(since, (batch, count)), group, axis=1)
-    rows = tuple(part.reshape(batch, kv_heads, count * group, part.shape[-1]) for part in q)
-    run = functools.partial(attend_to_slots, values_part=values_part, interpret=interpret)
+    since = jnp.broadcast_to(since, (batch, count))
+
+    def run(q: tuple[jax.Array, ...], entry: Entry, count: jax.Array, since: jax.Array) -> Attended:
+        shape = q[0].shape[:-1]
+        rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
+        since = jnp.repeat(since, shape[3], axis=1)
+        top, mass, values = attend_to_slots(rows, entry, count, since, values_part=values_part, interpret=interpret)
+        return Attended(top=top.reshape(shape), mass=mass.reshape(shape), values=values.reshape(*shape, -1))
+
     if filled.mesh is not None:
         units = {"batch": batch, "kv_heads": kv_heads}
-        by_head = sharding.partition(filled.mesh, ("batch", "kv_heads"), units)
-        by_row = sharding.partition(filled.mesh, ("batch",), units)
+        if kv_heads % filled.mesh.shape["model"]:
+            units = {"batch": batch, "heads": group}
+        place = functools.partial(sharding.partition, filled.mesh, units=units)
+        by_head, by_row = place(("batch", "kv_heads", None, "heads")), place(("batch",))
         run = jax.shard_map(
-            run, mesh=filled.mesh, in_specs=(by_head, by_head, by_row, by_row), out_specs=by_head, check_vma=False
+            run,
+            mesh=filled.mesh,
+            in_specs=(by_head, place(("batch", "kv_heads")), by_row, by_row),
+            out_specs=by_head,
+            check_vma=False,
         )
-    top, mass, values = run(rows, filled.entry, filled.count, since)
-    shape = (batch, kv_heads, count, group)
-    return Attended(top=top.reshape(shape), mass=mass.reshape(shape), values=values.reshape(*shape, values.shape[-1]))
+    return run(q, filled.entry, filled.count, since)
 
 
-def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -> Attended:
+def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, widest: int = BLOCK) -> Attended:
     """`_attend_filled` in plain JAX, block by block: from the first that any query sees to the last that any row has filled."""
-    width = min(BLOCK, filled.slots)
+    width = min(widest, filled.slots)
 
     def over(start: jax.Array | int) -> Attended:
         entry, seen = filled.block(start, width)
@@ -235,6 +248,9 @@ def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int
         mass=jnp.zeros(shape),
         values=jnp.zeros((*shape, filled.entry[values_part].shape[-1])),
     )
-    first = 0 if filled.since is None else jnp.maximum(jnp.min(filled.since), 0) // width
+    first = 0
+    if filled.since is not None:  # rows that hold nothing do not count
+        since = jnp.where(filled.count[:, None] > 0, filled.since, filled.slots)
+        first = jnp.maximum(jnp.min(since), 0) // width
     blocks = -(-jnp.max(filled.count) // width)
     return jax.lax.fori_loop(first, blocks, lambda block, found: found.merge(over(block * width)), nothing)

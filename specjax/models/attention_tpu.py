@@ -15,6 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 BLOCK = 512
 """Slots that are fetched at a time."""
 
+ROWS = 512
+"""Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
+
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
 """The largest score of who has seen nothing yet: below every score, and above what hides one."""
 
@@ -44,7 +47,7 @@ def attend_to_slots(
     """
     batch, kv_heads, rows, _ = q[0].shape
     slots, dim = entry[0].shape[2], entry[values_part].shape[3]
-    width = min(BLOCK, slots)
+    width, tile = min(BLOCK, slots), min(ROWS, rows)
     keys = entry[: len(q)]
     # In latent attention the values are the keys' first part: it is fetched once.
     values = () if values_part < len(q) else (entry[values_part],)
@@ -52,25 +55,28 @@ def attend_to_slots(
     first = jnp.maximum(jnp.min(since, axis=1), 0) // width
     last = jnp.maximum(-(-count // width) - 1, 0)
 
-    def of_row(b: Any, h: Any, i: Any, *_: Any) -> tuple[Any, ...]:
-        return b, h, 0, 0
+    def of_row(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        return b, h, r, 0
 
-    def of_block(b: Any, h: Any, i: Any, count: Any, first: Any, last: Any) -> tuple[Any, ...]:
+    def of_block(b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any) -> tuple[Any, ...]:
         # Asked for the block that is there already, the chip fetches nothing.
         return b, h, jnp.clip(i, first[b], last[b]), 0
 
-    in_specs = [pl.BlockSpec((1, rows, 1), lambda b, h, i, *_: (b, 0, 0))]
-    in_specs += [pl.BlockSpec((1, 1, rows, part.shape[3]), of_row) for part in q]
+    in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
+    in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_row) for part in q]
     in_specs += [pl.BlockSpec((1, 1, width, part.shape[3]), of_block) for part in (*keys, *values)]
-    out_specs = [pl.BlockSpec((1, 1, rows, size), of_row) for size in (1, 1, dim)]
+    out_specs = [pl.BlockSpec((1, 1, tile, size), of_row) for size in (1, 1, dim)]
     out_shape = [jax.ShapeDtypeStruct((batch, kv_heads, rows, size), jnp.float32) for size in (1, 1, dim)]
     top, mass, found = pl.pallas_call(
         functools.partial(_kernel, parts=len(q), width=width, values_part=values_part),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3, grid=(batch, kv_heads, -(-slots // width)), in_specs=in_specs, out_specs=out_specs
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, -(-rows // tile), -(-slots // width)),
+            in_specs=in_specs,
+            out_specs=out_specs,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )(count, first, last, since[..., None], *q, *keys, *values)
     return top[..., 0], mass[..., 0], found
@@ -82,7 +88,7 @@ def _kernel(
     """One block of one row's head: what is found so far is kept in the output."""
     *read, top_ref, mass_ref, found_ref = refs
     q_refs, entry_refs = read[:parts], read[parts:]
-    row, block = pl.program_id(0), pl.program_id(2)
+    row, block = pl.program_id(0), pl.program_id(3)
     count = count_ref[row]
 
     @pl.when(block == 0)

@@ -153,9 +153,9 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
 _FAMILY: dict[str, dict[str, Any]] = {  # what transformers takes where a family leaves a field out
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768},
-    "qwen3": {"max_position_embeddings": 32_768, "head_dim": 128},
-    "qwen3_moe": {"max_position_embeddings": 32_768},
+    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
+    "qwen3_moe": {"max_position_embeddings": 32_768, "sliding_window": 4096},
     "deepseek_v3": {"max_position_embeddings": 4096},
 }
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -321,7 +321,14 @@ def _parse_windows(fields: dict[str, Any], max_positions: int, source: str) -> d
     if kinds is not None:
         windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
         if windowed and window is None:
-            raise CheckpointError(f"{source}: layer_types has 'sliding_attention', but there is no sliding_window: give one")
+            raise CheckpointError(
+                f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
+                "needs its size, and Qwen's use_sliding_window, too"
+            )
+        if 0 < len(windowed) < layers and fields["model_type"] not in _WINDOWS_FROM_A_LAYER:
+            raise CheckpointError(
+                f"{source}: layer_types mixes kinds, but in a {fields['model_type']} model all layers are of one: leave it out"
+            )
     else:
         windowed = tuple(range(fields["max_window_layers"] if fields["model_type"] in _WINDOWS_FROM_A_LAYER else 0, layers))
     if window is None or window >= max_positions or not windowed:
@@ -349,7 +356,20 @@ def _parse_rope(fields: dict[str, Any], source: str) -> Rope:
 
 
 def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields of config.json; `parse_config` reads them back to an equal `ModelConfig`."""
+    """The fields of config.json; `parse_config` reads them back to an equal `ModelConfig`.
+
+    Raises:
+        CheckpointError: the layers have windows that a model of this type cannot have.
+    """
+    windows = len(config.windowed_layers)
+    if windows and not (
+        config.model_type in _WINDOWS_FROM_A_LAYER
+        or (config.model_type in ("mistral", *_QWEN) and windows == config.num_layers)
+    ):
+        raise CheckpointError(
+            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot say this: qwen2 and qwen3 have "
+            "windows in any layers, mistral and qwen3_moe in all or none"
+        )
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":
         rope |= {name: value for name, (ours, _) in _ROPE_NUMBERS.items() if (value := getattr(config.rope, ours)) is not None}

@@ -171,7 +171,7 @@ class Target:
             past: list[Piece] = []
             window = self.config.window_of(start + i)
             if cache is not None:
-                past.append(self.filled(cache, i, positions, window))
+                past.append(self.cache_piece(cache, i, positions, window))
             past += [(entries[i], visible) for entries, visible in scratch]
             seen = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
             x, own = decoder_layer(layer, self.config, x, turn, seen, past, self.mesh)
@@ -182,7 +182,7 @@ class Target:
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
         return x, recorded, tuple(new)
 
-    def filled(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
+    def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
         """What queries at ``positions [B, T]`` see of a cache's layer. In a ring a ``window`` changes nothing."""
         since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
         return Filled(cache.layers[layer], cache.filled, since, self.mesh)

@@ -155,12 +155,14 @@ def fastest_drafter(
 ) -> tuple[Drafter | None, Candidate]:
     """The drafter with its fastest draft here, None for plain decoding, and what it was reckoned to gain.
 
-    A compressed cache is tried with each of `BUDGETS` that is smaller than the prompts. Arguments as of `compare_drafts`.
+    A compressed cache is tried with its own budget, and with each of `BUDGETS` that is smaller than the prompts. Arguments are
+    those of `compare_drafts`.
     """
     sized: list[Drafter] = [drafter]
     if isinstance(drafter, CompressedCache):
         width = np.asarray(tokens).shape[1]
-        budgets = [b for b in BUDGETS if drafter.scheme.kept(b) < b < width] or [drafter.budget]
+        budgets = [b for b in BUDGETS if 0 < drafter.scheme.kept(b) < b < width]
+        budgets = sorted({*budgets, drafter.budget})
         sized = [replace(drafter, budget=budget) for budget in budgets]
     found = [(each, compare_drafts(target, each, tokens, lengths, options=options).best) for each in sized]
     chosen, best = max(found, key=lambda pair: pair[1].speedup)

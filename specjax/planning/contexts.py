@@ -46,7 +46,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredContexts:
     """The parts that gains are reckoned from.
 
     Attributes:
@@ -86,8 +86,10 @@ class Measured:
         return sorted({batch for _, batch in self.costs})
 
     def critical_context(self) -> float | None:
-        """The context, interpolated on a logarithmic scale, from which on most rows gain as much as one does; None where the
-        contexts measured do not contain it."""
+        """The context from which on the most rows gain at least as much as the fewest, interpolated on a logarithmic scale.
+
+        None where the contexts measured do not enclose it.
+        """
         fewest, most = self.batches[0], self.batches[-1]
         rises = [self.gains(c, most)[0].speedup - self.gains(c, fewest)[0].speedup for c in self.contexts]
         crossings = [i for i in range(1, len(rises)) if rises[i - 1] < 0 <= rises[i]]
@@ -108,7 +110,7 @@ def measure_contexts(
     budgets: Sequence[int],
     longest: int = 6,
     options: GenerationOptions = GenerationOptions(),
-) -> Measured:
+) -> MeasuredContexts:
     """Measure T_V, T_D and acceptance for every context, batch and budget.
 
     Args:
@@ -125,6 +127,12 @@ def measure_contexts(
         InputError: a text is too short, or the target has too few positions.
     """
     texts = np.asarray(texts)
+    if min(budgets) >= min(contexts):
+        raise InputError(f"budgets={tuple(budgets)}: one at least must be below the shortest context, {min(contexts)}")
+    if max(contexts) >= target.config.max_positions:
+        raise InputError(f"contexts={tuple(contexts)}: the target has {target.config.max_positions} positions")
+    for budget in budgets:
+        drafter.scheme.check(budget)
     if texts.shape[1] < max(contexts):
         raise InputError(f"texts: of {texts.shape[1]} tokens; the longest context needs {max(contexts)}")
     chain = with_draft(drafter, Chain(longest))
@@ -151,4 +159,4 @@ def measure_contexts(
         sized = replace(chain, budget=budget, draft=Chain(2))
         for batch in batches:
             draft[budget, batch] = measure_costs(target, sized, batch=batch, context=budget, verify=False, **measure).draft
-    return Measured(costs, draft, survival)
+    return MeasuredContexts(costs, draft, survival)

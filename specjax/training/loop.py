@@ -25,6 +25,7 @@ from specjax import chips, sharding
 from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
 from specjax.models import huggingface
+from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from specjax.training import data, run_directory
@@ -154,9 +155,10 @@ def _prepare(config: TrainConfig) -> _Run:
 
 
 def _warm_start(student: Any, path: str) -> Any:
-    """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now."""
+    """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now, its RoPE
+    stretched."""
     earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
-    if isinstance(student, Target):
+    if isinstance(student, Target) and _is_stretched(earlier.config, student.config):
         of_positions = {"rope": student.config.rope, "max_positions": student.config.max_positions}
         earlier = replace(earlier, config=replace(earlier.config, **of_positions))
     if changed := differences(earlier.config, student.config):
@@ -169,6 +171,11 @@ def _warm_start(student: Any, path: str) -> Any:
             f"init_from={path!r}: is of another shape than this run's student: set the options under method alike"
         )
     return jax.tree.map(lambda _, leaf: leaf, student, earlier)
+
+
+def _is_stretched(earlier: ModelConfig, later: ModelConfig) -> bool:
+    """Whether ``later`` is for at least as long texts, by the same frequencies before they are stretched."""
+    return earlier.rope.theta == later.rope.theta and earlier.max_positions <= later.max_positions
 
 
 def show_batch(tokenizer: tokenizers.Tokenizer, packed: dict[str, np.ndarray]) -> None:

@@ -11,7 +11,7 @@ import specjax
 from specjax import CompressedCache, DraftModel, SnapKV, Streaming
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import cache_schemes
+from specjax.drafters import OnGrown, cache_schemes
 from specjax.drafters.compressed_cache import choose
 from specjax.errors import InputError
 from specjax.models import attention
@@ -104,11 +104,19 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> list[np.nd
     return paid
 
 
+@pytest.fixture
+def _compiled_anew():
+    """For tests that change what is compiled."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("_compiled_anew")
 @pytest.mark.parametrize("block", [512, 16])
 def test_snapkv_keeps_what_a_slow_reference_keeps(target, block, monkeypatch) -> None:
     """Per row, layer and head; a row that fits the budget keeps everything."""
     monkeypatch.setattr(attention, "BLOCK", block)
-    jax.clear_caches()
     budget, window, pool = 20, 6, 5
     drafter = CompressedCache(budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2))
     _, state = started(target, drafter)
@@ -190,6 +198,9 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
         (CompressedCache(scheme=SnapKV(pool=4)), r"pool=4"),
         (CompressedCache(scheme=Streaming(sinks=-1)), r"sinks=-1"),
         (DraftModel(tiny_target(seed=5), cache=Streaming(sinks=8), budget=8), r"budget=8: the 8 sinks"),
+        (DraftModel(tiny_target(seed=5), cache=SnapKV()), r"DraftModel\(cache=SnapKV\(window=32, pool=5\)\): give Streaming"),
+        (CompressedCache(scheme="streaming"), r"CompressedCache\(scheme='streaming'\): give Streaming\(\) or SnapKV\(\)"),
+        (OnGrown.of(CompressedCache(), tiny_target()), r"OnGrown: CompressedCache keeps the target's cache"),
     ],
 )
 def test_what_cannot_be_is_refused(target, drafter, message) -> None:

@@ -67,6 +67,19 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
     conformance.check(target, METHODS[method](SHAPES[shape]))
 
 
+WINDOWED = [pytest.param(m, marks=pytest.mark.thorough) for m in ("plain", "draft model", "eagle3", "streaming", "snapkv")]
+
+
+@pytest.mark.parametrize("method", ["early exit", *WINDOWED])
+def test_a_target_with_windows_is_rolled_back_like_any_other(method) -> None:
+    windowed = tiny_target(num_layers=3, sliding_window=4, windowed_layers=(0, 2))
+    shape = "chain" if method in ("plain", "early exit") else "dynamic"
+    drafter = METHODS[method](SHAPES[shape])
+    if method == "eagle3":
+        drafter = Eagle3.init(windowed, jax.random.key(3), SHAPES[shape])
+    conformance.check(windowed, drafter)
+
+
 SMALL = {  # two levels: with the bonus token, the three tokens that are compared
     "chain": Chain(2),
     "adaptive": Chain(2, stop_below=0.3),

@@ -1,4 +1,6 @@
-"""Compiles a pass of two layers of Llama-3.1-8B for a TPU v5e, and prints its bytes over weights and cache, by tokens a row."""
+"""Compiles for a TPU v5e that is not there: a pass of two layers of Llama-3.1-8B, of which it prints the bytes over weights and
+cache by tokens a row; and attention at its widest, chunks of a prompt with 8 query heads a key and trees of latent attention,
+which must fit the chip's fast memory."""
 
 import json
 import math
@@ -23,6 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.models import params as declarations
+from specjax.models.attention import Filled, attend
 from specjax.models.shapes import published
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
@@ -73,4 +76,10 @@ for count in (1, 5, 60):
         {"layers": params["layers"]}, x, cache
     )
     shares[count] = main_memory_bytes(lowered.compile().as_text()) / (size(params["layers"]) + size(cache))
+for kv_heads, group, sizes, count in ((8, 8, (128,), 512), (1, 128, (512, 64), 60)):
+    q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), jnp.bfloat16)) for d in sizes)
+    parts = sizes if len(sizes) > 1 else sizes * 2
+    entry = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, SLOTS, d), jnp.bfloat16)) for d in parts)
+    filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), mesh=mesh)
+    jax.jit(lambda q, filled: attend(q, [filled], values_part=2 - len(q))).lower(q, filled).compile()
 print(json.dumps(shares))

@@ -144,7 +144,11 @@ CONFIG_FAULTS = [
     ({"eos_token_id": {"id": 1}}, "eos_token_id={'id': 1}: must be a token id from 0 to 9,999,999, or a list of them"),
     ({"eos_token_id": [1, "2"]}, "eos_token_id="),
     ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
-    ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but there is no sliding_window"),
+    ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but no sliding_window is in use"),
+    (
+        {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types mixes kinds, but in a mistral model all layers are of one",
+    ),
     (
         {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]},
         "layer_types names 1 layers of num_hidden_layers=2",
@@ -226,9 +230,21 @@ WINDOWS = [
         (0, 1),
     ),
     ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, 64, (1,)),
+    (
+        {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192},
+        4096,
+        (0, 1),
+    ),
     ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}, None, ()),
     ({"sliding_window": 64}, None, ()),  # Llama has none, whatever its file says
 ]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
+def test_windows_that_a_family_cannot_have_are_not_written(family) -> None:
+    config = tiny_config(**MIXTURES.get(family, {}) | {"model_type": family}, sliding_window=4, windowed_layers=(1,))
+    with pytest.raises(CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot say this"):
+        huggingface.format_config(config, "float32")
 
 
 @pytest.mark.parametrize(("change", "window", "layers"), WINDOWS)

@@ -11,13 +11,13 @@ from specjax.drafters import DraftModel
 from specjax.errors import InputError
 from specjax.planning import choice, theory
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance, fastest_drafter
-from specjax.planning.contexts import Measured, measure_contexts
+from specjax.planning.contexts import MeasuredContexts, measure_contexts
 from specjax.planning.costs import Costs
 from specjax.tree import Chain
 from tests.conftest import tiny_target
 
 
-def reckoned() -> Measured:
+def reckoned() -> MeasuredContexts:
     """Weights take 10 ms, arithmetic 1 ms a node and row, and keys and values 1 ms for every 1,024 tokens and row."""
 
     def costs(context: int, batch: int) -> Costs:
@@ -25,7 +25,7 @@ def reckoned() -> Measured:
         return Costs(verify=times, draft=0.0)
 
     contexts, batches, budgets = (512, 4096, 32_768), (1, 4, 16), (128, 512)
-    return Measured(
+    return MeasuredContexts(
         costs={(c, b): costs(c, b) for c in contexts for b in batches},
         draft={(budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches},
         survival={
@@ -88,10 +88,13 @@ def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:
     monkeypatch.setattr(choice, "compare_drafts", compare)
     target, texts = tiny_target(), np.ones((1, 300), np.int32)
     drafter, best = fastest_drafter(target, CompressedCache(budget=999, scheme=SnapKV()), texts)
-    assert tried == [128, 256]  # 512 would hold the whole text
+    assert tried == [128, 256, 999]  # 512 would hold the whole text; the last is its own
     assert drafter == CompressedCache(256, SnapKV(), Chain(3)) and best.speedup == 1.5
     tried.clear()
     fastest_drafter(target, CompressedCache(budget=64, scheme=Streaming()), texts[:, :100])
     assert tried == [64]  # its own: no other is smaller than the text
+    tried.clear()
+    fastest_drafter(target, CompressedCache(budget=210, scheme=SnapKV(window=200)), texts)
+    assert tried == [210, 256]
     other, _ = fastest_drafter(target, DraftModel(target), texts)
     assert isinstance(other, DraftModel) and other.draft == Chain(3)

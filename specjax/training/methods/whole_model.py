@@ -28,6 +28,11 @@ class ModelSizes:
         """Refuse sizes that cannot read ``window`` tokens."""
         if window > self.max_positions:
             raise ConfigError(f"data.window={window} is longer than method.model.max_positions={self.max_positions}")
+        if self.rope.kind in ("yarn", "llama3") and self.rope.original_max_positions is None:
+            raise ConfigError(
+                f"method.model.rope.kind={self.rope.kind}: needs method.model.rope.original_max_positions, the number "
+                "of positions that are stretched"
+            )
 
     def init(self, key: jax.Array, given: Given) -> Target:
         """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""
