@@ -86,8 +86,17 @@ def drafters(pair: RealPair) -> dict:
     }
 
 
-@pytest.mark.parametrize("batches", [1, pytest.param(5, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", ["plain", "draft model", "prompt lookup", "early exit"])
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [
+        ("plain", 1),
+        ("draft model", 1),
+        *[
+            pytest.param(name, 5, marks=pytest.mark.thorough)
+            for name in ("plain", "draft model", "prompt lookup", "early exit")
+        ],
+    ],
+)
 def test_greedy_tokens_are_those_that_transformers_finds_likeliest(case, name, batches) -> None:
     drafter = drafters(case.pair)[name]
     for rows in np.arange(COUNT).reshape(5, 10)[:batches]:

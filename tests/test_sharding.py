@@ -53,7 +53,9 @@ def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
 
 
 @pytest.mark.parametrize("which", ["tiny", pytest.param("embedded", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("name", [None, "draft model", "dynamic tree", pytest.param("early exit", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", [None, "dynamic tree", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("draft model", "early exit"))]
+)
 def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which, name) -> None:
     path, draft = (checkpoint, checkpoint) if which == "tiny" else (ASSETS / "target", ASSETS / "draft")
 

@@ -396,7 +396,12 @@ def test_the_state_is_donated(target) -> None:
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(state.cache))
 
 
-@pytest.mark.parametrize(("name", "rule"), [*((name, None) for name in (None, *NAMES)), ("dynamic draft model", "block")])
+IN_PLACE = [*((name, None) for name in (None, *NAMES)), ("dynamic draft model", "block")]
+_EVERY_TIME = [(None, None), ("draft model", None), ("dynamic draft model", "block"), ("early exit", None)]
+IN_PLACE = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in IN_PLACE]
+
+
+@pytest.mark.parametrize(("name", "rule"), IN_PLACE)
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
     one layer's keys or a few times the attention scores, and nothing is sent to the host. One row: with more of them XLA finds

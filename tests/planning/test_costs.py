@@ -83,6 +83,7 @@ def test_the_off_switch_tells_a_good_drafter_from_a_bad_one() -> None:
     assert trial_speedup(large, bad, PROMPT) < 1
 
 
+@pytest.mark.thorough
 def test_choosing_by_a_trial_leaves_the_text_alone() -> None:
     """Of many generations, those whose trial accepted much are distributed as all are. With the generation's own key as the
     trial's the same choice is biased: it has seen the text.
