@@ -30,7 +30,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.errors import InputError
 from specjax.models import huggingface
-from specjax.planning.contexts import Gain, MeasuredContexts, measure_contexts
+from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
@@ -74,7 +74,6 @@ class LongContextConfig:
 
 
 _SCHEMES = {"streaming": Streaming(), "snapkv": SnapKV()}
-_TRIAL_TOKENS = 192
 
 
 def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
@@ -123,7 +122,7 @@ def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any
         batches=config.batches,
         budgets=config.budgets,
         longest=config.longest,
-        options=GenerationOptions(max_new_tokens=_TRIAL_TOKENS, **settings),
+        options=GenerationOptions(max_new_tokens=TRIAL_TOKENS, **settings),
     )
     rows = []
     for context in measured.contexts:

@@ -18,7 +18,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.shapes import PUBLISHED, published
 from specjax.planning import roofline, theory
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
-from specjax.planning.contexts import MeasuredContexts, measure_contexts
+from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Rule
@@ -244,7 +244,7 @@ def _table(title: str, *headers: str) -> Table:
 
 
 _SHOWN, _PROMPTS, _LONGEST = 8, 32, 8
-_LONG_PROMPTS, _LONG_TRIAL = 4, 192
+_LONG_PROMPTS = 4
 
 
 def _plan_here(console: Console, config: PlanConfig) -> None:
@@ -301,7 +301,7 @@ def _plan_contexts(console: Console, config: PlanConfig) -> None:
         batches=config.batch,
         budgets=config.budgets,
         longest=longest,
-        options=replace(options, max_new_tokens=_LONG_TRIAL),
+        options=replace(options, max_new_tokens=TRIAL_TOKENS),
     )
     console.print(contexts_table(f"{config.target}, drafter {config.drafter}; temperature {config.temperature:g}", measured))
     critical = measured.critical_context()

@@ -136,20 +136,10 @@ class RingCache:
     kept: int = struct.field(pytree_node=False)
 
     @classmethod
-    def create(
-        cls,
-        parts: Sequence[tuple[int, int]],
-        *,
-        layers: int,
-        batch: int,
-        slots: int,
-        kept: int,
-        dtype: Any = jnp.float32,
-        mesh: Mesh | None = None,
-    ) -> "RingCache":
-        """An empty cache of ``slots`` a row, whose first ``kept`` stay; ``parts`` as in `empty_entries`."""
-        entries = empty_entries(parts, layers=layers, batch=batch, slots=slots, dtype=dtype, mesh=mesh)
-        return cls(layers=entries, length=jnp.zeros(batch, jnp.int32), base=jnp.full(batch, kept, jnp.int32), kept=kept)
+    def around(cls, empty: tuple[Entry, ...], kept: int) -> "RingCache":
+        """A cache of the slots of ``empty`` entries, by layer, of which the first ``kept`` stay."""
+        batch = empty[0][0].shape[0]
+        return cls(layers=empty, length=jnp.zeros(batch, jnp.int32), base=jnp.full(batch, kept, jnp.int32), kept=kept)
 
     @property
     def slots(self) -> int:
@@ -175,10 +165,6 @@ class RingCache:
         newest = last - (last - base - (slot - self.kept)) % ring
         # A ring that is not full yet: the slot's first token is still to come.
         return jnp.where(slot < self.kept, slot, jnp.where(newest < base, newest + ring, newest))
-
-    def of_layers(self, start: int, stop: int) -> "RingCache":
-        """The cache of the layers from ``start`` up to, and without, ``stop``."""
-        return replace(self, layers=self.layers[start:stop])
 
     def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
         """Give it the first ``count [B]`` of each row's ``new`` entries; arguments as in `KVCache.append`.

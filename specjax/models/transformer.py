@@ -102,16 +102,7 @@ class Target:
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
-        config = self.config
-        return RingCache.create(
-            config.entry_parts,
-            layers=config.num_layers,
-            batch=batch,
-            slots=slots,
-            kept=kept,
-            dtype=self.dtype,
-            mesh=self.mesh,
-        )
+        return RingCache.around(self.new_scratch(batch, slots), kept)
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""

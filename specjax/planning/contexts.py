@@ -22,6 +22,8 @@ from specjax.planning.costs import Costs, measure_costs
 from specjax.tree import Chain
 
 _REPEATS = 3
+TRIAL_TOKENS = 192
+"""Tokens a row that are enough to measure acceptance, for the ``options`` of `measure_contexts`."""
 
 
 @dataclass(frozen=True)
