@@ -19,6 +19,8 @@ class Chip:
         bandwidth: of its own memory, bytes a second.
         memory: bytes.
         source: the vendor's page that gives the figures.
+        links: of its links to other chips, all together and in both directions, bytes a second.
+        clock: of its matrix units, cycles a second; 0 where no compiler counts in them.
     """
 
     name: str
@@ -26,17 +28,22 @@ class Chip:
     bandwidth: float
     memory: float
     source: str
+    links: float = 0.0
+    clock: float = 0.0
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _GOOGLE = "https://cloud.google.com/tpu/docs/"
+# The clocks follow from the peaks: a v5e has four units of 128 x 128, which multiply and add once a cycle.
 CHIPS: dict[str, Chip] = {
-    "h100": Chip("H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/"),  # its page gives twice that, with sparsity
-    "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/"),
-    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4"),
-    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e"),
-    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p"),
-    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e"),
+    "h100": Chip(
+        "H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/", 900e9
+    ),  # its page gives twice that, with sparsity
+    "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/", 600e9),
+    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4", 300e9, 1.05e9),
+    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e", 200e9, 1.5e9),
+    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p", 600e9, 1.75e9),
+    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e", 448e9, 1.75e9),
 }
 """The chips by the name that `find_chip` takes."""
 

@@ -99,6 +99,11 @@ def mesh_of(arrays: Any) -> Mesh | None:
     return None
 
 
+def is_on_cpu(mesh: Mesh | None) -> bool:
+    """Whether what lies on ``mesh``, or without one on the default device, is worked on by a CPU."""
+    return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) == "cpu"
+
+
 def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int], mesh: Mesh | None) -> jax.Array:
     """Pin an activation to the mesh inside ``jit``; without a mesh, ``x`` itself."""
     if mesh is None or math.prod(mesh.shape.values()) == 1:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from specjax import pipeline, text
 from specjax.chips import find_chip
+from specjax.cli.plan_compiled import Request, run_compiled, run_compiled_training
 from specjax.drafters import CompressedCache, check_vocabulary
 from specjax.errors import InputError
 from specjax.models import huggingface
@@ -22,7 +23,7 @@ from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts, measure_co
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Rule
-from specjax.tree import Chain, StaticTree
+from specjax.tree import Chain, StaticTree, parse_shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,6 +57,12 @@ class PlanConfig:
         contexts: with measure and a compressed cache (--drafter streaming or snapkv): speed-up against rows for each of these
             numbers of tokens. The prompts must be as long as the longest.
         budgets: with contexts, numbers of slots of the drafter's cache to choose from.
+        compile: chips to compile for, which need not be here: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4. Needs
+            specjax[compile], and for h100 specjax[compile-cuda].
+        mesh: with compile, devices by axis: data (splits the rows) and model (splits the weights).
+        draft: with compile, shape of the drafts, as in generate; by default the drafter's own.
+        train: with compile, a configuration of a training: one of its steps is compiled.
+        json: with compile, print JSON and no tables.
     """
 
     alpha: float = 0.8
@@ -75,12 +82,20 @@ class PlanConfig:
     rule: Rule | None = None
     contexts: tuple[int, ...] = ()
     budgets: tuple[int, ...] = (128, 256, 512)
+    compile: str = ""
+    mesh: tuple[int, int] = (1, 1)
+    draft: str = ""
+    train: str = ""
+    json: bool = False
 
 
 def run_plan(config: PlanConfig) -> None:
     """``specjax plan``."""
-    _check_options(config)
     console = Console(highlight=False, markup=False, emoji=False)
+    if config.compile:
+        _plan_compiled(console, config)
+        return
+    _check_options(config)
     if config.measure and config.contexts:
         _plan_contexts(console, config)
     elif config.measure:
@@ -95,14 +110,13 @@ def run_plan(config: PlanConfig) -> None:
 
 def _check_options(config: PlanConfig) -> None:
     """Refuse what cannot be used, or would not be read, before any model is looked up."""
-    unread = (
-        ("alpha", "chip", "context", "cost", "draft_cache")
-        if config.measure
-        else ("prompts", "temperature", "rule", "contexts")
-    )
-    for name in unread:
-        if (value := getattr(config, name)) != getattr(PlanConfig, name):
-            raise InputError(f"{name}={value}: is not read {'with' if config.measure else 'without'} --measure; leave it out")
+    _refuse_unread(config, "without --compile", "mesh", "draft", "train", "json")
+    if config.measure:
+        _refuse_unread(config, "with --measure", "alpha", "chip", "context", "cost", "draft_cache")
+    else:
+        _refuse_unread(config, "without --measure", "prompts", "temperature", "rule", "contexts")
+    if not config.contexts:
+        _refuse_unread(config, "without --contexts", "budgets")
     if min(config.batch, default=0) < 1:
         raise InputError(f"batch={min(config.batch, default=())}: give at least one number of rows, each at least 1")
     if max(config.batch) > _MOST_ROWS:
@@ -120,6 +134,57 @@ def _check_options(config: PlanConfig) -> None:
             raise InputError(f"{name}={value}: goes with {partner}, which is not given; leave it out")
     if config.plot:
         pictures.check_path("plot", config.plot)
+
+
+def _refuse_unread(config: PlanConfig, when: str, *names: str) -> None:
+    """Refuse those of the named options that were given and would not be read."""
+    for name in names:
+        if (value := getattr(config, name)) != getattr(PlanConfig, name):
+            raise InputError(f"{name}={value}: is not read {when}; leave it out")
+
+
+# --- compiled for chips that need not be here ------------------------------------------------------------------------
+
+
+def _plan_compiled(console: Console, config: PlanConfig) -> None:
+    """What decoding, or a step of training, would take on the chips of ``compile``."""
+    others = (
+        "cost",
+        "operations",
+        "draft_cache",
+        "chip",
+        "longest",
+        "plot",
+        "measure",
+        "prompts",
+        "rule",
+        "contexts",
+        "budgets",
+    )
+    _refuse_unread(config, "with --compile", *others)
+    if config.train:
+        _refuse_unread(config, "with --train", "drafter", "draft", "context", "batch", "temperature", "alpha")
+        target = _find_shape("target", config.target) if config.target else None
+        run_compiled_training(console, config.compile, config.mesh, config.train, target, config.json)
+        return
+    if not config.target:
+        raise InputError("target='': name the model to compile, such as llama-3.1-8b")
+    if len(config.batch) != 1:
+        raise InputError(f"batch={config.batch}: with --compile give one number of rows, such as --batch 8")
+    request = Request(
+        topology=config.compile,
+        mesh=config.mesh,
+        target=_find_shape("target", config.target),
+        target_name=config.target,
+        drafter=config.drafter,
+        draft=parse_shape(config.draft) if config.draft else None,
+        batch=config.batch[0],
+        context=config.context,
+        alpha=config.alpha,
+        temperature=config.temperature,
+        json=config.json,
+    )
+    run_compiled(console, request)
 
 
 # --- from a cost: closed forms ---------------------------------------------------------------------------------------

@@ -260,9 +260,9 @@ class _Scored:
 def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array) -> _Scored:
     """One pass of the target over the draft, and the verdict.
 
-    Drafts may be shorter than their shape has room for: the pass runs at the smallest compiled number of nodes that holds every
-    row's draft, but for rows that are done. The cache is only read in here, because XLA copies what a branch of a conditional
-    writes.
+    Drafts may be shorter than their shape has room for: on a CPU the pass runs at the smallest compiled number of nodes that
+    holds every row's draft, but for rows that are done. Elsewhere a few nodes more cost nothing, and one width is compiled. The
+    cache is only read in here, because XLA copies what a branch of a conditional writes.
     """
     cache, taps = state.cache, drafter.taps(target.config)
     # A long context of a row that is done is not read on.
@@ -293,7 +293,8 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
         )
 
     full = draft.tokens.shape[1]
-    counts = drafter.node_counts if draft.is_chain and drafter.draft.nodes == full else (full,)
+    may_be_shorter = draft.is_chain and drafter.draft.nodes == full and sharding.is_on_cpu(target.mesh)
+    counts = drafter.node_counts if may_be_shorter else (full,)
     if len(counts) == 1:
         return branch(*counts)
     count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(state.done, 0, draft.length)))

@@ -8,6 +8,7 @@ scores of one block are all there is at a time, and blocks that hold nothing are
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from specjax import sharding
-from specjax.models.attention_tpu import LEAST, attend_to_slots
+from specjax.models.attention_tpu import LEAST, attend_in_kernel
 from specjax.models.cache import Entry
 
 BLOCK = 512
@@ -108,9 +109,27 @@ def attend(
     """
     given = q if isinstance(q, tuple) else (q,)
     batch, count = given[0].shape[:2]
-    found = _attend_all(_group(given, pieces, scale), pieces, values_part)
-    attended = found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]
-    return attended.astype(given[0].dtype).transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
+    found = jax.lax.platform_dependent(
+        _group(given, pieces, scale),
+        tuple(pieces),
+        tpu=functools.partial(_attend_by_kernel if _has_cache(pieces) else _attend_plainly, values_part=values_part),
+        # A loop whose end depends on data asks the host after every turn: fewer turns there.
+        cuda=functools.partial(_attend_plainly, values_part=values_part, widest=8 * BLOCK),
+        default=functools.partial(_attend_plainly, values_part=values_part),
+    )
+    return found.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
+
+
+def _has_cache(pieces: Sequence[Piece]) -> bool:
+    return sum(isinstance(piece, Filled) for piece in pieces) == 1
+
+
+def _attend_plainly(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int | None = None
+) -> jax.Array:
+    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX."""
+    found = _attend_all(q, pieces, values_part, widest or BLOCK)
+    return (found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]).astype(q[0].dtype)
 
 
 def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Sequence[Piece]) -> Float[Array, "B kv_heads S"]:
@@ -122,7 +141,7 @@ def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Seque
         others: further pieces that they attend to. What goes to these is part of no slot.
     """
     grouped = _group((q,), (filled, *others), None)
-    found = _attend_all(grouped, (filled, *others), values_part=0)
+    found = _attend_all(grouped, (filled, *others), values_part=0, widest=BLOCK)
     width = min(BLOCK, filled.slots)
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
@@ -150,10 +169,10 @@ def _group(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | Non
     )
 
 
-def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int) -> Attended:
-    """Grouped queries over all pieces."""
+def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int) -> Attended:
+    """Grouped queries over all pieces; a cache in blocks of at most ``widest`` slots."""
     found = [
-        _attend_filled(q, piece, values_part) if isinstance(piece, Filled) else _attend_piece(q, *piece, values_part)
+        _attend_in_blocks(q, piece, values_part, widest) if isinstance(piece, Filled) else _attend_piece(q, *piece, values_part)
         for piece in pieces
     ]
     return functools.reduce(Attended.merge, found)
@@ -190,50 +209,68 @@ def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array) -> jax.A
     return jnp.where(visible[:, None, :, None], scores, 2 * LEAST)
 
 
-def _attend_filled(q: tuple[jax.Array, ...], filled: Filled, values_part: int) -> Attended:
-    """Grouped queries over the slots of a cache: by a kernel where the backend has one."""
-    return jax.lax.platform_dependent(
-        q,
-        filled,
-        tpu=functools.partial(_attend_by_kernel, values_part=values_part),
-        # A loop whose end depends on data asks the host after every turn: fewer turns there.
-        cuda=functools.partial(_attend_in_blocks, values_part=values_part, widest=8 * BLOCK),
-        default=functools.partial(_attend_in_blocks, values_part=values_part, widest=BLOCK),
-    )
-
-
-def _attend_by_kernel(q: tuple[jax.Array, ...], filled: Filled, values_part: int, interpret: bool = False) -> Attended:
-    """`_attend_filled` on a TPU. On a mesh each device has its own rows and heads, and nothing is exchanged: the heads of keys
-    where the mesh can split these, otherwise the query heads that share them."""
+def _attend_by_kernel(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, interpret: bool = False
+) -> jax.Array:
+    """`_attend_plainly` on a TPU, of pieces one of which is a cache. On a mesh each device has its own rows and heads, and
+    nothing is exchanged: the heads of keys where the mesh can split these, otherwise the query heads that share them."""
     batch, kv_heads, count, group, _ = q[0].shape
+    (filled,) = (piece for piece in pieces if isinstance(piece, Filled))
     since = jnp.zeros((1, 1), jnp.int32) if filled.since is None else filled.since
     since = jnp.broadcast_to(since, (batch, count))
+    others, visible = _joined([piece for piece in pieces if not isinstance(piece, Filled)], batch, count)
 
-    def run(q: tuple[jax.Array, ...], entry: Entry, count: jax.Array, since: jax.Array) -> Attended:
-        shape = q[0].shape[:-1]
+    def run(q: Any, entry: Any, count: Any, since: Any, others: Any, visible: Any) -> jax.Array:
+        shape = q[0].shape
         rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
-        since = jnp.repeat(since, shape[3], axis=1)
-        top, mass, values = attend_to_slots(rows, entry, count, since, values_part=values_part, interpret=interpret)
-        return Attended(top=top.reshape(shape), mass=mass.reshape(shape), values=values.reshape(*shape, -1))
+        by_query = functools.partial(jnp.repeat, repeats=shape[3], axis=1)
+        visible = None if visible is None else by_query(visible)
+        found = attend_in_kernel(
+            rows, entry, count, by_query(since), others, visible, values_part=values_part, interpret=interpret
+        )
+        return found.reshape(*shape[:-1], -1)
 
     if filled.mesh is not None:
         units = {"batch": batch, "kv_heads": kv_heads}
         if kv_heads % filled.mesh.shape["model"]:
             units = {"batch": batch, "heads": group}
         place = functools.partial(sharding.partition, filled.mesh, units=units)
-        by_head, by_row = place(("batch", "kv_heads", None, "heads")), place(("batch",))
+        by_head, by_kv_head, by_row = (
+            place(("batch", "kv_heads", None, "heads")),
+            place(("batch", "kv_heads")),
+            place(("batch",)),
+        )
         run = jax.shard_map(
             run,
             mesh=filled.mesh,
-            in_specs=(by_head, place(("batch", "kv_heads")), by_row, by_row),
+            in_specs=(by_head, by_kv_head, by_row, by_row, by_kv_head, by_row),
             out_specs=by_head,
             check_vma=False,
         )
-    return run(q, filled.entry, filled.count, since)
+    return run(q, filled.entry, filled.count, since, others, visible)
 
 
-def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, widest: int = BLOCK) -> Attended:
-    """`_attend_filled` in plain JAX, block by block: from the first that any query sees to the last that any row has filled."""
+def _joined(pieces: Sequence[tuple[Entry, jax.Array | None]], batch: int, count: int) -> tuple[Entry | None, jax.Array | None]:
+    """The entries of several pieces side by side, and ``[B, T, n]`` int8, which of them each of T queries sees.
+
+    Some that nobody sees make n a multiple of 8, which is how a TPU's registers are filled.
+    """
+    if not pieces:
+        return None, None
+    masks = [jnp.eye(count, dtype=bool)[None] if mask is None else mask for _, mask in pieces]
+    masks = [jnp.broadcast_to(mask, (batch, count, mask.shape[-1])) for mask in masks]
+    missing = -sum(mask.shape[-1] for mask in masks) % 8
+
+    def join(*parts: jax.Array) -> jax.Array:
+        filler = jnp.zeros((*parts[0].shape[:2], missing, parts[0].shape[3]), parts[0].dtype)
+        return jnp.concatenate([*parts, filler], axis=2)
+
+    entry = jax.tree.map(join, *(entry for entry, _ in pieces))
+    return entry, jnp.pad(jnp.concatenate(masks, axis=2).astype(jnp.int8), ((0, 0), (0, 0), (0, missing)))
+
+
+def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, widest: int) -> Attended:
+    """Grouped queries over the slots of a cache, block by block: from the first that any query sees to the last that any row has filled."""
     width = min(widest, filled.slots)
 
     def over(start: jax.Array | int) -> Attended:

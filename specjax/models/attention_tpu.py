@@ -1,7 +1,9 @@
-"""Attention over the slots of a cache as one TPU kernel (flash attention; Dao et al. 2022, arXiv 2205.14135, in Pallas).
+"""Attention as one TPU kernel (flash attention; Dao et al. 2022, arXiv 2205.14135, in Pallas).
 
 Scores live in the chip's fast memory alone: of the big arrays, queries, keys and values are read once and what is found is
-written once. Blocks that hold nothing a row may see are neither fetched nor multiplied, row by row.
+written once. Blocks of a cache that hold nothing a row may see are neither fetched nor multiplied, row by row. What is no part
+of the cache, drafted tokens and the call's own, is attended to in the same kernel: on a TPU every operation costs about a
+microsecond however little it does, and a layer's attention of a few tokens would be twenty.
 """
 
 import functools
@@ -13,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 BLOCK = 512
-"""Slots that are fetched at a time."""
+"""Slots that are fetched at a time, for many queries; up to four times as many for few."""
 
 ROWS = 512
 """Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
@@ -21,99 +23,144 @@ ROWS = 512
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
 """The largest score of who has seen nothing yet: below every score, and above what hides one."""
 
+Entry = tuple[jax.Array, ...]
 
-def attend_to_slots(
+
+def attend_in_kernel(
     q: tuple[jax.Array, ...],
-    entry: tuple[jax.Array, ...],
+    entry: Entry,
     count: jax.Array,
     since: jax.Array,
+    others: Entry | None = None,
+    visible: jax.Array | None = None,
     *,
     values_part: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What each query finds in the slots of a cache.
+) -> jax.Array:
+    """Attention of R queries to the slots of a cache, and to other tokens beside it.
 
     Args:
         q: ``[B, kv_heads, R, d_i]`` queries for each part of an entry that is a key, scaled; the products are added.
         entry: ``[B, kv_heads, S, d_i]`` each part.
         count: ``[B]`` how many slots of each row are filled.
         since: ``[B, R]`` the first slot that each query sees.
+        others: ``[B, kv_heads, n, d_i]`` each part of the other tokens; or None.
+        visible: ``[B, R, n]`` int8, which of them each query sees.
         values_part: which part is attended to.
         interpret: run it as ordinary JAX, on any backend: for tests.
 
     Returns:
-        ``top [B, kv_heads, R]`` the largest scores, ``mass`` likewise the sums of exp(score - top), and ``values [B, kv_heads,
-        R, d]`` the sums of exp(score - top) value; float32.
+        ``[B, kv_heads, R, d]`` in the queries' dtype, zeros where a query sees nothing.
     """
     batch, kv_heads, rows, _ = q[0].shape
     slots, dim = entry[0].shape[2], entry[values_part].shape[3]
-    width, tile = min(BLOCK, slots), min(ROWS, rows)
-    keys = entry[: len(q)]
+    tile = min(ROWS, rows)
+    width = min(BLOCK * min(4, max(1, ROWS // tile)), slots)
+    blocks = -(-slots // width)
     # In latent attention the values are the keys' first part: it is fetched once.
-    values = () if values_part < len(q) else (entry[values_part],)
+    wanted = range(len(q) if values_part < len(q) else values_part + 1)
 
     first = jnp.maximum(jnp.min(since, axis=1), 0) // width
     last = jnp.maximum(-(-count // width) - 1, 0)
 
-    def of_row(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+    def of_rows(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, r, 0
 
     def of_block(b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any) -> tuple[Any, ...]:
         # Asked for the block that is there already, the chip fetches nothing.
         return b, h, jnp.clip(i, first[b], last[b]), 0
 
+    given = [since[..., None], *q, *(entry[part] for part in wanted)]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
-    in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_row) for part in q]
-    in_specs += [pl.BlockSpec((1, 1, width, part.shape[3]), of_block) for part in (*keys, *values)]
-    out_specs = [pl.BlockSpec((1, 1, tile, size), of_row) for size in (1, 1, dim)]
-    out_shape = [jax.ShapeDtypeStruct((batch, kv_heads, rows, size), jnp.float32) for size in (1, 1, dim)]
-    top, mass, found = pl.pallas_call(
-        functools.partial(_kernel, parts=len(q), width=width, values_part=values_part),
+    in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_rows) for part in q]
+    in_specs += [pl.BlockSpec((1, 1, width, entry[part].shape[3]), of_block) for part in wanted]
+    if others is not None:
+        assert visible is not None
+        beside = others[0].shape[2]
+        given += [visible, *(others[part] for part in wanted)]
+        in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
+        in_specs += [
+            pl.BlockSpec((1, 1, beside, others[part].shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in wanted
+        ]
+    products = 2 * batch * kv_heads * rows * slots * (dim + sum(part.shape[3] for part in q))
+    return pl.pallas_call(
+        functools.partial(
+            _kernel, parts=len(q), wanted=len(wanted), width=width, blocks=blocks, values_part=values_part,
+            has_others=others is not None,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(batch, kv_heads, -(-rows // tile), -(-slots // width)),
+            grid=(batch, kv_heads, -(-rows // tile), blocks),
             in_specs=in_specs,
-            out_specs=out_specs,
+            out_specs=pl.BlockSpec((1, 1, tile, dim), of_rows),
+            scratch_shapes=[pltpu.VMEM((tile, size), jnp.float32) for size in (1, 1, dim)],
         ),
-        out_shape=out_shape,
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=products,
+            bytes_accessed=sum(part.size * part.dtype.itemsize for part in given),
+            transcendentals=batch * kv_heads * rows * slots,
+        ),
         interpret=interpret,
-    )(count, first, last, since[..., None], *q, *keys, *values)
-    return top[..., 0], mass[..., 0], found
+    )(count, first, last, *given)  # fmt: skip
 
 
 def _kernel(
-    count_ref: Any, first_ref: Any, last_ref: Any, since_ref: Any, *refs: Any, parts: int, width: int, values_part: int
+    count_ref: Any,
+    first_ref: Any,
+    last_ref: Any,
+    since_ref: Any,
+    *refs: Any,
+    parts: int,
+    wanted: int,
+    width: int,
+    blocks: int,
+    values_part: int,
+    has_others: bool,
 ):
-    """One block of one row's head: what is found so far is kept in the output."""
-    *read, top_ref, mass_ref, found_ref = refs
-    q_refs, entry_refs = read[:parts], read[parts:]
+    """One block of one row's head; what is found so far is kept in fast memory until the last."""
+    *given, out_ref, top_ref, mass_ref, found_ref = refs
+    q_refs, entry_refs, others_refs = given[:parts], given[parts : parts + wanted], given[parts + wanted :]
     row, block = pl.program_id(0), pl.program_id(3)
     count = count_ref[row]
+
+    def scores_of(keys_refs: Any) -> jax.Array:
+        products = [
+            jax.lax.dot_general(q[0, 0], keys[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            for q, keys in zip(q_refs, keys_refs, strict=False)
+        ]
+        return functools.reduce(jnp.add, products)
+
+    def add(scores: jax.Array, visible: jax.Array, values: jax.Array) -> None:
+        scores = jnp.where(visible, scores, 2 * LEAST)
+        before = top_ref[...]
+        top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(before - top)
+        found = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        top_ref[...] = top
+        mass_ref[...] = mass_ref[...] * shrunk + jnp.sum(weights, axis=1, keepdims=True)
+        found_ref[...] = found_ref[...] * shrunk + found
 
     @pl.when(block == 0)
     def _() -> None:
         top_ref[...] = jnp.full_like(top_ref, LEAST)
         mass_ref[...] = jnp.zeros_like(mass_ref)
         found_ref[...] = jnp.zeros_like(found_ref)
+        if has_others:
+            visible_ref, *keys_refs = others_refs
+            add(scores_of(keys_refs), visible_ref[0].astype(jnp.int32) > 0, keys_refs[values_part][0, 0])
 
     @pl.when((block >= first_ref[row]) & (block <= last_ref[row]) & (count > 0))
     def _() -> None:
-        products = [
-            jax.lax.dot_general(q[0, 0], keys[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            for q, keys in zip(q_refs, entry_refs, strict=False)
-        ]
-        scores = functools.reduce(jnp.add, products)
+        scores = scores_of(entry_refs)
         slot = block * width + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        scores = jnp.where((slot < count) & (slot >= since_ref[0]), scores, 2 * LEAST)
-        before = top_ref[0, 0]
-        top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights, shrunk = jnp.exp(scores - top), jnp.exp(before - top)
         values = entry_refs[values_part][0, 0]
         # Beyond the last slot a block holds whatever was there, NaN perhaps.
         is_slot = block * width + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < count
-        values = jnp.where(is_slot, values, jnp.zeros_like(values))
-        found = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        top_ref[0, 0] = top
-        mass_ref[0, 0] = mass_ref[0, 0] * shrunk + jnp.sum(weights, axis=1, keepdims=True)
-        found_ref[0, 0] = found_ref[0, 0] * shrunk + found
+        add(scores, (slot < count) & (slot >= since_ref[0]), jnp.where(is_slot, values, jnp.zeros_like(values)))
+
+    @pl.when(block == blocks - 1)
+    def _() -> None:
+        mass = mass_ref[...]
+        out_ref[0, 0] = (found_ref[...] / jnp.where(mass > 0, mass, 1.0)).astype(out_ref.dtype)

@@ -1,20 +1,22 @@
 """What a training run would take, without taking it: shapes, parameters, memory and disk. No weight is read or made."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from jax.sharding import Mesh
 
+from specjax import sharding
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import cast, initial_state, train_step, trainable
+from specjax.training.step import TrainState, abstract_state, cast, train_step, trainable
 
 Shapes = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -43,33 +45,87 @@ class Needs:
     disk: Mapping[str, int]
 
 
-def needs(config: TrainConfig) -> Needs:
-    """What the run of ``config`` takes. The target's config.json is read, and nothing else of it.
+@dataclass(frozen=True)
+class AbstractRun:
+    """What a step of training is given, as shapes.
+
+    Attributes:
+        state: before the first step.
+        batch: of the configuration's size.
+        target: the frozen one, or None.
+        fixed: the step's static arguments.
+    """
+
+    state: TrainState
+    batch: dict[str, Any]
+    target: Target | None
+    fixed: dict[str, Any]
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step, ready to be compiled."""
+        return train_step.lower(self.state, self.batch, self.target, **self.fixed)
+
+
+def abstract_run(
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+    target: Target | None = None,
+    place: Callable[[Any], Any] = lambda student: student,
+) -> AbstractRun:
+    """The run of ``config`` without a weight.
+
+    Args:
+        config: its configuration.
+        mesh: where it is to run.
+        target: the frozen model, of shapes on ``mesh``; None: as its config.json says, on one device.
+        place: gives the student's shapes their places on the ``mesh``.
 
     Raises:
         InputError: the configuration cannot be used, or there is no such target.
     """
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
-    target, vocab = None, config.data.vocab_size
-    if method.target:
+    if method.target and target is None:
         shape = huggingface.read_config(huggingface.locate(method.target, weights=False))
-        vocab = shape.vocab_size
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
-    student = jax.eval_shape(lambda target: _student(config, target, vocab), target)
+    vocab = config.data.vocab_size if target is None else target.config.vocab_size
+    alone = None if target is None else replace(target, mesh=None)
+    student = cast_shapes(place(jax.eval_shape(lambda target: _student(config, target, vocab), alone)), jnp.float32)
     optimizer = make_optimizer(config.optimizer, config.steps)
-    state = jax.eval_shape(lambda student: initial_state(method, student, optimizer), student)
+    state = abstract_state(method, student, optimizer, mesh)
     rows, width = config.data.batch, config.data.window
-    batch = {
+    windows = {
         "tokens": jax.ShapeDtypeStruct((rows, width + 1), np.int32),
         "segments": jax.ShapeDtypeStruct((rows, width + 1), np.int32),
         "loss_mask": jax.ShapeDtypeStruct((rows, width), np.bool_),
-        "key": jax.eval_shape(lambda: jax.random.key(0)),
-        "progress": jax.ShapeDtypeStruct((), np.float32),
     }
+    if mesh is not None:
+        split = sharding.named(mesh, ("batch",), {"batch": rows})
+        windows = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split) for name, leaf in windows.items()}
+    rest = {"key": jax.eval_shape(lambda: jax.random.key(0)), "progress": jax.ShapeDtypeStruct((), np.float32)}
     fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
-    compiled = train_step.lower(state, batch, target, **fixed).compile()
-    analysis = compiled.memory_analysis()
+    return AbstractRun(state, {**windows, **rest}, target, fixed)
+
+
+def cast_shapes(tree: Shapes, dtype: Any) -> Shapes:
+    """As `cast`, of shapes, which stay where they lie."""
+
+    def change(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kept = leaf.dtype if not jnp.issubdtype(leaf.dtype, jnp.floating) else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=leaf.sharding)
+
+    return jax.tree.map(change, tree)
+
+
+def needs(config: TrainConfig) -> Needs:
+    """What the run of ``config`` takes. The target's config.json is read, and nothing else of it.
+
+    Raises:
+        InputError: the configuration cannot be used, or there is no such target.
+    """
+    run = abstract_run(config)
+    method, state, target, batch, student = config.method, run.state, run.target, run.batch, run.state.student
+    analysis = run.lower().compile().memory_analysis()
     inner = int(analysis.temp_size_in_bytes) if analysis is not None else 0
     paths = {_path(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
     kept = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}

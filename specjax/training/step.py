@@ -48,8 +48,35 @@ def initial_state(
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
 
 
+def abstract_state(
+    method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> TrainState:
+    """`initial_state` of a ``student`` of shapes: shapes, which say where they lie where the student's do."""
+
+    def start(student: Any) -> TrainState:
+        return TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
+
+    state = jax.eval_shape(start, student)
+    if mesh is None:
+        return state
+    places = {_name(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:  # the optimiser's lie as their parameters do
+        own = next((place for name, place in places.items() if f".{_name(path)}".endswith(f".{name}")), None)
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
+
+    state = jax.tree_util.tree_map_with_path(place, state)
+    return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
+
+
 def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
-    """``leaf`` spread over ``mesh``: as it lies over ``model`` already, and of matrices the longest other axis over ``data``.
+    """``leaf`` spread over ``mesh``."""
+    return sharding.put(leaf, _place_of(mesh, leaf))
+
+
+def _place_of(mesh: Mesh, leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
+    """As ``leaf`` lies over ``model`` already, and of matrices the longest other axis over ``data``.
 
     Every device keeps a part of the weights and of the optimiser's state, and is lent the rest for a step (FSDP).
     """
@@ -60,7 +87,7 @@ def _onto(mesh: Mesh, leaf: jax.Array) -> jax.Array:
     free = [axis for axis, size in enumerate(leaf.shape) if axes[axis] is None and size % devices == 0]
     if leaf.ndim > 1 and devices > 1 and free:
         axes[max(free, key=lambda axis: leaf.shape[axis])] = "data"
-    return sharding.put(leaf, NamedSharding(mesh, PartitionSpec(*axes)))
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def make_batch(windows: dict[str, np.ndarray], key: jax.Array, progress: float, mesh: Mesh | None = None) -> Batch:
@@ -154,11 +181,15 @@ def trainable(student: Any, method: Method) -> Any:
     """
 
     def keep(path: Any, leaf: jax.Array) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = _name(path)
         trained = jnp.issubdtype(leaf.dtype, jnp.inexact) and not method.frozen(name)
         return leaf if trained else optax.MaskedNode()
 
     return jax.tree_util.tree_map_with_path(keep, student)
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _with(trained: Any, student: Any) -> Any:

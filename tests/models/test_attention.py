@@ -74,34 +74,36 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
     np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(q), given), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("beside", ["nothing", "scratch and own", "each its own"])
 @pytest.mark.parametrize("window", [None, 10])
 @pytest.mark.parametrize("count", [1, 5, 60])
-def test_the_kernel_finds_what_blocks_find(count, window, monkeypatch) -> None:
+def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monkeypatch) -> None:
     """The TPU's, interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
     monkeypatch.setattr(attention_tpu, "BLOCK", 16)
     monkeypatch.setattr(attention_tpu, "ROWS", 16)  # 60 tokens of two heads are no whole number of those
-    given, _, _ = pieces(count, window)
-    whole = given[0]
+    (whole, scratch, own), _, _ = pieces(count, window)
+    others = {"nothing": [], "scratch and own": [scratch, own], "each its own": [scratch, (own[0], None)]}[beside]
     beyond = jnp.arange(SLOTS)[:, None] >= whole.count[:, None, None, None]
     damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = attention._attend_in_blocks(parts, whole, values_part)
-        found = attention._attend_by_kernel(parts, damaged, values_part, interpret=True)
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, expected)
+        expected = attention._attend_plainly(parts, [whole, *others], values_part)
+        found = attention._attend_by_kernel(parts, [damaged, *others], values_part, interpret=True)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [KV, 1])
 def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads) -> None:
     """One head of keys cannot be split: the query heads that share it are."""
-    given, _, _ = pieces(5, 10)
-    whole = given[0].replace(entry=tuple(part[:, :kv_heads] for part in given[0].entry))
+    (whole, *others), _, _ = pieces(5, 10)
+    whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
+    others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
-    expected = attention._attend_in_blocks(q, whole, 1)
+    expected = attention._attend_plainly(q, [whole, *others], 1)
     on_mesh = whole.replace(mesh=make_mesh(2, 2))
-    found = jax.jit(partial(attention._attend_by_kernel, values_part=1, interpret=True))(q, on_mesh)
-    assert found.top.sharding.shard_shape(found.top.shape)[1:] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), found, expected)
+    found = jax.jit(partial(attention._attend_by_kernel, values_part=1, interpret=True))(q, [on_mesh, *others])
+    assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def test_a_query_may_see_its_own_slot_alone() -> None:

@@ -1,0 +1,193 @@
+"""``specjax plan --compile``: programs compiled for chips that need not be there, and what they would take."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specjax.chips import Chip
+from specjax.config import load_yaml
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+from specjax.planning import abstract, theory
+from specjax.planning.compiled import Compiled, Setup, Step, compile_program, compile_step
+from specjax.planning.topologies import find_mesh
+from specjax.sampling import Sampling
+from specjax.training.config import TrainConfig
+from specjax.training.dry_run import abstract_run
+from specjax.tree import Chain, Shape
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled.
+
+    Attributes:
+        topology: as in `find_mesh`.
+        mesh: devices by axis, data and model.
+        target: its shape.
+        target_name: what it is called.
+        drafter: its name; empty is none.
+        draft: the shape of its drafts; None is its own.
+        batch: rows.
+        context: tokens of the prompts.
+        alpha: acceptance rate, to reckon with.
+        temperature: of the generation.
+        json: print JSON, and no tables.
+    """
+
+    topology: str
+    mesh: tuple[int, int]
+    target: ModelConfig
+    target_name: str
+    drafter: str
+    draft: Shape | None
+    batch: int
+    context: int
+    alpha: float
+    temperature: float
+    json: bool
+
+
+def run_compiled(console: Console, request: Request) -> None:
+    """Compile plain decoding, and decoding with the drafter, and print what each takes."""
+    mesh, chip = find_mesh(request.topology, *request.mesh)
+    target = abstract.abstract_model(request.target, mesh)
+    setup = Setup(target, mesh, chip, request.batch, request.context, sampling=Sampling(temperature=request.temperature))
+    names = ["none"] if request.drafter in ("", "none") else ["none", request.drafter]
+    drafters = [abstract.abstract_drafter(name, None if name == "none" else request.draft, target) for name in names]
+    steps = []
+    for name, drafter in zip(names, drafters, strict=True):
+        title = "plain" if name == "none" else name
+        if not request.json:
+            console.out(f"compiling {title} for {mesh.size} x {chip.name} ...")
+        steps.append(compile_step(setup, drafter, title))
+    if request.json:
+        print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))
+        return
+    where = f"{request.target_name} on {mesh.size} x {chip.name}, {request.batch} rows, context of {request.context:,} tokens"
+    console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
+    console.print(_step_table(steps, chip, mesh.size))
+    console.print(_loop_table(steps[-1].decode))
+    if len(steps) > 1:
+        draft = drafters[-1].draft
+        _say_gain(console, steps[0], steps[1], chip, mesh.size, request.alpha if isinstance(draft, Chain) else None)
+
+
+def run_compiled_training(
+    console: Console, topology: str, axes: tuple[int, int], config: str, target: ModelConfig | None, as_json: bool
+) -> None:
+    """Compile a step of the training that the file ``config`` describes; ``target`` in place of the file's own."""
+    mesh, chip = find_mesh(topology, *axes)
+    training = replace(load_yaml(TrainConfig, config), mesh=axes)
+    if training.data.batch % axes[0]:
+        raise InputError(
+            f"mesh={axes[0]} {axes[1]}: does not divide the {training.data.batch} rows of data.batch in {config!r}"
+        )
+    model = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
+
+    def place(student: Any) -> Any:
+        return abstract.place_drafter(student, mesh)
+
+    run = abstract_run(training, mesh, model, place)
+    compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
+    if as_json:
+        print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "step": _program_json(compiled)}))
+        return
+    console.print(memory_table(f"{config} on {mesh.size} x {chip.name}", [compiled], chip))
+    exchanged = f"{_counts(compiled)}, {compiled.collective_bytes / 1e6:,.1f} MB"
+    console.out(f"A step moves {compiled.bytes / 1e9:,.2f} GB on each chip. Exchanged: {exchanged}.")
+
+
+def memory_table(title: str, programs: list[Compiled], chip: Chip) -> Table:
+    """What each program needs on one chip."""
+    table = _table(title, "program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
+    for program in programs:
+        memory = program.memory
+        table.add_row(
+            program.name,
+            f"{program.seconds:.0f}",
+            f"{memory.arguments / 1e9:.2f}",
+            f"{memory.temporaries / 1e9:.2f}",
+            f"{memory.together / 1e9:.2f}",
+            "fits" if memory.together <= chip.memory else "does not fit",
+        )
+    return table
+
+
+def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
+    table = _table("a step, on one chip", "", *(step.drafter for step in steps))
+    limits = [step.limits(chip, chips) for step in steps]
+    lines: dict[str, list[str]] = {
+        "moved, GB": [f"{step.decode.bytes / 1e9:.2f}" for step in steps],
+        "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
+        "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
+        "exchanges": [_counts(step.decode) for step in steps],
+        "exchanged, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
+        "copies of the cache": [f"{len(step.decode.cache_copies)}" for step in steps],
+        "kernels": [f"{step.decode.kernels:,}" for step in steps],
+    }
+    if any(step.decode.cycles for step in steps):
+        lines["cycles by the compiler, M"] = [f"{step.decode.cycles / 1e6:.2f}" for step in steps]
+        lines["cycles by bytes, M"] = [f"{1e-6 * step.decode.bytes / chip.bandwidth * chip.clock:.2f}" for step in steps]
+    for name in limits[0]:
+        lines[f"ms, by {name}"] = [f"{1e3 * limit[name]:.2f}" for limit in limits]
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    table.columns[0].justify = "left"
+    return table
+
+
+def _loop_table(program: Compiled) -> Table:
+    table = _table(f"loops of a step, {program.name}", "turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
+    for turn in program.turns:
+        if turn.bytes > 1e5 or turn.kernels > 20:
+            most = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
+            exchanges = str(sum(turn.collectives.values()))
+            table.add_row(str(turn.turns), f"{turn.bytes / 1e6:,.1f}", exchanges, f"{turn.kernels:,}", f"{turn.cycles:,}", most)
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _say_gain(console: Console, plain: Step, step: Step, chip: Chip, chips: int, alpha: float | None) -> None:
+    """How many plain steps a step with the drafter takes, and what chains of that acceptance rate gain."""
+    ratios = {"memory, arithmetic and links": step.seconds(chip, chips) / plain.seconds(chip, chips)}
+    if plain.decode.cycles:
+        ratios["the compiler's cycles"] = step.decode.cycles / plain.decode.cycles
+    for by, ratio in ratios.items():
+        console.out(f"By {by} a step with {step.drafter} takes {ratio:.2f} plain ones: it gains from so many tokens a step on.")
+        if alpha is not None:
+            tokens = theory.expected_tokens(alpha, step.depth)
+            console.out(
+                f"  At alpha = {alpha:g} it makes {tokens:.2f} tokens: {tokens / ratio:.2f} times as fast as plain decoding."
+            )
+
+
+def _counts(program: Compiled) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
+
+
+def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
+    return {
+        "drafter": step.drafter,
+        "prefill": _program_json(step.prefill),
+        "decode": _program_json(step.decode),
+        "must_read_bytes": step.floor,
+        "seconds": step.limits(chip, chips),
+        "depth": step.depth,
+    }
+
+
+def _program_json(program: Compiled) -> dict[str, Any]:
+    totals = {name: getattr(program, name) for name in ("bytes", "collectives", "collective_bytes", "kernels", "cycles")}
+    return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
+
+
+def _table(title: str, *headers: str) -> Table:
+    table = Table(*headers, title=title, title_justify="left", caption_justify="left")
+    for column in table.columns:
+        column.justify = "right"
+    table.columns[0].justify = "left"
+    return table

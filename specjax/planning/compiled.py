@@ -1,0 +1,292 @@
+"""Programs compiled for accelerators that need not be there, and what each costs: memory, traffic, exchange, time at best."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax.chips import Chip
+from specjax.decoding import engine
+from specjax.drafters.base import Drafter, NoDraft
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Target
+from specjax.planning import abstract, hlo
+from specjax.planning.roofline import attention_work, product_work
+from specjax.planning.topologies import compiler_options
+from specjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one chip.
+
+    Attributes:
+        arguments: weights, caches and whatever else the program is given.
+        temporaries: what it needs beside them.
+        results: what it returns and was not given.
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+
+    @property
+    def together(self) -> int:
+        """All of it."""
+        return self.arguments + self.temporaries + self.results
+
+
+@dataclass(frozen=True)
+class TurnCosts:
+    """What one turn of a loop costs on one chip: the program's step itself, or a loop inside it.
+
+    Attributes:
+        turns: how often it runs in a step.
+        bytes: read from and written to main memory.
+        collectives: exchanges between chips, by kind.
+        collective_bytes: of their results.
+        kernels: operations that are launched on their own.
+        cycles: the compiler's estimate; 0 where it makes none. Custom kernels are not in it.
+        cycles_by_kind: likewise, of the operations that take most, by kind and shape.
+    """
+
+    turns: int
+    bytes: int
+    collectives: Mapping[str, int]
+    collective_bytes: int
+    kernels: int
+    cycles: int
+    cycles_by_kind: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program.
+
+    Attributes:
+        name: what it does.
+        seconds: of compilation, on this machine.
+        memory: on one chip.
+        turns: the step's, and its inner loops'.
+        cache_copies: copies, in a step, of arrays as large as a layer's part of the cache.
+        text: as the compiler prints it.
+    """
+
+    name: str
+    seconds: float
+    memory: Memory
+    turns: tuple[TurnCosts, ...]
+    cache_copies: tuple[str, ...]
+    text: str
+
+    @property
+    def bytes(self) -> int:
+        """Of a step, with all turns of its loops."""
+        return sum(turn.turns * turn.bytes for turn in self.turns)
+
+    @property
+    def collectives(self) -> Mapping[str, int]:
+        """Of a step, likewise."""
+        total: Counter[str] = Counter()
+        for turn in self.turns:
+            total.update({kind: turn.turns * count for kind, count in turn.collectives.items()})
+        return total
+
+    @property
+    def collective_bytes(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.collective_bytes for turn in self.turns)
+
+    @property
+    def kernels(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.kernels for turn in self.turns)
+
+    @property
+    def cycles(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.cycles for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is generated where.
+
+    Attributes:
+        target: abstract.
+        mesh: its mesh.
+        chip: what each device is.
+        batch: rows.
+        context: tokens of the prompts.
+        new_tokens: most that are generated after them.
+        sampling: of all rows.
+    """
+
+    target: Target
+    mesh: Mesh
+    chip: Chip
+    batch: int
+    context: int
+    new_tokens: int = 256
+    sampling: Sampling = Sampling(temperature=0.0)
+
+    def __post_init__(self) -> None:
+        if self.batch % self.mesh.shape["data"]:
+            raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple")
+        if self.batch < 1 or self.context < 1 or self.new_tokens < 1:
+            raise InputError(f"batch={self.batch}, context={self.context}: must be at least 1")
+        config, model = self.target.config, self.mesh.shape["model"]
+        if whole := [axis for axis in ("mlp", "vocab", "heads") if config.axis_units[axis] % model]:
+            axis = whole[0]
+            raise InputError(f"mesh: model={model} does not divide the target's {config.axis_units[axis]} units of {axis!r}")
+        if self.context + self.new_tokens > config.max_positions:
+            raise InputError(f"context={self.context}: the target has {config.max_positions} positions")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding with one drafter, and the least that it can take.
+
+    Attributes:
+        drafter: its name.
+        prefill: reads the prompts.
+        decode: the step.
+        floor: bytes that one chip must read in a step: weights and caches, once for each pass over them.
+        flops: operations of one chip in a step.
+        depth: tokens that a draft is deep.
+    """
+
+    drafter: str
+    prefill: Compiled
+    decode: Compiled
+    floor: int
+    flops: float
+    depth: int
+
+    def seconds(self, chip: Chip, chips: int) -> float:
+        """The longest of what memory, arithmetic and links allow."""
+        return max(self.limits(chip, chips).values())
+
+    def limits(self, chip: Chip, chips: int) -> dict[str, float]:
+        """Seconds of a step by what holds it up. A sum over all chips sends and receives ``2 (n-1) / n`` of its bytes."""
+        exchanged = 2 * (chips - 1) / chips * self.decode.collective_bytes
+        return {
+            "memory": self.decode.bytes / chip.bandwidth,
+            "arithmetic": self.flops / chip.flops,
+            "links": exchanged / (chip.links / 2),
+        }
+
+
+def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
+    """Compile prefill and the decoding loop with ``drafter``, whose params are shapes."""
+    given = _arguments(setup, drafter)
+    capacity, depth = setup.context + setup.new_tokens, drafter.draft.depth
+    lowered = engine.prefill.lower(*given, capacity=capacity)
+    prefill, executable = compile_program(f"prefill, {name}", lowered, setup.mesh)
+    state = jax.eval_shape(partial(engine.prefill, capacity=capacity), *given)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings
+    )
+    steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
+    cache = state.cache.layers
+    lowered = engine.decode.lower(setup.target, drafter, state, steps)
+    decode, _ = compile_program(
+        f"decode, {name}",
+        lowered,
+        setup.mesh,
+        large=abstract.bytes_of_one(cache[0][0]),
+        turns=max(1, depth - 1),
+    )
+    floor = abstract.bytes_of_pass(setup.target, cache)
+    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
+    return Step(name, prefill, decode, floor, _flops(setup, drafter), depth)
+
+
+def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
+    """What `engine.prefill` is given, as shapes."""
+    batch, mesh = setup.batch, setup.mesh
+    row = partial(abstract.rows, mesh, batch)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    sampling = jax.tree.map(lambda leaf: row(leaf.shape, leaf.dtype), setup.sampling.rows(batch))
+    lengths = row((batch,), jnp.int32)
+    tokens, eos = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
+    return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), eos, sampling
+
+
+def _flops(setup: Setup, drafter: Drafter) -> float:
+    """Of one chip in a step: the target's pass over the draft, and for each level a pass of a drafting model, if it is one."""
+    chips, batch = setup.mesh.size, setup.batch
+    nodes = drafter.draft.nodes
+
+    def of_pass(config: ModelConfig, tokens: int) -> float:
+        attention = attention_work(config, batch, tokens, setup.context + setup.new_tokens)
+        return product_work(config, batch * tokens).flops + attention.flops
+
+    total = of_pass(setup.target.config, nodes)
+    model = getattr(drafter, "model", None)
+    if isinstance(model, Target):
+        total += drafter.draft.depth * of_pass(model.config, drafter.draft.width)
+    elif not isinstance(drafter, NoDraft):
+        own = sum(leaf.size for leaf in jax.tree.leaves(drafter) if leaf.ndim > 1)
+        total += 2.0 * own * batch * drafter.draft.width * drafter.draft.depth
+    return total / chips
+
+
+def compile_program(name: str, lowered: Any, mesh: Mesh, large: float = math.inf, turns: int = 1) -> tuple[Compiled, Any]:
+    """Compile for the devices of ``mesh`` what `jax.stages.Lowered` holds.
+
+    Args:
+        name: what it does.
+        lowered: the program.
+        mesh: of its arguments.
+        large: bytes from which on a copy is named.
+        turns: how often an inner loop is taken to turn whose end depends on data.
+
+    Returns:
+        What it costs, and the executable.
+
+    Raises:
+        InputError: it does not compile, for lack of memory perhaps.
+    """
+    started = time.perf_counter()
+    try:
+        executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
+    except jax.errors.JaxRuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise InputError(f"{name}: does not compile for these chips ({reason[:300]})") from error
+    seconds = time.perf_counter() - started
+    analysis, text = executable.memory_analysis(), executable.as_text()
+    program = hlo.Program(text)
+    of_step = program.turns(program.main_loop, turns)
+    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large)]
+    memory = Memory(
+        arguments=analysis.argument_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+    )
+    return Compiled(name, seconds, memory, tuple(_costs(program, turn) for turn in of_step), tuple(copies), text), executable
+
+
+def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
+    collectives = [operation for operation in turn.operations if operation.collective]
+    by_kind: Counter[str] = Counter()
+    for operation in turn.operations:
+        if operation.cycles:
+            by_kind[f"{operation.kind} {hlo.without_layout(operation.shape)[:60]}"] += operation.cycles
+    return TurnCosts(
+        turns=turn.turns,
+        bytes=program.bytes_moved(turn.operations),
+        collectives=Counter(operation.collective for operation in collectives),
+        collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
+        kernels=hlo.kernels(turn.operations),
+        cycles=sum(operation.cycles for operation in turn.operations),
+        cycles_by_kind=dict(by_kind.most_common(12)),
+    )

@@ -1,0 +1,273 @@
+"""What a compiler made of a program, read from its text: what moves, what is exchanged, how long the compiler thinks it takes.
+
+XLA prints a compiled program as computations, lists of operations that run one after another. Loops and conditionals name the
+computations that they run; a fusion names one, too, but is one operation: what happens inside it stays on the chip.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+_WIDTHS = {"pred": 1, "bf16": 2, "c64": 8} | {f"{kind}{bits}": bits // 8 for kind in "fsu" for bits in (8, 16, 32, 64)}
+_ARRAY = re.compile(r"(pred|bf16|c64|[fsu](?:8|16|32|64))\[([\d,]*)\](\{[^}]*\})?")
+_OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_NOTHING_MOVES = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all", "iota",
+    "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done", "all-reduce-done", "all-gather-done",
+    "collective-permute-done", "async-done", "async-update", "opt-barrier", "optimization-barrier",
+}  # fmt: skip
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+"""Operations by which chips exchange data."""
+_SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
+_KERNELS = {"fusion", "custom-call", "copy", "sort", "convolution", "dot", "scatter", "gather", "dynamic-update-slice"}
+
+
+def main_memory_bytes(shape: str) -> int:
+    """Bytes of an array, or a tuple of them, without those that lie in a chip's fast memory, which the text marks ``S(1)``."""
+    return sum(_sizes(shape))
+
+
+def _sizes(shape: str) -> list[int]:
+    """As `main_memory_bytes`, of each array of a tuple."""
+
+    def size(kind: str, dims: str, at: str) -> int:
+        return 0 if "S(" in at else _WIDTHS[kind] * math.prod(map(int, filter(None, dims.split(","))))
+
+    return [size(*array) for array in _ARRAY.findall(shape)]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a computation.
+
+    Attributes:
+        name: as other operations refer to it.
+        kind: such as ``fusion`` or ``all-reduce``.
+        shape: of its result, as printed.
+        operands: names.
+        origin: the name of the JAX operation that it comes from, with those of the scopes around it.
+        cycles: the compiler's own estimate; 0 where it has none.
+        text: the rest of its line.
+        is_root: whether it is its computation's result.
+    """
+
+    name: str
+    kind: str
+    shape: str
+    operands: tuple[str, ...]
+    origin: str
+    cycles: int
+    text: str
+    is_root: bool
+
+    def computations(self, *roles: str) -> tuple[str, ...]:
+        """The names of the computations that it runs in the given ``roles``, such as ``body``."""
+        found: list[str] = []
+        for role in roles:
+            for one, several in re.findall(rf"\b{role}=(?:(%[\w.\-]+)|\{{([^}}]*)\}})", self.text):
+                found += [one] if one else re.findall(r"%[\w.\-]+", several)
+        return tuple(found)
+
+    @property
+    def collective(self) -> str:
+        """Which of `COLLECTIVES` it is, or begins; empty where it is none."""
+        kind = self.kind.removesuffix("-start")
+        return kind if kind in COLLECTIVES else ""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Operations that run together, once a turn of the loop whose body they are.
+
+    Attributes:
+        operations: of the loop's body; loops inside it are turns of their own.
+        turns: how often they run in one step.
+    """
+
+    operations: tuple[Operation, ...]
+    turns: int
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: by name, each a list of operations.
+        entry: the name of the one where it begins.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Operation]] = {}
+        self.entry = ""
+        for part in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ )", text):
+            head = re.match(r"(ENTRY )?(%[\w.\-]+) ", part)
+            if head:
+                self.computations[head[2]] = {found.name: found for found in map(_operation, part.splitlines()[1:]) if found}
+                self.entry = head[2] if head[1] else self.entry
+
+    @cached_property
+    def main_loop(self) -> str:
+        """The body of the entry's loop with the most operations, or the entry itself where it has none."""
+        loops = [operation for operation in self.computations[self.entry].values() if operation.kind == "while"]
+        bodies = [name for loop in loops for name in loop.computations("body")]
+        return max(bodies, key=lambda name: len(self.computations[name]), default=self.entry)
+
+    def turns(self, start: str, unknown: int) -> list[Turn]:
+        """What runs when the computation ``start`` runs once: its own operations, then those of the loops inside it.
+
+        Args:
+            start: its name.
+            unknown: how often a loop is taken to turn whose end depends on data.
+        """
+        found: list[Turn] = []
+
+        def visit(name: str, turns: int) -> None:
+            own: list[Operation] = []
+
+            def collect(name: str) -> None:
+                for operation in self.computations[name].values():
+                    own.append(operation)
+                    if operation.kind == "call":
+                        for called in operation.computations("to_apply", "calls"):
+                            collect(called)
+                    elif operation.kind == "conditional":  # the longest branch
+                        branches = operation.computations("branch_computations", "true_computation", "false_computation")
+                        collect(max(branches, key=lambda branch: len(self.computations[branch])))
+
+            collect(name)
+            found.append(Turn(tuple(own), turns))
+            for operation in own:
+                if operation.kind == "while":
+                    (body,), (condition,) = operation.computations("body"), operation.computations("condition")
+                    visit(body, turns * self._length(operation, condition, unknown))
+
+        visit(start, 1)
+        return found
+
+    def _length(self, loop: Operation, condition: str, unknown: int) -> int:
+        """How often a loop turns: known where it only counts up to a number."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
+            return int(known[1])
+        compared = [operation for operation in self.computations[condition].values() if operation.is_root]
+        constants = [o for o in self.computations[condition].values() if o.kind == "constant" and o.shape.startswith("s32[]")]
+        if len(compared) == len(constants) == 1 and compared[0].kind in ("compare", "fusion"):
+            inner = compared[0].computations("calls")
+            plain = all(o.kind in ("compare", "parameter") for name in inner for o in self.computations[name].values())
+            number = re.match(r"(\d+)\)", constants[0].text)
+            if plain and number:
+                return int(number[1])
+        return unknown
+
+    # --- what a turn costs ---
+
+    def bytes_moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> int:
+        """Bytes that the operations read from and write to a chip's main memory.
+
+        What an operation only takes a slice of counts as that slice, and what it updates in place as the update.
+        """
+        return sum(size for _, size in self.moved(operations))
+
+    def moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> Iterator[tuple[Operation, int]]:
+        """The operations that move anything, and how many bytes."""
+        for operation in operations.values() if isinstance(operations, Mapping) else operations:
+            if operation.kind not in _NOTHING_MOVES and (size := self._bytes_of(operation)):
+                yield operation, size
+
+    def copies(self, operations: tuple[Operation, ...], large: float) -> list[str]:
+        """The shapes that are copied from main memory to main memory, of at least ``large`` bytes."""
+        found = []
+        for operation in operations:
+            if operation.kind == "copy":
+                sizes = [main_memory_bytes(operation.shape), main_memory_bytes(self._shape(operation.operands[0]))]
+            elif operation.kind == "copy-start":  # (copy, source, …)
+                sizes = _sizes(operation.shape)[:2]
+            else:
+                continue
+            if min(sizes) >= large:
+                found.append(without_layout(operation.shape))
+        return found
+
+    def _bytes_of(self, operation: Operation) -> int:
+        shapes = [self._shape(name) for name in operation.operands]
+        if operation.kind.endswith("slice-start"):  # ((source), slice, …)
+            return _sizes(without_layout(operation.shape))[1] + _sizes(operation.shape)[1]
+        if operation.kind == "copy-start":  # (copy, source, …)
+            return sum(_sizes(operation.shape)[:2])
+        if operation.kind in _SLICES:
+            return 2 * main_memory_bytes(operation.shape)
+        if operation.kind in _UPDATES:
+            return 2 * main_memory_bytes(shapes[1 if operation.kind == "dynamic-update-slice" else -1])
+        result = 0 if operation.kind.endswith("-start") else main_memory_bytes(operation.shape)
+        if operation.kind != "fusion":
+            return result + sum(map(main_memory_bytes, shapes))
+        inside = self.computations[operation.computations("calls")[0]]
+        parameters = [o for o in inside.values() if o.kind == "parameter"]
+        parameters.sort(key=lambda o: int(re.match(r"\d+", o.text)[0]))  # pyright: ignore[reportOptionalSubscript]
+        total = result
+        for parameter, shape in zip(parameters, shapes, strict=False):
+            size = main_memory_bytes(shape)
+            users = _users(inside, parameter.name)
+            if size and users and all(user.kind in _UPDATES and user.operands[0] in names for user, names in users):
+                # Updated in place: neither read nor written as a whole.
+                updates = [user.operands[1 if user.kind == "dynamic-update-slice" else -1] for user, _ in users]
+                total += sum(2 * main_memory_bytes(without_layout(inside[name].shape)) for name in updates) - size
+            elif size and users and all(user.kind in _SLICES and user.operands[0] in names for user, names in users):
+                total += min(size, sum(main_memory_bytes(without_layout(user.shape)) for user, _ in users))
+            else:
+                total += size
+        return max(total, 0)
+
+    @cached_property
+    def _shapes(self) -> dict[str, str]:
+        return {name: o.shape for computation in self.computations.values() for name, o in computation.items()}
+
+    def _shape(self, name: str) -> str:
+        return self._shapes.get(name, "")
+
+
+def _users(computation: Mapping[str, Operation], name: str) -> list[tuple[Operation, set[str]]]:
+    """The operations that use the value called ``name``, through bitcasts; and all names it has."""
+    names, users = {name}, []
+    for operation in computation.values():
+        if names & set(operation.operands):
+            if operation.kind == "bitcast":
+                names.add(operation.name)
+            else:
+                users.append(operation)
+    return [(user, names) for user in users]
+
+
+def without_layout(shape: str) -> str:
+    """A shape without its layout, which says where it lies: inside a fusion no value lies anywhere."""
+    return re.sub(r"\{[^}]*\}", "", shape)
+
+
+def _operation(line: str) -> Operation | None:
+    found = _OPERATION.match(line)
+    if not found:
+        return None
+    root, name, shape, kind, rest = found.groups()
+    origin, cycles = re.search(r'op_name="([^"]*)"', rest), re.search(r'"estimated_cycles":"(\d+)"', rest)
+    return Operation(
+        name=name,
+        kind=kind,
+        shape=shape,
+        operands=tuple(re.findall(r"%[\w.\-]+", rest.split("), ")[0])),
+        origin=origin[1] if origin else "",
+        cycles=int(cycles[1]) if cycles else 0,
+        text=rest,
+        is_root=bool(root),
+    )
+
+
+def kernels(operations: tuple[Operation, ...]) -> int:
+    """How many of the operations a GPU launches as kernels, or a TPU as programs of their own."""
+    return sum(operation.kind in _KERNELS for operation in operations)
+
+
+def array_bytes(operation: Operation) -> int:
+    """Bytes of the operation's result, wherever it lies; of one that only begins an exchange, of what comes of it."""
+    sizes = _sizes(without_layout(operation.shape))
+    return sizes[-1] if operation.kind.endswith("-start") and len(sizes) > 1 else sum(sizes)
