@@ -3,6 +3,7 @@
 The target and every drafter warp their logits here. Losslessness is a statement about *this* distribution.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -142,7 +143,11 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature == 0, 1.0, temperature)
     if not sampling.truncated:
         return scaled
-    return jnp.where((scaled >= _threshold(scaled, sampling)) | (temperature == 0), scaled, scaled + beyond)
+    # Where a pass costs more than what is worked out in it, fewer passes that try more numbers at once.
+    threshold = jax.lax.platform_dependent(
+        scaled, sampling, cpu=partial(_threshold, bits=1), default=partial(_threshold, bits=4)
+    )
+    return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
 
 
 def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -174,38 +179,49 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
-def _threshold(scaled: jax.Array, sampling: RowSampling) -> jax.Array:
-    """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``."""
+def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array:
+    """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``; ``bits`` as in `_largest`."""
     vocab = scaled.shape[-1]
     shape = (*scaled.shape[:-1], 1)
-    row = partial(_by_row, like=scaled)
-    count = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
-    kth = _largest(lambda t: jnp.sum(scaled >= t, axis=-1, keepdims=True) >= count, shape)
+    row, each = partial(_by_row, like=scaled), scaled[..., None, :]
+
+    def kth_largest() -> jax.Array:
+        count = jnp.where(row(sampling.top_k) == 0, vocab, jnp.minimum(row(sampling.top_k), vocab))
+        return _largest(lambda t: jnp.sum(each >= t[..., None], axis=-1) >= count, shape, bits)
+
+    # Most often no row asks for it.
+    kth = jax.lax.cond(jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf))
     best = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.where(scaled >= kth, jnp.exp(scaled - best), 0.0)
     needed = row(sampling.top_p) * jnp.sum(mass, axis=-1, keepdims=True)
-    nucleus = _largest(lambda t: jnp.sum(jnp.where(scaled >= t, mass, 0.0), axis=-1, keepdims=True) >= needed, shape)
+    kept = mass[..., None, :]
+    nucleus = _largest(lambda t: jnp.sum(jnp.where(each >= t[..., None], kept, 0.0), axis=-1) >= needed, shape, bits)
     nucleus = jnp.where(row(sampling.top_p) >= 1, -jnp.inf, nucleus)
     floor = best + jnp.log(row(sampling.min_p))  # log 0 = -inf: no floor
     # The most probable token survives whatever rounding does: a top_p that the device takes for 0 asks for no mass at all.
     return jnp.minimum(jnp.maximum(jnp.maximum(kth, nucleus), floor), best)
 
 
-def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
+def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int) -> jax.Array:
     """The largest float32 for which ``holds``, which is true up to there and false above; one search for each of ``shape``.
 
-    Bisection of the 32 bits of a float: 32 passes over the vocabulary take a twentieth of the time of sorting it.
+    Digit by digit of the 32 bits of a float: 32 passes over the vocabulary take a twentieth of the time of sorting it.
+
+    Args:
+        holds: of numbers ``[…, m]`` whether it holds for each.
+        shape: ``(…, 1)``.
+        bits: of a digit. A pass tries all its values at once: 8 passes that try 15 numbers each, or 32 that try one.
     """
-
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + ((high - low + 1) >> 1)
-        held = holds(_to_float(middle))
-        return jnp.where(held, middle, low), jnp.where(held, high, middle - 1)
-
     low, high = _to_ordinal(jnp.float32(-jnp.inf)), _to_ordinal(jnp.float32(jnp.inf))
-    bounds = jnp.broadcast_to(low, shape), jnp.broadcast_to(high, shape)
-    return _to_float(jax.lax.fori_loop(0, 32, halve, bounds)[0])
+    digits = jnp.arange(1, 2**bits, dtype=jnp.uint32)
+
+    def add_digit(i: jax.Array, found: jax.Array) -> jax.Array:
+        place = (32 - bits * (i + 1)).astype(jnp.uint32)
+        tried = jnp.clip(found + (digits << place), low, high)
+        return found + (jnp.sum(holds(_to_float(tried)), axis=-1, keepdims=True).astype(jnp.uint32) << place)
+
+    found = jax.lax.fori_loop(0, 32 // bits, add_digit, jnp.zeros(shape, jnp.uint32))
+    return _to_float(jnp.clip(found, low, high))
 
 
 def _to_ordinal(x: jax.Array) -> jax.Array:
@@ -220,7 +236,7 @@ def _to_float(ordinal: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-_BLOCK = 64
+_BLOCKS = 256
 
 
 @shape_checked
@@ -230,12 +246,15 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     Inversion of the distribution function, first over blocks of tokens and then inside one: two random numbers a row instead of
     the one a token that the Gumbel trick takes. One number for both would resolve no probability below 2^-23.
     """
-    size = min(_BLOCK, p.shape[-1])
-    blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % size))).reshape(p.shape[0], -1, size)
+    # A power of two, as is the number of devices that share a vocabulary: no block lies on two of them.
+    count = math.gcd(p.shape[-1], _BLOCKS)
+    if count < 16 and p.shape[-1] > _BLOCKS:  # some blocks at the end are empty
+        count = _BLOCKS
+    blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % count))).reshape(p.shape[0], count, -1)
     masses = jnp.sum(blocks, axis=-1)
     u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
     block = _invert(masses, u[:, 0])
-    return block * size + _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1])
+    return block * blocks.shape[-1] + _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1])
 
 
 def _invert(mass: jax.Array, u: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import sampling
 from specjax.evaluation.conformance import monte_carlo_bound, total_variation
 from specjax.sampling import Sampling, draw, probabilities, split_keys
 
@@ -143,3 +144,18 @@ def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:
     together, alone = split_keys(keys, 3), split_keys(keys[2:3], 3)
     assert together.shape == (3, 5)
     np.testing.assert_array_equal(jax.random.key_data(together[:, 2]), jax.random.key_data(alone[:, 0]))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
+    """With ties, and tokens that cannot come."""
+    logits = np.random.default_rng(0).integers(-6, 6, (7, 3, 200)).astype(np.float32)
+    logits[:, :, ::5] = -np.inf
+    settings = {
+        "top_k": [0, 1, 5, 0, 30, 200, 0],
+        "top_p": [1, 1, 1, 0.5, 0.9, 1e-40, 1e-3],
+        "min_p": [0, 0, 0.1, 0, 0, 0, 0.5],
+    }
+    rows = Sampling(temperature=1.0, **settings).rows(7)
+    one_bit = sampling._threshold(jnp.asarray(logits), rows, bits=1)
+    np.testing.assert_array_equal(sampling._threshold(jnp.asarray(logits), rows, bits=bits), one_bit)

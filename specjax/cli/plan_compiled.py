@@ -12,7 +12,7 @@ from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.planning import abstract, theory
-from specjax.planning.compiled import Compiled, Setup, Step, compile_program, compile_step
+from specjax.planning.compiled import Compiled, Setup, Step, TurnCosts, compile_program, compile_step
 from specjax.planning.topologies import find_mesh
 from specjax.sampling import Sampling
 from specjax.training.config import TrainConfig
@@ -121,12 +121,14 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
     table = _table("a step, on one chip", "", *(step.drafter for step in steps))
     limits = [step.limits(chip, chips) for step in steps]
     lines: dict[str, list[str]] = {
+        "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
         "moved, GB": [f"{step.decode.bytes / 1e9:.2f}" for step in steps],
         "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
         "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
         "exchanges": [_counts(step.decode) for step in steps],
         "exchanged, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
         "copies of the cache": [f"{len(step.decode.cache_copies)}" for step in steps],
+        "largest new array, MB": [f"{step.decode.largest / 1e6:.2f}" for step in steps],
         "kernels": [f"{step.decode.kernels:,}" for step in steps],
     }
     if any(step.decode.cycles for step in steps):
@@ -142,7 +144,11 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
 
 def _loop_table(program: Compiled) -> Table:
     table = _table(f"loops of a step, {program.name}", "turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
+    alike: dict[str, TurnCosts] = {}  # a loop in each layer, say: added up
     for turn in program.turns:
+        key = repr(replace(turn, turns=0))
+        alike[key] = replace(turn, turns=turn.turns + (alike[key].turns if key in alike else 0))
+    for turn in alike.values():
         if turn.bytes > 1e5 or turn.kernels > 20:
             most = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
             exchanges = str(sum(turn.collectives.values()))
@@ -175,6 +181,7 @@ def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
         "prefill": _program_json(step.prefill),
         "decode": _program_json(step.decode),
         "must_read_bytes": step.floor,
+        "cache_bytes": step.cache,
         "seconds": step.limits(chip, chips),
         "depth": step.depth,
     }

@@ -270,7 +270,7 @@ def _joined(pieces: Sequence[tuple[Entry, jax.Array | None]], batch: int, count:
 
 
 def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, widest: int) -> Attended:
-    """Grouped queries over the slots of a cache, block by block: from the first that any query sees to the last that any row has filled."""
+    """Grouped queries over a cache, block by block: from the first that any query sees to the last that any row has filled."""
     width = min(widest, filled.slots)
 
     def over(start: jax.Array | int) -> Attended:

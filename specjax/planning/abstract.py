@@ -22,7 +22,6 @@ from specjax.drafters import (
     MixtureOfAttentions,
     NoDraft,
     PromptLookup,
-    check_vocabulary,
     eagle,
     eagle3_checkpoint,
     medusa,

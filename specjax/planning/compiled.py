@@ -77,6 +77,7 @@ class Compiled:
         memory: on one chip.
         turns: the step's, and its inner loops'.
         cache_copies: copies, in a step, of arrays as large as a layer's part of the cache.
+        largest: bytes of the largest array that an operation of a step writes anew to main memory.
         text: as the compiler prints it.
     """
 
@@ -85,6 +86,7 @@ class Compiled:
     memory: Memory
     turns: tuple[TurnCosts, ...]
     cache_copies: tuple[str, ...]
+    largest: int
     text: str
 
     @property
@@ -160,6 +162,7 @@ class Step:
         prefill: reads the prompts.
         decode: the step.
         floor: bytes that one chip must read in a step: weights and caches, once for each pass over them.
+        cache: bytes that one chip holds of the target's cache.
         flops: operations of one chip in a step.
         depth: tokens that a draft is deep.
     """
@@ -168,6 +171,7 @@ class Step:
     prefill: Compiled
     decode: Compiled
     floor: int
+    cache: int
     flops: float
     depth: int
 
@@ -207,7 +211,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     floor = abstract.bytes_of_pass(setup.target, cache)
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
-    return Step(name, prefill, decode, floor, _flops(setup, drafter), depth)
+    return Step(name, prefill, decode, floor, abstract.bytes_of_one(cache), _flops(setup, drafter), depth)
 
 
 def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
@@ -272,7 +276,10 @@ def compile_program(name: str, lowered: Any, mesh: Mesh, large: float = math.inf
         temporaries=analysis.temp_size_in_bytes,
         results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
     )
-    return Compiled(name, seconds, memory, tuple(_costs(program, turn) for turn in of_step), tuple(copies), text), executable
+    made = (found for turn in of_step for found in program.moved(turn.operations) if not found[0].kind.startswith("copy"))
+    largest = max((written for _, _, written in made), default=0)
+    costs = tuple(_costs(program, turn) for turn in of_step)
+    return Compiled(name, seconds, memory, costs, tuple(copies), largest, text), executable
 
 
 def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:

@@ -167,57 +167,57 @@ class Program:
 
         What an operation only takes a slice of counts as that slice, and what it updates in place as the update.
         """
-        return sum(size for _, size in self.moved(operations))
+        return sum(read + written for _, read, written in self.moved(operations))
 
-    def moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> Iterator[tuple[Operation, int]]:
-        """The operations that move anything, and how many bytes."""
+    def moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> Iterator[tuple[Operation, int, int]]:
+        """The operations that move anything, and how many bytes each reads and writes."""
         for operation in operations.values() if isinstance(operations, Mapping) else operations:
-            if operation.kind not in _NOTHING_MOVES and (size := self._bytes_of(operation)):
-                yield operation, size
+            if operation.kind not in _NOTHING_MOVES:
+                read, written = self._moved_by(operation)
+                if read or written:
+                    yield operation, read, written
 
     def copies(self, operations: tuple[Operation, ...], large: float) -> list[str]:
         """The shapes that are copied from main memory to main memory, of at least ``large`` bytes."""
-        found = []
-        for operation in operations:
-            if operation.kind == "copy":
-                sizes = [main_memory_bytes(operation.shape), main_memory_bytes(self._shape(operation.operands[0]))]
-            elif operation.kind == "copy-start":  # (copy, source, …)
-                sizes = _sizes(operation.shape)[:2]
-            else:
-                continue
-            if min(sizes) >= large:
-                found.append(without_layout(operation.shape))
-        return found
+        copies = [found for found in self.moved(operations) if found[0].kind in ("copy", "copy-start")]
+        return [without_layout(operation.shape) for operation, read, written in copies if min(read, written) >= large]
 
-    def _bytes_of(self, operation: Operation) -> int:
-        shapes = [self._shape(name) for name in operation.operands]
+    def _moved_by(self, operation: Operation) -> tuple[int, int]:
+        """Bytes read and written."""
+        operands, result = [self._shape(name) for name in operation.operands], main_memory_bytes(operation.shape)
         if operation.kind.endswith("slice-start"):  # ((source), slice, …)
-            return _sizes(without_layout(operation.shape))[1] + _sizes(operation.shape)[1]
+            return _sizes(without_layout(operation.shape))[1], _sizes(operation.shape)[1]
         if operation.kind == "copy-start":  # (copy, source, …)
-            return sum(_sizes(operation.shape)[:2])
+            written, read = _sizes(operation.shape)[:2]
+            return read, written
         if operation.kind in _SLICES:
-            return 2 * main_memory_bytes(operation.shape)
+            return result, result
         if operation.kind in _UPDATES:
-            return 2 * main_memory_bytes(shapes[1 if operation.kind == "dynamic-update-slice" else -1])
-        result = 0 if operation.kind.endswith("-start") else main_memory_bytes(operation.shape)
-        if operation.kind != "fusion":
-            return result + sum(map(main_memory_bytes, shapes))
+            update = main_memory_bytes(operands[_update_of(operation)])
+            return update, update
+        if operation.kind == "fusion":
+            return self._moved_by_fusion(operation, operands, result)
+        return sum(map(main_memory_bytes, operands)), 0 if operation.kind.endswith("-start") else result
+
+    def _moved_by_fusion(self, operation: Operation, operands: list[str], result: int) -> tuple[int, int]:
         inside = self.computations[operation.computations("calls")[0]]
-        parameters = [o for o in inside.values() if o.kind == "parameter"]
-        parameters.sort(key=lambda o: int(re.match(r"\d+", o.text)[0]))  # pyright: ignore[reportOptionalSubscript]
-        total = result
-        for parameter, shape in zip(parameters, shapes, strict=False):
-            size = main_memory_bytes(shape)
-            users = _users(inside, parameter.name)
-            if size and users and all(user.kind in _UPDATES and user.operands[0] in names for user, names in users):
+        parameters = sorted((o for o in inside.values() if o.kind == "parameter"), key=_number_of)
+        read, written = 0, result
+        for parameter, operand in zip(parameters, operands, strict=False):
+            size = main_memory_bytes(operand)
+            names, users = _users(inside, parameter.name)
+            kinds = {user.kind if user.operands[0] in names else "other" for user in users}
+            if not size or not users:
+                continue
+            if kinds <= set(_UPDATES):
                 # Updated in place: neither read nor written as a whole.
-                updates = [user.operands[1 if user.kind == "dynamic-update-slice" else -1] for user, _ in users]
-                total += sum(2 * main_memory_bytes(without_layout(inside[name].shape)) for name in updates) - size
-            elif size and users and all(user.kind in _SLICES and user.operands[0] in names for user, names in users):
-                total += min(size, sum(main_memory_bytes(without_layout(user.shape)) for user, _ in users))
+                update = sum(main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape)) for user in users)
+                read, written = read + update, max(written - size, 0) + update
+            elif kinds <= set(_SLICES):
+                read += min(size, sum(main_memory_bytes(without_layout(user.shape)) for user in users))
             else:
-                total += size
-        return max(total, 0)
+                read += size
+        return read, written
 
     @cached_property
     def _shapes(self) -> dict[str, str]:
@@ -227,8 +227,8 @@ class Program:
         return self._shapes.get(name, "")
 
 
-def _users(computation: Mapping[str, Operation], name: str) -> list[tuple[Operation, set[str]]]:
-    """The operations that use the value called ``name``, through bitcasts; and all names it has."""
+def _users(computation: Mapping[str, Operation], name: str) -> tuple[set[str], list[Operation]]:
+    """All names that the value called ``name`` has, through bitcasts; and the operations that use it."""
     names, users = {name}, []
     for operation in computation.values():
         if names & set(operation.operands):
@@ -236,7 +236,16 @@ def _users(computation: Mapping[str, Operation], name: str) -> list[tuple[Operat
                 names.add(operation.name)
             else:
                 users.append(operation)
-    return [(user, names) for user in users]
+    return names, users
+
+
+def _update_of(operation: Operation) -> int:
+    """Which operand holds what is written."""
+    return 1 if operation.kind == "dynamic-update-slice" else -1
+
+
+def _number_of(parameter: Operation) -> int:
+    return int(parameter.text.partition(")")[0])
 
 
 def without_layout(shape: str) -> str:

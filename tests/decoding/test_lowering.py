@@ -1,0 +1,33 @@
+"""Every step of decoding lowers for TPUs and for NVIDIA's GPUs: without either, and without their compilers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax.decoding import engine
+from specjax.sampling import Sampling
+from tests.conftest import SHAPES
+from tests.evaluation.test_conformance import CASES, METHODS
+
+B, P = 2, 4
+
+
+def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
+    shapes = jax.ShapeDtypeStruct((B,), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
+    eos, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
+    given = target, drafter, tokens, shapes, shapes, keys, eos, jax.eval_shape(lambda: sampling.rows(B))
+    state = jax.eval_shape(partial(engine.prefill, capacity=40), *given)
+    return jax.jit(engine.step).trace(target, drafter, state).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("method", "shape"), CASES)
+def test_every_drafter_with_every_shape_lowers(target, method, shape) -> None:
+    drafter = METHODS[method](SHAPES[shape])
+    sampling = Sampling(temperature=0.7, top_p=0.9)
+    text = {platform: lowered(target, drafter, platform, sampling) for platform in ("tpu", "cuda")}
+    assert "tpu_custom_call" in text["tpu"]  # the attention kernel
+    assert "tpu_custom_call" not in text["cuda"]
+    assert "f64" not in text["tpu"] + text["cuda"]

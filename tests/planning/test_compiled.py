@@ -1,0 +1,188 @@
+"""Programs compiled from shapes alone: here for this machine's CPU; for TPUs and GPUs where their compilers are installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.chips import Chip
+from specjax.cli.main import main
+from specjax.decoding import engine
+from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions, NoDraft
+from specjax.errors import InputError
+from specjax.models.transformer import Target
+from specjax.planning import abstract, topologies
+from specjax.planning.compiled import Setup, compile_step
+from specjax.sharding import make_mesh
+from specjax.tree import Chain
+from tests.conftest import tiny_config
+
+CHIP = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
+CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3)
+BATCH, CONTEXT, NEW = 4, 24, 16
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(2, 2)
+
+
+def setup_on(mesh) -> Setup:
+    return Setup(abstract.abstract_model(CONFIG, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW)
+
+
+def layout(tree) -> list:
+    """Path, shape and place of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for path, leaf in leaves]
+
+
+@pytest.mark.parametrize("kind", [Eagle, Eagle3, MTP, Medusa, MixtureOfAttentions])
+def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, kind) -> None:
+    real = kind.init(Target.init(CONFIG, jax.random.key(0), mesh=mesh), jax.random.key(1))
+    (name,) = (name for name, known in abstract.TRAINED.items() if known is kind)
+    drafter = abstract.abstract_drafter(name, None, setup_on(mesh).target)
+    assert jax.tree.structure(drafter) == jax.tree.structure(real)
+    assert layout(drafter) == layout(real)
+
+
+def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
+    """What a program is given, as XLA counts it, is what the arrays of a real state take on one device."""
+    setup = setup_on(mesh)
+    drafter = DraftModel(abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=Chain(3))
+    step = compile_step(setup, drafter, "draft model")
+    target = Target.init(CONFIG, jax.random.key(0), mesh=mesh)
+    real = DraftModel.init(target, jax.random.key(1), Chain(3), num_layers=1)
+    options = engine.GenerationOptions(max_new_tokens=NEW)
+    _, state = engine.start(target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW)
+    used = abstract.bytes_of_one((target, real, state))
+    keys = 8 * BATCH // 2
+    unread = abstract.bytes_of_one((state.sampling, state.eos))  # greedy rows have settings that nothing asks for
+    assert used - unread <= step.decode.memory.arguments <= used + keys + 4
+
+    exchanges = step.decode.collectives
+    assert exchanges["all-reduce"] >= 2 * (3 + 3 * 1)  # two sums a layer: of the target, and of the draft model at each level
+    assert set(exchanges) <= {"all-reduce", "all-gather", "collective-permute"}
+    of_pass = abstract.bytes_of_pass
+    assert step.floor == of_pass(target, state.cache.layers) + 3 * of_pass(real.model, state.drafter)
+    assert step.decode.bytes >= of_pass(target, state.cache.layers)
+    assert step.seconds(CHIP, 4) == max(step.limits(CHIP, 4).values()) > 0
+
+
+def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
+    step = compile_step(setup_on(mesh), NoDraft(), "plain")
+    beyond = 4  # the embedding that is looked up, and the likeliest token of all
+    assert 2 * CONFIG.num_layers <= step.decode.collectives["all-reduce"] <= 2 * CONFIG.num_layers + beyond
+    assert not step.decode.cache_copies
+
+
+# --- what cannot be compiled -----------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["plan", "--target", "llama-3.2-1b", "--batch", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("specjax: error: ") and error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("8", "--compile", "v9x:2x4"), "v5e:2x4"),
+        (("8", "--compile", "v5e"), "v5e:2x4"),
+        (("8", "--compile", "v5e:2x4", "--mesh", "2", "8"), "needs 16 chips, and v5e:2x4 has 8"),
+        (("8", "--compile", "v5e:2x4", "--mesh", "0", "8"), "each axis is at least 1"),
+        (("8", "--compile", "v5e:2x4", "--chip", "a100"), "is not read with --compile"),
+        (("8", "--compile", "v5e:2x4", "--train", "configs/none.yaml"), "is not read with --train"),
+        (("8", "--mesh", "1", "8", "--drafter", "llama-3.2-1b"), "is not read without --compile"),
+        (("8", "8", "--compile", "v5e:2x4"), "give one number of rows"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reason) -> None:
+    monkeypatch.setattr(topologies, "_tpus", lambda topology: jax.devices())
+    assert reason in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "specjax[compile]"), ("h100", "specjax[compile-cuda]")])
+def test_a_compiler_that_is_missing_is_named(capsys, monkeypatch, topology, extra) -> None:
+    find = importlib.util.find_spec
+    missing = ("libtpu", "jax_cuda12_plugin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else find(name, *rest))
+    assert f"pip install '{extra}'" in refused(capsys, "8", "--compile", topology)
+
+
+def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
+    target = abstract.abstract_model(tiny_config(intermediate_size=25), mesh)
+    with pytest.raises(InputError, match="does not divide the target's 25 units of 'mlp'"):
+        Setup(target, mesh, CHIP, BATCH, CONTEXT)
+    with pytest.raises(InputError, match="batch=3: the mesh splits it in 2"):
+        Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, 3, CONTEXT)
+    with pytest.raises(InputError, match="context=500: the target has 512 positions"):
+        Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, BATCH, 500)
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu")
+V5E, V5P = ("v5e:2x4", "llama-3.1-8b", 32), ("v5p:2x2x2", "llama-3.1-70b", 80)
+DRAFT_LAYERS = {"llama-3.2-1b": 16, "eagle3": 1}
+PROJECT = Path(__file__).parents[2]
+
+
+def planned(*arguments: str) -> dict:
+    """The JSON of ``specjax plan --compile``, from a process of its own."""
+    command = [sys.executable, "-m", "specjax", "plan", "--json", *arguments]
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}")
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@needs_libtpu
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("place", "drafter", "draft", "levels"),
+    [
+        (V5E, "llama-3.2-1b", "chain:4", 4),
+        (V5E, "llama-3.2-1b", "dynamic:10,7,60", 7),
+        (V5E, "eagle3", "chain:4", 4),
+        (V5E, "eagle3", "dynamic:10,7,60", 7),
+        (V5P, "llama-3.2-1b", "chain:4", 4),
+    ],
+)
+def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
+    """Eight rows with 1,024 tokens each, weights split over eight chips. Prefill and step fit; nothing as large as the cache is
+    copied or made; what is moved is what must be read; and a layer takes two exchanges, with a few for the vocabulary."""
+    topology, target, layers = place
+    shape = ("--draft", draft, "--batch", "8", "--context", "1024")
+    found = planned("--compile", topology, "--mesh", "1", "8", "--target", target, "--drafter", drafter, *shape)
+    for step, of_drafter in zip(found["steps"], (0, DRAFT_LAYERS[drafter]), strict=True):
+        decode = step["decode"]
+        for program in (step["prefill"], decode):
+            assert sum(program["memory"].values()) < found["chip"]["memory"]
+        assert not decode["cache_copies"]
+        assert decode["largest"] < step["cache_bytes"]
+        assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+        passes = 1 + (levels if of_drafter else 0)
+        exchanges = sum(decode["a_step"]["collectives"].values())
+        assert exchanges <= 2 * (layers + levels * of_drafter) + 5 * passes + 10 * bool(of_drafter)
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_budgets_of_a_training_step_on_a_tpu() -> None:
+    """EAGLE-3 for Llama-3.1-8B, 8 windows of 2,048 tokens on eight v5p: it fits, and no logits are whole on any chip."""
+    place = ("--compile", "v5p:2x2x2", "--mesh", "2", "4", "--target", "llama-3.1-8b")
+    found = planned(*place, "--train", "configs/eagle3_llama3_8b.yaml")
+    assert sum(found["step"]["memory"].values()) < found["chip"]["memory"]
+    whole_logits = 4 * (8 // 2) * 2048 * 128_256
+    assert found["step"]["largest"] < whole_logits
