@@ -138,7 +138,7 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
         lines[f"ms, by {name}"] = [f"{1e3 * limit[name]:.2f}" for limit in limits]
     for name, cells in lines.items():
         table.add_row(name, *cells)
-    table.columns[0].justify = "left"
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
     return table
 
 
@@ -196,5 +196,5 @@ def _table(title: str, *headers: str) -> Table:
     table = Table(*headers, title=title, title_justify="left", caption_justify="left")
     for column in table.columns:
         column.justify = "right"
-    table.columns[0].justify = "left"
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
     return table

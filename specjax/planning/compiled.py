@@ -100,7 +100,7 @@ class Compiled:
         total: Counter[str] = Counter()
         for turn in self.turns:
             total.update({kind: turn.turns * count for kind, count in turn.collectives.items()})
-        return total
+        return dict(total)
 
     @property
     def collective_bytes(self) -> int:
@@ -208,6 +208,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         setup.mesh,
         large=abstract.bytes_of_one(cache[0][0]),
         turns=max(1, depth - 1),
+        is_loop=True,
     )
     floor = abstract.bytes_of_pass(setup.target, cache)
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
@@ -253,6 +254,7 @@ def compile_program(name: str, lowered: Any, mesh: Mesh, large: float = math.inf
         mesh: of its arguments.
         large: bytes from which on a copy is named.
         turns: how often an inner loop is taken to turn whose end depends on data.
+        is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
     Returns:
         What it costs, and the executable.
@@ -269,7 +271,7 @@ def compile_program(name: str, lowered: Any, mesh: Mesh, large: float = math.inf
     seconds = time.perf_counter() - started
     analysis, text = executable.memory_analysis(), executable.as_text()
     program = hlo.Program(text)
-    of_step = program.turns(program.main_loop, turns)
+    of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
     copies = [shape for turn in of_step for shape in program.copies(turn.operations, large)]
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
@@ -291,7 +293,7 @@ def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
     return TurnCosts(
         turns=turn.turns,
         bytes=program.bytes_moved(turn.operations),
-        collectives=Counter(operation.collective for operation in collectives),
+        collectives=dict(Counter(operation.collective for operation in collectives)),
         collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
         kernels=hlo.kernels(turn.operations),
         cycles=sum(operation.cycles for operation in turn.operations),

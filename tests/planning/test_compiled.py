@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from specjax.chips import Chip
+from specjax.cli import plan_compiled
 from specjax.cli.main import main
 from specjax.decoding import engine
 from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions, NoDraft
 from specjax.errors import InputError
+from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.planning import abstract, topologies
 from specjax.planning.compiled import Setup, compile_step
@@ -82,6 +84,49 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     beyond = 4  # the embedding that is looked up, and the likeliest token of all
     assert 2 * CONFIG.num_layers <= step.decode.collectives["all-reduce"] <= 2 * CONFIG.num_layers + beyond
     assert not step.decode.cache_copies
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A target's shape; its weights are never read."""
+    content = huggingface.format_config(CONFIG, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return str(tmp_path)
+
+
+def run(capsys, monkeypatch, *arguments: str) -> str:
+    """What ``specjax plan --compile`` prints, with four CPU devices in place of a TPU's."""
+    monkeypatch.setattr(plan_compiled, "find_mesh", lambda topology, data, model: (make_mesh(data, model), CHIP))
+    assert main(["plan", "--compile", "v5e:2x2", "--mesh", "2", "2", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
+    shape = ("--drafter", "eagle3", "--draft", "chain:2", "--batch", "4", "--context", "24")
+    out = run(capsys, monkeypatch, "--target", directory, *shape)
+    for program in ("prefill, plain", "decode, plain", "prefill, eagle3", "decode, eagle3"):
+        assert program in out
+    assert "fits" in out and "moved / must be read" in out and "loops of a step, decode, eagle3" in out
+    assert "At alpha = 0.8 it makes 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
+
+
+def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, directory) -> None:
+    shape = ("--drafter", "prompt-lookup", "--batch", "4", "--context", "24")
+    found = json.loads(run(capsys, monkeypatch, "--json", "--target", directory, *shape))
+    plain, lookup = found["steps"]
+    assert (plain["drafter"], lookup["drafter"], found["chips"]) == ("plain", "prompt-lookup", 4)
+    assert plain["decode"]["a_step"]["collectives"]["all-reduce"] >= 2 * CONFIG.num_layers
+    assert plain["must_read_bytes"] == lookup["must_read_bytes"] > plain["cache_bytes"] > 0
+
+
+def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
+    """As the demo's own configuration says, for another target."""
+    file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")
+    out = run(capsys, monkeypatch, "--target", directory, "--train", file)
+    assert "a training step, eagle3" in out and "all-reduce" in out
 
 
 # --- what cannot be compiled -----------------------------------------------------------------------------------------
