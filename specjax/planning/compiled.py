@@ -245,7 +245,9 @@ def _flops(setup: Setup, drafter: Drafter) -> float:
     return total / chips
 
 
-def compile_program(name: str, lowered: Any, mesh: Mesh, large: float = math.inf, turns: int = 1) -> tuple[Compiled, Any]:
+def compile_program(
+    name: str, lowered: Any, mesh: Mesh, large: float = math.inf, turns: int = 1, is_loop: bool = False
+) -> tuple[Compiled, Any]:
     """Compile for the devices of ``mesh`` what `jax.stages.Lowered` holds.
 
     Args:
