@@ -109,26 +109,30 @@ def attend(
     """
     given = q if isinstance(q, tuple) else (q,)
     batch, count = given[0].shape[:2]
-    found = jax.lax.platform_dependent(
-        _group(given, pieces, scale),
-        tuple(pieces),
+    found = _attend_grouped(_group(given, pieces, scale), tuple(pieces), values_part=values_part, block=BLOCK)
+    return found.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
+
+
+@functools.partial(jax.jit, static_argnames=("values_part", "block"), inline=True)  # traced once for all layers alike
+def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
+    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
+    return jax.lax.platform_dependent(
+        q,
+        pieces,
         tpu=functools.partial(_attend_by_kernel if _has_cache(pieces) else _attend_plainly, values_part=values_part),
         # A loop whose end depends on data asks the host after every turn: fewer turns there.
-        cuda=functools.partial(_attend_plainly, values_part=values_part, widest=8 * BLOCK),
-        default=functools.partial(_attend_plainly, values_part=values_part),
+        cuda=functools.partial(_attend_plainly, values_part=values_part, widest=8 * block),
+        default=functools.partial(_attend_plainly, values_part=values_part, widest=block),
     )
-    return found.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
 def _has_cache(pieces: Sequence[Piece]) -> bool:
     return sum(isinstance(piece, Filled) for piece in pieces) == 1
 
 
-def _attend_plainly(
-    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int | None = None
-) -> jax.Array:
+def _attend_plainly(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX."""
-    found = _attend_all(q, pieces, values_part, widest or BLOCK)
+    found = _attend_all(q, pieces, values_part, widest)
     return (found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]).astype(q[0].dtype)
 
 

@@ -1,6 +1,7 @@
 """The blocks of a decoder, as functions of their parameters."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -55,6 +56,7 @@ def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: tu
     return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
+@partial(jax.jit, static_argnames=("config", "mesh"))  # traced and lowered once for all layers alike
 def decoder_layer(
     params: Params,
     config: ModelConfig,

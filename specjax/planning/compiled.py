@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -266,7 +267,10 @@ def compile_program(
     """
     started = time.perf_counter()
     try:
-        executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
+        with warnings.catch_warnings():
+            # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+            executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
     except jax.errors.JaxRuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise InputError(f"{name}: does not compile for these chips ({reason[:300]})") from error
