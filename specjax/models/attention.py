@@ -116,18 +116,16 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("values_part", "block"), inline=True)  # traced once for all layers alike
 def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
+    plainly = functools.partial(_attend_plainly, values_part=values_part)
+    in_blocks = functools.partial(plainly, widest=block)
+    has_cache = any(isinstance(piece, Filled) for piece in pieces)
     return jax.lax.platform_dependent(
         q,
         pieces,
-        tpu=functools.partial(_attend_by_kernel if _has_cache(pieces) else _attend_plainly, values_part=values_part),
-        # A loop whose end depends on data asks the host after every turn: fewer turns there.
-        cuda=functools.partial(_attend_plainly, values_part=values_part, widest=8 * block),
-        default=functools.partial(_attend_plainly, values_part=values_part, widest=block),
+        tpu=functools.partial(_attend_by_kernel, values_part=values_part) if has_cache else in_blocks,
+        cuda=functools.partial(plainly, widest=8 * block),  # a loop asks the host after every turn: fewer turns there
+        default=in_blocks,
     )
-
-
-def _has_cache(pieces: Sequence[Piece]) -> bool:
-    return sum(isinstance(piece, Filled) for piece in pieces) == 1
 
 
 def _attend_plainly(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int) -> jax.Array:
