@@ -180,6 +180,17 @@ class Eagle3(FeatureDrafter):
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        logits = vocabulary_logits(x, self.params["lm_head"])
+        return self._split(vocabulary_logits(x, self.params["lm_head"]))
+
+    def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
+        """``[..., Vd]`` the target's own logits of the tokens that can be drafted, of its states ``hidden [..., H]``."""
+        vocabulary = self.vocabulary(target)
+        if vocabulary is None:
+            return target.head(hidden)
+        # Columns of the head, and not of the logits: these are many more, and would have to be exchanged on a mesh.
+        return self._split(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids]))
+
+    def _split(self, logits: jax.Array) -> jax.Array:
+        """``logits [..., Vd]`` as the devices of the mesh share them."""
         units = {"vocab": logits.shape[-1]}
         return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)

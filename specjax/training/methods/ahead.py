@@ -29,6 +29,12 @@ def ahead(values: jax.Array, by: int) -> jax.Array:
     return jnp.pad(values, padding)[:, by:]
 
 
+def behind(values: jax.Array, by: int) -> jax.Array:
+    """``values [B, T, ...]`` moved ``by`` places to the right, as `ahead` moves them to the left."""
+    padding = [(0, 0), (by, 0)] + [(0, 0)] * (values.ndim - 2)
+    return jnp.pad(values, padding)[:, : values.shape[1]]
+
+
 @shape_checked
 def counted(batch: Batch, step: int) -> Bool[Array, "B T"]:
     """Where the prediction of ``step`` counts: all that was read for it is of one document, and its label is under the mask.

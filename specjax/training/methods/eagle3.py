@@ -10,8 +10,9 @@ import numpy as np
 from specjax.config import ConfigError
 from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
+from specjax.sampling import argmax
 from specjax.training import losses
-from specjax.training.methods.ahead import counted, expected
+from specjax.training.methods.ahead import behind, counted
 from specjax.training.methods.base import Batch, Given, Metrics
 from specjax.training.methods.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.methods.windows import read
@@ -82,18 +83,22 @@ class Eagle3Training(FeatureMethod):
         """In nats. Positions at which the target's likeliest token cannot be drafted do not count."""
         assert target is not None
         output = read(target, batch, student.taps(target.config))
-        vocabulary = student.vocabulary(target)
+        assert output.logits is not None
+        vocabulary, theirs, can_be_drafted = student.vocabulary(target), output.logits, jnp.ones((), bool)
+        if vocabulary is not None:
+            best = argmax(output.logits)
+            can_be_drafted = jnp.any(best[..., None] == vocabulary.ids, axis=-1)
+            theirs = student.drafted_logits(target, output.hidden)
+
+        def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
+            return losses.mean_over_positions(losses.soft_cross_entropy(theirs, student.logits(target, states)), mask)
+
+        loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         features = student.features(output)
         total, metrics = jnp.zeros(()), {}
         for step, states in enumerate(unroll(student, batch, target, features, self.steps, detach=False, remat=self.remat)):
-            theirs = expected(output, step)[1]
-            mask = counted(batch, step)
-            if vocabulary is not None:
-                best = jnp.argmax(theirs, axis=-1)
-                theirs = jnp.take(theirs, vocabulary.ids, axis=-1)
-                mask = mask & jnp.any(best[..., None] == vocabulary.ids, axis=-1)
-            ours = student.logits(target, states)
-            loss = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
+            # The states go to the places whose distribution they predict: they are narrow, and the distributions are wide.
+            loss = loss_of(behind(states, 1 + step), behind(counted(batch, step), 1 + step) & can_be_drafted)
             total += self.decay**step * loss
             metrics |= {f"loss_{step}": loss}
         return total, {"loss": total, **metrics}
