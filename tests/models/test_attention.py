@@ -74,9 +74,16 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
     np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(q), given), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("beside", ["nothing", "scratch and own", "each its own"])
-@pytest.mark.parametrize("window", [None, 10])
-@pytest.mark.parametrize("count", [1, 5, 60])
+@pytest.mark.parametrize(
+    ("count", "window", "beside"),
+    [
+        (1, 10, "nothing"),
+        (1, None, "each its own"),
+        (5, 10, "scratch and own"),
+        (60, None, "scratch and own"),
+        (60, 10, "each its own"),
+    ],
+)
 def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monkeypatch) -> None:
     """The TPU's, interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
     monkeypatch.setattr(attention_tpu, "BLOCK", 16)
