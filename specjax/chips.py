@@ -40,10 +40,10 @@ CHIPS: dict[str, Chip] = {
         "H100 SXM5 80 GB", 989.4e12, 3.35e12, 80e9, _NVIDIA + "h100/", 900e9
     ),  # its page gives twice that, with sparsity
     "a100": Chip("A100 SXM4 80 GB", 312e12, 2.039e12, 80e9, _NVIDIA + "a100/", 600e9),
-    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4", 300e9, 1.05e9),
-    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e", 200e9, 1.5e9),
-    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p", 600e9, 1.75e9),
-    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e", 448e9, 1.75e9),
+    "tpu-v4": Chip("TPU v4", 275e12, 1.2e12, 32 * 2**30, _GOOGLE + "v4", 600e9, 1.05e9),
+    "tpu-v5e": Chip("TPU v5e", 197e12, 819e9, 16e9, _GOOGLE + "v5e", 400e9, 1.5e9),
+    "tpu-v5p": Chip("TPU v5p", 459e12, 2.765e12, 95e9, _GOOGLE + "v5p", 1200e9, 1.75e9),
+    "tpu-v6e": Chip("TPU v6e", 918e12, 1.638e12, 32e9, _GOOGLE + "v6e", 800e9, 1.75e9),
 }
 """The chips by the name that `find_chip` takes."""
 

@@ -246,7 +246,7 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     Inversion of the distribution function, first over blocks of tokens and then inside one: two random numbers a row instead of
     the one a token that the Gumbel trick takes. One number for both would resolve no probability below 2^-23.
     """
-    # A power of two, as is the number of devices that share a vocabulary: no block lies on two of them.
+    # A power of two, as is the number of devices that share a vocabulary: where it divides this, no block lies on two of them.
     count = math.gcd(p.shape[-1], _BLOCKS)
     if count < 16 and p.shape[-1] > _BLOCKS:  # some blocks at the end are empty
         count = _BLOCKS

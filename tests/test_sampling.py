@@ -126,15 +126,18 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
-def test_draws_follow_the_probabilities_and_never_hit_zero() -> None:
-    """Over a vocabulary of several blocks, one of them empty, the last incomplete and ending in zeros."""
-    p = np.random.default_rng(0).random(150) ** 4
-    p[[0, 3, 63, 148, 149]] = 0
+@pytest.mark.parametrize("vocab", [512, 301])
+def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
+    """Over a vocabulary of several blocks, some of them empty, and one that no number of blocks divides; it ends in zeros."""
+    p = np.random.default_rng(0).random(vocab) ** 4
+    p[[0, 3, 63, 148, 149, vocab - 2, vocab - 1]] = 0
     p[64:128] = 0
     p /= p.sum()
-    n = 200_000
-    tokens = draw(jnp.broadcast_to(p.astype(np.float32), (n, 150)) * 7, jax.random.split(jax.random.key(0), n))  # unnormalised
-    counts = np.bincount(np.asarray(tokens), minlength=150)
+    n = 100_000
+    tokens = draw(
+        jnp.broadcast_to(p.astype(np.float32), (n, vocab)) * 7, jax.random.split(jax.random.key(0), n)
+    )  # unnormalised
+    counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert counts[p == 0].sum() == 0
     assert total_variation(counts, p) < monte_carlo_bound(p, n)
 

@@ -22,7 +22,7 @@ from specjax.planning.choice import Comparison, compare_drafts, measure_acceptan
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
-from specjax.sampling import Rule
+from specjax.sampling import Rule, Sampling
 from specjax.tree import Chain, StaticTree, parse_shape
 
 if TYPE_CHECKING:
@@ -169,6 +169,10 @@ def _plan_compiled(console: Console, config: PlanConfig) -> None:
         return
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")
+    if config.drafter in ("", "none"):
+        _refuse_unread(config, "without --drafter", "draft", "alpha")
+    theory.expected_tokens(config.alpha, 1)  # refuses what is out of range before anything is compiled
+    Sampling(temperature=config.temperature).rows(1)
     if len(config.batch) != 1:
         raise InputError(f"batch={config.batch}: with --compile give one number of rows, such as --batch 8")
     request = Request(

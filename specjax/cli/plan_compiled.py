@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 from specjax.chips import Chip
 from specjax.config import load_yaml
 from specjax.errors import InputError
+from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.planning import abstract, theory
 from specjax.planning.compiled import Compiled, Setup, Step, TurnCosts, compile_program, compile_step
@@ -80,18 +82,18 @@ def run_compiled_training(
     console: Console, topology: str, axes: tuple[int, int], config: str, target: ModelConfig | None, as_json: bool
 ) -> None:
     """Compile a step of the training that the file ``config`` describes; ``target`` in place of the file's own."""
+    if not Path(config).is_file():
+        raise InputError(f"train={config!r}: no such file")
     mesh, chip = find_mesh(topology, *axes)
     training = replace(load_yaml(TrainConfig, config), mesh=axes)
     if training.data.batch % axes[0]:
         raise InputError(
             f"mesh={axes[0]} {axes[1]}: does not divide the {training.data.batch} rows of data.batch in {config!r}"
         )
+    if target is None and training.method.target:
+        target = huggingface.read_config(huggingface.locate(training.method.target, weights=False))
     model = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
-
-    def place(student: Any) -> Any:
-        return abstract.place_drafter(student, mesh)
-
-    run = abstract_run(training, mesh, model, place)
+    run = abstract_run(training, mesh, model, lambda student: abstract.place_model(student, mesh))
     compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
     if as_json:
         print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "step": _program_json(compiled)}))

@@ -72,7 +72,8 @@ class Drafter:
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        """Numbers of nodes, ascending, that a step is compiled for; it takes the smallest that holds every row's draft."""
+        """Numbers of nodes, ascending, that a step on a CPU is compiled for; it takes the smallest that holds every row's
+        draft. Elsewhere a step has room for the largest."""
         return self.draft.node_counts
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:

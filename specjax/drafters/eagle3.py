@@ -183,10 +183,10 @@ class Eagle3(FeatureDrafter):
         return self._split(vocabulary_logits(x, self.params["lm_head"]))
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
-        """``[..., Vd]`` the target's own logits of the tokens that can be drafted, of its states ``hidden [..., H]``."""
+        """``[..., Vd]`` the target's own logits of the tokens that can be drafted, where these are not all: of its states
+        ``hidden [..., H]``."""
         vocabulary = self.vocabulary(target)
-        if vocabulary is None:
-            return target.head(hidden)
+        assert vocabulary is not None
         # Columns of the head, and not of the logits: these are many more, and would have to be exchanged on a mesh.
         return self._split(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids]))
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specjax.models.cache import Entry
+
 BLOCK = 512
 """Slots that are fetched at a time, for many queries; up to four times as many for few."""
 
@@ -22,8 +24,6 @@ ROWS = 512
 
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
 """The largest score of who has seen nothing yet: below every score, and above what hides one."""
-
-Entry = tuple[jax.Array, ...]
 
 
 def attend_in_kernel(

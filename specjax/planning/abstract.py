@@ -1,8 +1,7 @@
 """Models and drafters without weights: shapes that say where on a mesh they lie, to compile with."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -98,7 +97,7 @@ def abstract_drafter(name: str, draft: Shape | None, target: Target) -> Drafter:
         return _usual(TRAINED[name], {} if draft is None else {"draft": draft}, target)
     loaded = load_drafter(name, draft, target.config, jnp.bfloat16)
     loaded.check(replace(target, mesh=None))
-    return place_drafter(loaded, mesh)
+    return place_model(loaded, mesh)
 
 
 def _usual(kind: Any, shape: Mapping[str, Any], target: Target) -> Drafter:
@@ -107,19 +106,27 @@ def _usual(kind: Any, shape: Mapping[str, Any], target: Target) -> Drafter:
     if kind is Eagle3 and target.config.vocab_size > USUAL_DRAFT_VOCABULARY:
         sizes["ids"] = np.arange(USUAL_DRAFT_VOCABULARY)
     alone = replace(target, mesh=None)
-    make = partial(kind.init, **shape, **sizes)
-    return place_drafter(jax.eval_shape(lambda target: make(target, jax.random.key(0)), alone), target.mesh)
+
+    def make(target: Target) -> Any:
+        drafter = kind.init(target, jax.random.key(0), **shape, **sizes)
+        if kind is not Eagle3:  # which looks at its ids, and has none here
+            drafter.check(target)
+        return drafter
+
+    return place_model(jax.eval_shape(make, alone), target.mesh)
 
 
-def place_drafter(drafter: Any, mesh: Mesh | None) -> Drafter:
-    """``drafter`` with shapes on ``mesh`` in place of its params."""
+def place_model(model: Any, mesh: Mesh | None, dtype: Any = jnp.bfloat16) -> Any:
+    """A model or a drafter, or what holds some of them, with shapes on ``mesh`` in place of its params."""
     assert mesh is not None
-    if isinstance(drafter, DraftModel):
-        return replace(drafter, model=abstract_model(drafter.model.config, mesh))
-    if type(drafter) in _DECLARED:
-        declared, units = _DECLARED[type(drafter)](drafter.config)
-        return replace(drafter, params=_placed(declared, mesh, units, jnp.bfloat16), mesh=mesh)
-    return drafter
+    if isinstance(model, Target):
+        return abstract_model(model.config, mesh, dtype)
+    if type(model) in _DECLARED:
+        declared, units = _DECLARED[type(model)](model.config)
+        return replace(model, params=_placed(declared, mesh, units, dtype), mesh=mesh)
+    parts = {field.name: getattr(model, field.name) for field in fields(model)}
+    held = {name: part for name, part in parts.items() if isinstance(part, Target) or type(part) in _DECLARED}
+    return replace(model, **{name: place_model(part, mesh, dtype) for name, part in held.items()})
 
 
 def rows(mesh: Mesh, batch: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -146,27 +153,27 @@ def bytes_of_one(tree: Any) -> int:
 
 
 def bytes_of_pass(target: Target, cache: Any) -> int:
-    """Bytes that one device must read for a pass: its part of all matrices and of the whole cache."""
+    """Bytes that one device must read for a pass: its part of all matrices, all experts among them, and of the whole cache."""
     weights = {name: value for name, value in target.params.items() if name != "embed" or target.config.tie_embeddings}
     return bytes_of_one(weights) + bytes_of_one(cache)
 
 
-def bytes_of_draft(drafter: Drafter, target: Target, state: Any, cache: Any) -> int:
+def bytes_of_draft(drafter: Drafter, target: Target, state: Any = (), cache: Any = ()) -> int:
     """Bytes that one device must read to draft once: for every level the weights that it is worked out with, and what the
     drafter remembers.
 
     Args:
         drafter: the drafter.
         target: abstract, likewise.
-        state: the drafter's.
-        cache: the target's entries, by layer.
+        state: the drafter's; without it the weights alone count.
+        cache: the target's entries, by layer; likewise.
     """
     depth, held = drafter.draft.depth, bytes_of_one(state)
     head = bytes_of_one(target.params["lm_head" if "lm_head" in target.params else "embed"])
     if isinstance(drafter, NoDraft | PromptLookup):
         return 0
     if isinstance(drafter, CompressedCache):
-        return depth * bytes_of_pass(target, state.layers)
+        return depth * bytes_of_pass(target, state)
     if isinstance(drafter, EarlyExit):
         return depth * (bytes_of_one((target.params["layers"][: drafter.layers], cache[: drafter.layers])) + head)
     if isinstance(drafter, DraftModel):
@@ -176,5 +183,7 @@ def bytes_of_draft(drafter: Drafter, target: Target, state: Any, cache: Any) -> 
         return bytes_of_one(own)
     if isinstance(drafter, MTP):  # a level runs one of the modules
         return depth * (bytes_of_one(own) // drafter.modules + head + held // drafter.modules)
-    has_head = isinstance(drafter, Eagle3)
-    return depth * (bytes_of_one(own) + held + (0 if has_head else head))
+    if isinstance(drafter, Eagle3):  # `fc` reads the target's layers, once a step
+        level = bytes_of_one({name: own[name] for name in ("layers", "norm", "lm_head")})
+        return depth * (level + held) + bytes_of_one(own) - level
+    return depth * (bytes_of_one(own) + held + head)

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from specjax.chips import Chip
 from specjax.decoding import engine
-from specjax.drafters.base import Drafter, NoDraft
+from specjax.drafters.base import Drafter
 from specjax.errors import InputError
-from specjax.models.config import ModelConfig
+from specjax.models.attention import BLOCK, LOOP
 from specjax.models.transformer import Target
 from specjax.planning import abstract, hlo
 from specjax.planning.roofline import attention_work, product_work
@@ -54,6 +54,7 @@ class TurnCosts:
         bytes: read from and written to main memory.
         collectives: exchanges between chips, by kind.
         collective_bytes: of their results.
+        sent: bytes of which each of many chips sends as many: a sum over chips goes round twice.
         kernels: operations that are launched on their own.
         cycles: the compiler's estimate; 0 where it makes none. Custom kernels are not in it.
         cycles_by_kind: likewise, of the operations that take most, by kind and shape.
@@ -63,6 +64,7 @@ class TurnCosts:
     bytes: int
     collectives: Mapping[str, int]
     collective_bytes: int
+    sent: int
     kernels: int
     cycles: int
     cycles_by_kind: Mapping[str, int]
@@ -142,16 +144,20 @@ class Setup:
     sampling: Sampling = Sampling(temperature=0.0)
 
     def __post_init__(self) -> None:
+        for name in ("batch", "context", "new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"{name}={value}: must be at least 1")
         if self.batch % self.mesh.shape["data"]:
             raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple")
-        if self.batch < 1 or self.context < 1 or self.new_tokens < 1:
-            raise InputError(f"batch={self.batch}, context={self.context}: must be at least 1")
         config, model = self.target.config, self.mesh.shape["model"]
         if whole := [axis for axis in ("mlp", "vocab", "heads") if config.axis_units[axis] % model]:
             axis = whole[0]
             raise InputError(f"mesh: model={model} does not divide the target's {config.axis_units[axis]} units of {axis!r}")
         if self.context + self.new_tokens > config.max_positions:
-            raise InputError(f"context={self.context}: the target has {config.max_positions} positions")
+            raise InputError(
+                f"context={self.context}: with {self.new_tokens} new tokens too long for the target's {config.max_positions} "
+                "positions"
+            )
 
 
 @dataclass(frozen=True)
@@ -181,8 +187,8 @@ class Step:
         return max(self.limits(chip, chips).values())
 
     def limits(self, chip: Chip, chips: int) -> dict[str, float]:
-        """Seconds of a step by what holds it up. A sum over all chips sends and receives ``2 (n-1) / n`` of its bytes."""
-        exchanged = 2 * (chips - 1) / chips * self.decode.collective_bytes
+        """Seconds of a step by what holds it up."""
+        exchanged = (chips - 1) / chips * sum(turn.turns * turn.sent for turn in self.decode.turns)
         return {
             "memory": self.decode.bytes / chip.bandwidth,
             "arithmetic": self.flops / chip.flops,
@@ -202,13 +208,15 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache = state.cache.layers
+    width = BLOCK if setup.mesh.devices.flat[0].platform == "cpu" else 8 * BLOCK
+    blocks = -(-capacity // width)
     lowered = engine.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
         large=abstract.bytes_of_one(cache[0][0]),
-        turns=max(1, depth - 1),
+        turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
     floor = abstract.bytes_of_pass(setup.target, cache)
@@ -228,26 +236,21 @@ def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
 
 
 def _flops(setup: Setup, drafter: Drafter) -> float:
-    """Of one chip in a step: the target's pass over the draft, and for each level a pass of a drafting model, if it is one."""
-    chips, batch = setup.mesh.size, setup.batch
-    nodes = drafter.draft.nodes
-
-    def of_pass(config: ModelConfig, tokens: int) -> float:
-        attention = attention_work(config, batch, tokens, setup.context + setup.new_tokens)
-        return product_work(config, batch * tokens).flops + attention.flops
-
-    total = of_pass(setup.target.config, nodes)
-    model = getattr(drafter, "model", None)
-    if isinstance(model, Target):
-        total += drafter.draft.depth * of_pass(model.config, drafter.draft.width)
-    elif not isinstance(drafter, NoDraft):
-        own = sum(leaf.size for leaf in jax.tree.leaves(drafter) if leaf.ndim > 1)
-        total += 2.0 * own * batch * drafter.draft.width * drafter.draft.depth
-    return total / chips
+    """Of one chip in a step: the target's pass over the draft, and two for each weight that a node of a level is made by."""
+    config, batch, draft = setup.target.config, setup.batch, drafter.draft
+    attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
+    of_target = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
+    weights = abstract.bytes_of_draft(drafter, setup.target) / setup.target.dtype.itemsize
+    return of_target + 2.0 * weights * batch * draft.width
 
 
 def compile_program(
-    name: str, lowered: Any, mesh: Mesh, large: float = math.inf, turns: int = 1, is_loop: bool = False
+    name: str,
+    lowered: Any,
+    mesh: Mesh,
+    large: float = math.inf,
+    turns: Callable[[str], int] = lambda origin: 1,
+    is_loop: bool = False,
 ) -> tuple[Compiled, Any]:
     """Compile for the devices of ``mesh`` what `jax.stages.Lowered` holds.
 
@@ -256,7 +259,7 @@ def compile_program(
         lowered: the program.
         mesh: of its arguments.
         large: bytes from which on a copy is named.
-        turns: how often an inner loop is taken to turn whose end depends on data.
+        turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
     Returns:
@@ -301,6 +304,7 @@ def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
         bytes=program.bytes_moved(turn.operations),
         collectives=dict(Counter(operation.collective for operation in collectives)),
         collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
+        sent=sum(hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce")) for operation in collectives),
         kernels=hlo.kernels(turn.operations),
         cycles=sum(operation.cycles for operation in turn.operations),
         cycles_by_kind=dict(by_kind.most_common(12)),

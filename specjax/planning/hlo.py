@@ -6,17 +6,15 @@ computations that they run; a fusion names one, too, but is one operation: what 
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-_WIDTHS = {"pred": 1, "bf16": 2, "c64": 8} | {f"{kind}{bits}": bits // 8 for kind in "fsu" for bits in (8, 16, 32, 64)}
-_ARRAY = re.compile(r"(pred|bf16|c64|[fsu](?:8|16|32|64))\[([\d,]*)\](\{[^}]*\})?")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\](\{[^}]*\})?")  # such as bf16[8,128]{1,0:T(8,128)S(1)}
 _OPERATION = re.compile(r"\s*(ROOT )?(%[\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _NOTHING_MOVES = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "constant", "while", "conditional", "call", "after-all", "iota",
-    "partition-id", "replica-id", "copy-done", "slice-done", "dynamic-slice-done", "all-reduce-done", "all-gather-done",
-    "collective-permute-done", "async-done", "async-update", "opt-barrier", "optimization-barrier",
+    "partition-id", "replica-id", "async-update", "opt-barrier", "optimization-barrier",
 }  # fmt: skip
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """Operations by which chips exchange data."""
@@ -32,8 +30,9 @@ def main_memory_bytes(shape: str) -> int:
 def _sizes(shape: str) -> list[int]:
     """As `main_memory_bytes`, of each array of a tuple."""
 
-    def size(kind: str, dims: str, at: str) -> int:
-        return 0 if "S(" in at else _WIDTHS[kind] * math.prod(map(int, filter(None, dims.split(","))))
+    def size(kind: str, bits: str, dims: str, at: str) -> int:
+        count = math.prod(map(int, filter(None, dims.split(","))))
+        return 0 if "S(" in at else count if kind == "pred" else -(-count * int(bits) // 8)
 
     return [size(*array) for array in _ARRAY.findall(shape)]
 
@@ -114,12 +113,12 @@ class Program:
         bodies = [name for loop in loops for name in loop.computations("body")]
         return max(bodies, key=lambda name: len(self.computations[name]), default=self.entry)
 
-    def turns(self, start: str, unknown: int) -> list[Turn]:
+    def turns(self, start: str, unknown: Callable[[str], int]) -> list[Turn]:
         """What runs when the computation ``start`` runs once: its own operations, then those of the loops inside it.
 
         Args:
             start: its name.
-            unknown: how often a loop is taken to turn whose end depends on data.
+            unknown: how often a loop is taken to turn whose end depends on data, by its origin.
         """
         found: list[Turn] = []
 
@@ -146,7 +145,7 @@ class Program:
         visit(start, 1)
         return found
 
-    def _length(self, loop: Operation, condition: str, unknown: int) -> int:
+    def _length(self, loop: Operation, condition: str, unknown: Callable[[str], int]) -> int:
         """How often a loop turns: known where it only counts up to a number."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.text):
             return int(known[1])
@@ -158,7 +157,7 @@ class Program:
             number = re.match(r"(\d+)\)", constants[0].text)
             if plain and number:
                 return int(number[1])
-        return unknown
+        return unknown(loop.origin)
 
     # --- what a turn costs ---
 
@@ -172,7 +171,7 @@ class Program:
     def moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> Iterator[tuple[Operation, int, int]]:
         """The operations that move anything, and how many bytes each reads and writes."""
         for operation in operations.values() if isinstance(operations, Mapping) else operations:
-            if operation.kind not in _NOTHING_MOVES:
+            if operation.kind not in _NOTHING_MOVES and not operation.kind.endswith("-done"):
                 read, written = self._moved_by(operation)
                 if read or written:
                     yield operation, read, written
@@ -185,8 +184,9 @@ class Program:
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
         """Bytes read and written."""
         operands, result = [self._shape(name) for name in operation.operands], main_memory_bytes(operation.shape)
-        if operation.kind.endswith("slice-start"):  # ((source), slice, …)
-            return _sizes(without_layout(operation.shape))[1], _sizes(operation.shape)[1]
+        if operation.kind.endswith("slice-start"):  # ((source, …), slice, …)
+            part = _elements(operation.shape)[1]
+            return main_memory_bytes(without_layout(part)), main_memory_bytes(part)
         if operation.kind == "copy-start":  # (copy, source, …)
             written, read = _sizes(operation.shape)[:2]
             return read, written
@@ -197,7 +197,9 @@ class Program:
             return update, update
         if operation.kind == "fusion":
             return self._moved_by_fusion(operation, operands, result)
-        return sum(map(main_memory_bytes, operands)), 0 if operation.kind.endswith("-start") else result
+        if operation.collective and operation.kind.endswith("-start"):
+            result = main_memory_bytes(_exchanged(operation))
+        return sum(map(main_memory_bytes, operands)), result
 
     def _moved_by_fusion(self, operation: Operation, operands: list[str], result: int) -> tuple[int, int]:
         inside = self.computations[operation.computations("calls")[0]]
@@ -277,6 +279,24 @@ def kernels(operations: tuple[Operation, ...]) -> int:
 
 
 def array_bytes(operation: Operation) -> int:
-    """Bytes of the operation's result, wherever it lies; of one that only begins an exchange, of what comes of it."""
-    sizes = _sizes(without_layout(operation.shape))
-    return sizes[-1] if operation.kind.endswith("-start") and len(sizes) > 1 else sum(sizes)
+    """Bytes of the result of an exchange, wherever it lies; of one that only begins, of what comes of it."""
+    return sum(_sizes(without_layout(_exchanged(operation))))
+
+
+def _exchanged(operation: Operation) -> str:
+    """The part of the printed shape of an exchange that is its result."""
+    if operation.kind.endswith("-start") and operation.collective != "all-reduce":  # (operand, result, …)
+        return _elements(operation.shape)[1]
+    return operation.shape
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a printed tuple, which may be tuples themselves."""
+    found, depth = [""], 0
+    for letter in shape.removeprefix("(").removesuffix(")"):
+        depth += (letter in "({[") - (letter in ")}]")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found

@@ -20,7 +20,8 @@ from specjax.chips import CHIPS, Chip
 from specjax.errors import InputError
 from specjax.sharding import make_mesh
 
-_TPUS = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
+_TPUS = {"v4": ("tpu-v4", 3), "v5e": ("tpu-v5e", 2), "v5p": ("tpu-v5p", 3), "v6e": ("tpu-v6e", 2)}
+"""Kinds by the name in a topology: the chip, and in how many directions its links go."""
 
 _H100 = """
 gpu_device_info {
@@ -54,7 +55,8 @@ def find_mesh(topology: str, data: int, model: int) -> tuple[Mesh, Chip]:
     if topology == "h100":
         return make_mesh(data, model, _gpus(data * model)), CHIPS["h100"]
     kind, _, sides = topology.partition(":")
-    if kind not in _TPUS or not re.fullmatch(r"\d{1,2}(x\d{1,2}){1,2}", sides):
+    directions = _TPUS.get(kind, ("", 0))[1]
+    if not directions or not re.fullmatch(rf"\d{{1,2}}(x\d{{1,2}}){{{directions - 1}}}", sides):
         raise InputError(
             f"compile={topology!r}: give h100, or a kind of TPU ({', '.join(_TPUS)}) and how its chips lie, such as v5e:2x4 or "
             "v5p:2x2x2"
@@ -62,7 +64,7 @@ def find_mesh(topology: str, data: int, model: int) -> tuple[Mesh, Chip]:
     chips = math.prod(map(int, sides.split("x")))
     if data * model > chips:
         raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {topology} has {chips}")
-    return make_mesh(data, model, _tpus(topology)), CHIPS[_TPUS[kind]]
+    return make_mesh(data, model, _tpus(topology)), CHIPS[_TPUS[kind][0]]
 
 
 def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
@@ -110,4 +112,5 @@ def _devices(asked: str, **description: Any) -> list[jax.Device]:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # JAX raises one kind or another
         reason = next(iter(str(error).splitlines()), "")
-        raise InputError(f"compile={asked!r}: the compiler knows no such topology ({reason})") from error
+        smallest = "the smallest are v5e:2x2 and v5p:2x2x1"
+        raise InputError(f"compile={asked!r}: the compiler knows no such topology; {smallest} ({reason})") from error

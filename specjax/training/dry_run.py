@@ -16,7 +16,7 @@ from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.methods import Given
 from specjax.training.optimizer import make_optimizer
-from specjax.training.step import TrainState, abstract_state, cast, train_step, trainable
+from specjax.training.step import TrainState, abstract_state, cast, name_of, train_step, trainable
 
 Shapes = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -90,7 +90,7 @@ def abstract_run(
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
     alone = None if target is None else replace(target, mesh=None)
-    student = cast_shapes(place(jax.eval_shape(lambda target: _student(config, target, vocab), alone)), jnp.float32)
+    student = cast(place(jax.eval_shape(lambda target: _student(config, target, vocab), alone)), jnp.float32)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = abstract_state(method, student, optimizer, mesh)
     rows, width = config.data.batch, config.data.window
@@ -107,16 +107,6 @@ def abstract_run(
     return AbstractRun(state, {**windows, **rest}, target, fixed)
 
 
-def cast_shapes(tree: Shapes, dtype: Any) -> Shapes:
-    """As `cast`, of shapes, which stay where they lie."""
-
-    def change(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        kept = leaf.dtype if not jnp.issubdtype(leaf.dtype, jnp.floating) else dtype
-        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=leaf.sharding)
-
-    return jax.tree.map(change, tree)
-
-
 def needs(config: TrainConfig) -> Needs:
     """What the run of ``config`` takes. The target's config.json is read, and nothing else of it.
 
@@ -127,8 +117,8 @@ def needs(config: TrainConfig) -> Needs:
     method, state, target, batch, student = config.method, run.state, run.target, run.batch, run.state.student
     analysis = run.lower().compile().memory_analysis()
     inner = int(analysis.temp_size_in_bytes) if analysis is not None else 0
-    paths = {_path(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
-    kept = {_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
+    paths = {name_of(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    kept = {name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(trainable(student, method))}
     exported = sum(leaf.size for leaf in jax.tree.leaves(student)) * jnp.dtype(config.export_dtype).itemsize
     return Needs(
         student=paths,
@@ -150,10 +140,6 @@ def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
     stand_in.add_tokens([str(i) for i in range(vocab)])
     return cast(config.method.init(jax.random.key(0), Given(stand_in, np.zeros(vocab, int), target)), jnp.float32)
-
-
-def _path(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _count(tree: Shapes) -> int:

@@ -59,10 +59,10 @@ def abstract_state(
     state = jax.eval_shape(start, student)
     if mesh is None:
         return state
-    places = {_name(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    places = {name_of(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
 
     def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:  # the optimiser's lie as their parameters do
-        own = next((place for name, place in places.items() if f".{_name(path)}".endswith(f".{name}")), None)
+        own = next((place for name, place in places.items() if f".{name_of(path)}".endswith(f".{name}")), None)
         shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_place_of(mesh, shape))
 
@@ -163,8 +163,15 @@ def _parts(batch: Batch, count: int) -> Batch:
 
 
 def cast(student: Any, dtype: Any) -> Any:
-    """``student`` with its floating-point leaves in ``dtype``."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, student)
+    """``student``, of arrays or of shapes, with its floating-point leaves in ``dtype``."""
+
+    def change(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf
+        is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding) if is_shape else leaf.astype(dtype)
+
+    return jax.tree.map(change, student)
 
 
 def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixed: Any) -> float:
@@ -181,14 +188,15 @@ def trainable(student: Any, method: Method) -> Any:
     """
 
     def keep(path: Any, leaf: jax.Array) -> Any:
-        name = _name(path)
+        name = name_of(path)
         trained = jnp.issubdtype(leaf.dtype, jnp.inexact) and not method.frozen(name)
         return leaf if trained else optax.MaskedNode()
 
     return jax.tree_util.tree_map_with_path(keep, student)
 
 
-def _name(path: Any) -> str:
+def name_of(path: Any) -> str:
+    """A leaf's path in a pytree, such as ``params.layers.0.q``."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -99,10 +99,11 @@ def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monk
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_heads", [KV, 1])
-def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads) -> None:
+@pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
+def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside) -> None:
     """One head of keys cannot be split: the query heads that share it are."""
     (whole, *others), _, _ = pieces(5, 10)
+    others = others if beside else []
     whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)

@@ -79,6 +79,15 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     assert step.seconds(CHIP, 4) == max(step.limits(CHIP, 4).values()) > 0
 
 
+def test_all_of_a_long_cache_is_counted(mesh) -> None:
+    """It is read block by block, in a loop whose end depends on data."""
+    config = replace(CONFIG, max_positions=8192)
+    setup = Setup(abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, 8000, NEW)
+    step = compile_step(setup, NoDraft(), "plain")
+    assert step.cache > 0.9 * step.floor
+    assert step.decode.bytes > step.floor
+
+
 def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     step = compile_step(setup_on(mesh), NoDraft(), "plain")
     beyond = 4  # the embedding that is looked up, and the likeliest token of all
@@ -171,7 +180,7 @@ def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
         Setup(target, mesh, CHIP, BATCH, CONTEXT)
     with pytest.raises(InputError, match="batch=3: the mesh splits it in 2"):
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, 3, CONTEXT)
-    with pytest.raises(InputError, match="context=500: the target has 512 positions"):
+    with pytest.raises(InputError, match="context=500: with 256 new tokens too long for the target's 512"):
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, BATCH, 500)
 
 

@@ -18,7 +18,7 @@ def compiled(function, *shapes, **options) -> Program:
 
 
 def step(program: Program, unknown: int = 1) -> list[hlo.Turn]:
-    return program.turns(program.main_loop, unknown)
+    return program.turns(program.main_loop, lambda origin: unknown)
 
 
 def test_what_goes_in_and_comes_out_is_moved() -> None:
@@ -107,3 +107,20 @@ def test_copies_within_main_memory_are_named(large, found) -> None:
     """Not the weights that are fetched into fast memory."""
     program = Program(TPU)
     assert program.copies(step(program)[0].operations, large) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("%a = f32[8,32]{1,0} all-reduce(%x), to_apply=%add", 4 * 8 * 32),
+        ("%a = (f32[1024]{0}, f32[4]{0}) all-reduce-start(%x, %y), to_apply=%add", 4 * 1028),
+        ("%a = (f32[64]{0}, f32[512]{0}) all-gather-start(%x), dimensions={0}", 4 * 512),
+        ("%a = ((f32[64]{0}, s8[8]{0}), (f32[512]{0}, s8[64]{0})) all-gather-start(%x, %y), dimensions={0}", 4 * 512 + 64),
+        ("%a = (f32[256]{0}, f32[256]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 4 * 256),
+        ("%a = f8e4m3fn[100]{0} all-to-all(%x), dimensions={0}", 100),
+    ],
+)
+def test_the_bytes_of_an_exchange(line, size) -> None:
+    operation = hlo._operation(line)
+    assert operation.collective
+    assert hlo.array_bytes(operation) == size
