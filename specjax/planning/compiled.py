@@ -216,6 +216,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         lowered,
         setup.mesh,
         large=abstract.bytes_of_one(cache[0][0]),
+        long=capacity,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
@@ -249,6 +250,7 @@ def compile_program(
     lowered: Any,
     mesh: Mesh,
     large: float = math.inf,
+    long: int = 1,
     turns: Callable[[str], int] = lambda origin: 1,
     is_loop: bool = False,
 ) -> tuple[Compiled, Any]:
@@ -258,7 +260,8 @@ def compile_program(
         name: what it does.
         lowered: the program.
         mesh: of its arguments.
-        large: bytes from which on a copy is named.
+        large: bytes from which on a copy is named,
+        long: and the length that one of its axes must have.
         turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
@@ -266,7 +269,7 @@ def compile_program(
         What it costs, and the executable.
 
     Raises:
-        InputError: it does not compile, for lack of memory perhaps.
+        InputError: it does not compile, for lack of memory perhaps, or the compiler does not go with this version of JAX.
     """
     started = time.perf_counter()
     try:
@@ -274,14 +277,17 @@ def compile_program(
             # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
             executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
+        text = executable.as_text()
     except jax.errors.JaxRuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
-        raise InputError(f"{name}: does not compile for these chips ({reason[:300]})") from error
+        raise InputError(
+            f"{name}: cannot be compiled for these chips by the compiler that is installed ({reason[:300]})"
+        ) from error
     seconds = time.perf_counter() - started
-    analysis, text = executable.memory_analysis(), executable.as_text()
+    analysis = executable.memory_analysis()
     program = hlo.Program(text)
     of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
-    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large)]
+    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, long)]
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,

@@ -176,10 +176,15 @@ class Program:
                 if read or written:
                     yield operation, read, written
 
-    def copies(self, operations: tuple[Operation, ...], large: float) -> list[str]:
-        """The shapes that are copied from main memory to main memory, of at least ``large`` bytes."""
+    def copies(self, operations: tuple[Operation, ...], large: float, long: int = 1) -> list[str]:
+        """The shapes that are copied from main memory to main memory: of at least ``large`` bytes, and with an axis of at least
+        ``long``."""
         copies = [found for found in self.moved(operations) if found[0].kind in ("copy", "copy-start")]
-        return [without_layout(operation.shape) for operation, read, written in copies if min(read, written) >= large]
+        return [
+            without_layout(operation.shape)
+            for operation, read, written in copies
+            if min(read, written) >= large and max(_dimensions(operation.shape), default=1) >= long
+        ]
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
         """Bytes read and written."""
@@ -288,6 +293,11 @@ def _exchanged(operation: Operation) -> str:
     if operation.kind.endswith("-start") and operation.collective != "all-reduce":  # (operand, result, …)
         return _elements(operation.shape)[1]
     return operation.shape
+
+
+def _dimensions(shape: str) -> list[int]:
+    """The lengths of all axes of the first array of a printed shape."""
+    return [int(length) for length in _ARRAY.findall(shape)[0][2].split(",") if length]
 
 
 def _elements(shape: str) -> list[str]:
