@@ -179,6 +179,25 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
+_GROUPS = 16
+
+
+def top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The ``count`` largest of ``values [..., V]`` and their ids, descending, of equals the lower ids first: `jax.lax.top_k`.
+
+    A large vocabulary is searched in groups, and then the best of each: so devices that share it exchange these alone.
+    """
+    vocab = values.shape[-1]
+    size = vocab // _GROUPS
+    if vocab % _GROUPS or size < max(count, 1024):
+        return jax.lax.top_k(values, count)
+    best, places = jax.lax.top_k(values.reshape(*values.shape[:-1], _GROUPS, size), count)
+    ids = places + size * jnp.arange(_GROUPS, dtype=places.dtype)[:, None]
+    # Of equals those of an earlier group stand first here, and so have the lower ids.
+    best, chosen = jax.lax.top_k(best.reshape(*values.shape[:-1], -1), count)
+    return best, jnp.take_along_axis(ids.reshape(*values.shape[:-1], -1), chosen, axis=-1)
+
+
 def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array:
     """The smallest scaled logit that survives top-k, then top-p, then min-p: ``[B, …, 1]``; ``bits`` as in `_largest`."""
     vocab = scaled.shape[-1]

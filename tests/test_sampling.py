@@ -162,3 +162,11 @@ def test_the_threshold_is_the_same_however_many_bits_a_pass_finds(bits) -> None:
     rows = Sampling(temperature=1.0, **settings).rows(7)
     one_bit = sampling._threshold(jnp.asarray(logits), rows, bits=1)
     np.testing.assert_array_equal(sampling._threshold(jnp.asarray(logits), rows, bits=bits), one_bit)
+
+
+@pytest.mark.parametrize("vocab", [16 * 1024, 16 * 1024 + 1])
+def test_the_largest_are_those_of_a_search_in_one_piece(vocab) -> None:
+    values = np.random.default_rng(0).integers(0, 40, (3, 2, vocab)).astype(np.float32)  # most are tied
+    values[0, 0, ::7] = -np.inf
+    for found, expected in zip(sampling.top_k(jnp.asarray(values), 9), jax.lax.top_k(jnp.asarray(values), 9), strict=True):
+        np.testing.assert_array_equal(found, expected)
