@@ -216,7 +216,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
         lowered,
         setup.mesh,
         large=abstract.bytes_of_one(cache[0][0]),
-        long=capacity,
+        axis=capacity,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
@@ -250,7 +250,7 @@ def compile_program(
     lowered: Any,
     mesh: Mesh,
     large: float = math.inf,
-    long: int = 1,
+    axis: int | None = None,
     turns: Callable[[str], int] = lambda origin: 1,
     is_loop: bool = False,
 ) -> tuple[Compiled, Any]:
@@ -261,7 +261,7 @@ def compile_program(
         lowered: the program.
         mesh: of its arguments.
         large: bytes from which on a copy is named,
-        long: and the length that one of its axes must have.
+        axis: and the length that one of its axes must have, if any.
         turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
@@ -287,7 +287,7 @@ def compile_program(
     analysis = executable.memory_analysis()
     program = hlo.Program(text)
     of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
-    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, long)]
+    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, axis)]
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,
