@@ -11,7 +11,7 @@ from rich.table import Table
 
 from specjax import pipeline, text
 from specjax.chips import find_chip
-from specjax.cli.plan_compiled import Request, run_compiled, run_compiled_training
+from specjax.cli.plan_compiled import Request, run_compiled, run_compiled_training, table_of_numbers
 from specjax.drafters import CompressedCache, check_vocabulary
 from specjax.errors import InputError
 from specjax.models import huggingface
@@ -210,7 +210,7 @@ def _cost_table(config: PlanConfig, cost: float, best: theory.Choice) -> Table:
     """For each chain length: expected tokens, speed-up, operations and reads of the target; the best is marked."""
     alpha, operations = config.alpha, cost if config.operations is None else config.operations
     title = f"alpha = {alpha:g}, c = {cost:g}, c-hat = {operations:g}"
-    table = _table(title, "gamma", "tokens a step", "speed-up", "operations", "target reads", "")
+    table = table_of_numbers(title, "gamma", "tokens a step", "speed-up", "operations", "target reads", "")
     table.caption = "operations, target reads: a token, over plain decoding's"
     for gamma in range(1, config.longest + 1):
         table.add_row(
@@ -270,7 +270,9 @@ def _find_shape(argument: str, name: str) -> ModelConfig:
 def _models_table(config: PlanConfig, pair: roofline.Pair, best: dict[int, theory.Choice]) -> Table:
     """For each number of rows: the three times, the best chain, its speed-up, where speculation starts to pay, and memory."""
     room = f"{pair.chip.memory / 1e9:.0f}"
-    table = _table(_title(config, pair), "rows", "T_T ms", "T_D ms", "T_V ms", "gamma", "speed-up", "pays from", "memory GB")
+    table = table_of_numbers(
+        _title(config, pair), "rows", "T_T ms", "T_D ms", "T_V ms", "gamma", "speed-up", "pays from", "memory GB"
+    )
     table.caption = (
         "T_T: a decoding step. T_D: a drafting step. T_V: a verification of the best chain. pays from: the smallest context, "
         f"in tokens, at which speculation pays. The chip has {room} GB."
@@ -300,13 +302,6 @@ def _title(config: PlanConfig, pair: roofline.Pair) -> str:
 def _print_limit(console: Console, config: PlanConfig, gamma: int) -> None:
     if gamma == config.longest:
         console.out(f"A chain of more than {gamma} may be better still: raise --longest.")
-
-
-def _table(title: str, *headers: str) -> Table:
-    table = Table(*headers, title=title, title_justify="left", caption_justify="left")
-    for column in table.columns:
-        column.justify = "right"
-    return table
 
 
 # --- from two models on this machine ---------------------------------------------------------------------------------
@@ -384,7 +379,9 @@ def _plan_contexts(console: Console, config: PlanConfig) -> None:
 
 def contexts_table(title: str, measured: MeasuredContexts) -> Table:
     """The best gain of each context and number of rows, with the times that it comes from."""
-    table = _table(title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up")
+    table = table_of_numbers(
+        title, "context", "rows", "T_T ms", "budget", "gamma", "T_D ms", "T_V ms", "tokens a step", "speed-up"
+    )
     for context in measured.contexts:
         for batch in measured.batches:
             best, costs = measured.gains(context, batch)[0], measured.costs[context, batch]
@@ -408,7 +405,7 @@ def contexts_table(title: str, measured: MeasuredContexts) -> Table:
 def _here_table(config: PlanConfig, rows: int, found: Comparison) -> Table:
     """The fastest candidates, the fastest chain, and plain decoding."""
     title = f"{config.target}, drafter {config.drafter}; {rows} row{'s' * (rows > 1)}, temperature {config.temperature:g}"
-    table = _table(title, "draft", "tokens a step", "step ms", "speed-up", "")
+    table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "")
     table.columns[0].justify = "left"
     chains = [candidate for candidate in found.candidates if isinstance(candidate.draft, Chain)]
     plain = [candidate for candidate in found.candidates if candidate.draft is None]

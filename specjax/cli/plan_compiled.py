@@ -140,7 +140,6 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
         lines[f"ms, by {name}"] = [f"{1e3 * limit[name]:.2f}" for limit in limits]
     for name, cells in lines.items():
         table.add_row(name, *cells)
-    table.columns[0].justify, table.columns[0].no_wrap = "left", True
     return table
 
 
@@ -194,9 +193,16 @@ def _program_json(program: Compiled) -> dict[str, Any]:
     return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
 
 
-def _table(title: str, *headers: str) -> Table:
+def table_of_numbers(title: str, *headers: str) -> Table:
+    """An empty table whose columns are flush right."""
     table = Table(*headers, title=title, title_justify="left", caption_justify="left")
     for column in table.columns:
         column.justify = "right"
+    return table
+
+
+def _table(title: str, *headers: str) -> Table:
+    """The same with names in its first column."""
+    table = table_of_numbers(title, *headers)
     table.columns[0].justify, table.columns[0].no_wrap = "left", True
     return table

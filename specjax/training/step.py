@@ -41,11 +41,15 @@ def initial_state(
     """The state before the first step."""
     # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
     student = jax.tree.map(jnp.copy, student)
-    state = TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
+    state = _first_state(method, student, optimizer)
     if mesh is None:
         return state
     state = jax.tree.map(partial(_onto, mesh), state)
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
+
+
+def _first_state(method: Method, student: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    return TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
 
 
 def abstract_state(
@@ -53,10 +57,7 @@ def abstract_state(
 ) -> TrainState:
     """`initial_state` of a ``student`` of shapes: shapes, which say where they lie where the student's do."""
 
-    def start(student: Any) -> TrainState:
-        return TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
-
-    state = jax.eval_shape(start, student)
+    state = jax.eval_shape(lambda student: _first_state(method, student, optimizer), student)
     if mesh is None:
         return state
     places = {name_of(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
