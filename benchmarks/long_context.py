@@ -24,7 +24,7 @@ from rich.table import Table
 
 import specjax
 from specjax import text
-from specjax.cli.plan import contexts_table
+from specjax.cli.plan_measured import contexts_table
 from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming

@@ -14,7 +14,8 @@ from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
 from specjax.cli.evaluate import EvaluateConfig, run_evaluate
 from specjax.cli.generate import GenerateConfig, run_generate
-from specjax.cli.plan import PlanConfig, run_plan
+from specjax.cli.plan import run_plan
+from specjax.cli.plan_options import PlanConfig
 from specjax.cli.regenerate import RegenerateConfig, run_regenerate
 from specjax.cli.train import run_train
 from specjax.config import load_yaml

@@ -1,7 +1,7 @@
 """``specjax plan --compile``: programs compiled for chips that need not be there, and what they would take."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.chips import Chip
+from specjax.cli.plan_options import PlanConfig, find_shape, refuse_unread
 from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.models import huggingface
@@ -16,66 +17,69 @@ from specjax.models.config import ModelConfig
 from specjax.planning import abstract, theory
 from specjax.planning.compiled import Compiled, Setup, Step, TurnCosts, compile_program, compile_step
 from specjax.planning.topologies import find_mesh
+from specjax.reports.tables import table_of_numbers
 from specjax.sampling import Sampling
 from specjax.training.config import TrainConfig
 from specjax.training.dry_run import abstract_run
-from specjax.tree import Chain, Shape
+from specjax.tree import Chain, parse_shape
 
 
-@dataclass(frozen=True)
-class Request:
-    """What is to be compiled.
+def plan_compiled(console: Console, config: PlanConfig) -> None:
+    """What decoding, or a step of training, would take on the chips of ``compile``."""
+    others = (
+        "cost",
+        "operations",
+        "draft_cache",
+        "chip",
+        "longest",
+        "plot",
+        "measure",
+        "prompts",
+        "rule",
+        "contexts",
+        "budgets",
+    )
+    refuse_unread(config, "with --compile", *others)
+    if config.train:
+        refuse_unread(config, "with --train", "drafter", "draft", "context", "batch", "temperature", "alpha")
+        target = find_shape("target", config.target) if config.target else None
+        run_compiled_training(console, config.compile, config.mesh, config.train, target, config.json)
+        return
+    if not config.target:
+        raise InputError("target='': name the model to compile, such as llama-3.1-8b")
+    if config.drafter in ("", "none"):
+        refuse_unread(config, "without --drafter", "draft", "alpha")
+    theory.expected_tokens(config.alpha, 1)  # refuses what is out of range before anything is compiled
+    Sampling(temperature=config.temperature).rows(1)
+    if len(config.batch) != 1:
+        raise InputError(f"batch={config.batch}: with --compile give one number of rows, such as --batch 8")
+    run_compiled(console, config)
 
-    Attributes:
-        topology: as in `find_mesh`.
-        mesh: devices by axis, data and model.
-        target: its shape.
-        target_name: what it is called.
-        drafter: its name; empty is none.
-        draft: the shape of its drafts; None is its own.
-        batch: rows.
-        context: tokens of the prompts.
-        alpha: acceptance rate, to reckon with.
-        temperature: of the generation.
-        json: print JSON, and no tables.
-    """
 
-    topology: str
-    mesh: tuple[int, int]
-    target: ModelConfig
-    target_name: str
-    drafter: str
-    draft: Shape | None
-    batch: int
-    context: int
-    alpha: float
-    temperature: float
-    json: bool
-
-
-def run_compiled(console: Console, request: Request) -> None:
+def run_compiled(console: Console, config: PlanConfig) -> None:
     """Compile plain decoding, and decoding with the drafter, and print what each takes."""
-    mesh, chip = find_mesh(request.topology, *request.mesh)
-    target = abstract.abstract_model(request.target, mesh)
-    setup = Setup(target, mesh, chip, request.batch, request.context, sampling=Sampling(temperature=request.temperature))
-    names = ["none"] if request.drafter in ("", "none") else ["none", request.drafter]
-    drafters = [abstract.abstract_drafter(name, None if name == "none" else request.draft, target) for name in names]
+    mesh, chip = find_mesh(config.compile, *config.mesh)
+    target = abstract.abstract_model(find_shape("target", config.target), mesh)
+    (batch,), draft = config.batch, parse_shape(config.draft) if config.draft else None
+    setup = Setup(target, mesh, chip, batch, config.context, sampling=Sampling(temperature=config.temperature))
+    names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
+    drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target) for name in names]
     steps = []
     for name, drafter in zip(names, drafters, strict=True):
         title = "plain" if name == "none" else name
-        if not request.json:
+        if not config.json:
             console.out(f"compiling {title} for {mesh.size} x {chip.name} ...")
         steps.append(compile_step(setup, drafter, title))
-    if request.json:
+    if config.json:
         print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))
         return
-    where = f"{request.target_name} on {mesh.size} x {chip.name}, {request.batch} rows, context of {request.context:,} tokens"
+    where = f"{config.target} on {mesh.size} x {chip.name}, {batch} rows, context of {config.context:,} tokens"
     console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
     console.print(_step_table(steps, chip, mesh.size))
     console.print(_loop_table(steps[-1].decode))
     if len(steps) > 1:
-        draft = drafters[-1].draft
-        _say_gain(console, steps[0], steps[1], chip, mesh.size, request.alpha if isinstance(draft, Chain) else None)
+        alpha = config.alpha if isinstance(drafters[-1].draft, Chain) else None
+        _say_gain(console, steps[0], steps[1], chip, mesh.size, alpha)
 
 
 def run_compiled_training(
@@ -191,14 +195,6 @@ def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
 def _program_json(program: Compiled) -> dict[str, Any]:
     totals = {name: getattr(program, name) for name in ("bytes", "collectives", "collective_bytes", "kernels", "cycles")}
     return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
-
-
-def table_of_numbers(title: str, *headers: str) -> Table:
-    """An empty table whose columns are flush right."""
-    table = Table(*headers, title=title, title_justify="left", caption_justify="left")
-    for column in table.columns:
-        column.justify = "right"
-    return table
 
 
 def _table(title: str, *headers: str) -> Table:

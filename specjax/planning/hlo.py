@@ -161,16 +161,16 @@ class Program:
 
     # --- what a turn costs ---
 
-    def bytes_moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> int:
+    def bytes_moved(self, operations: tuple[Operation, ...]) -> int:
         """Bytes that the operations read from and write to a chip's main memory.
 
         What an operation only takes a slice of counts as that slice, and what it updates in place as the update.
         """
         return sum(read + written for _, read, written in self.moved(operations))
 
-    def moved(self, operations: Mapping[str, Operation] | tuple[Operation, ...]) -> Iterator[tuple[Operation, int, int]]:
+    def moved(self, operations: tuple[Operation, ...]) -> Iterator[tuple[Operation, int, int]]:
         """The operations that move anything, and how many bytes each reads and writes."""
-        for operation in operations.values() if isinstance(operations, Mapping) else operations:
+        for operation in operations:
             if operation.kind not in _NOTHING_MOVES and not operation.kind.endswith("-done"):
                 read, written = self._moved_by(operation)
                 if read or written:

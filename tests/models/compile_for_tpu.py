@@ -35,7 +35,7 @@ for count in (1, 5, 60):
         {"layers": params["layers"]}, x, cache
     )
     program = Program(lowered.compile().as_text())
-    moved = program.bytes_moved(program.computations[program.entry])
+    moved = program.bytes_moved(tuple(program.computations[program.entry].values()))
     shares[count] = moved / (bytes_of_one(params["layers"]) + bytes_of_one(cache.layers))
 for kv_heads, group, sizes, count in ((8, 8, (128,), 512), (1, 128, (512, 64), 60)):
     q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), jnp.bfloat16)) for d in sizes)
