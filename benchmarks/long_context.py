@@ -30,6 +30,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.errors import InputError
 from specjax.models import huggingface
+from specjax.models.growth import grow
 from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
@@ -45,6 +46,8 @@ class LongContextConfig:
     Attributes:
         target: directory or hub id of a target with positions for the longest context and the new tokens.
         source: files of long texts: a directory or a glob; by default numpy's own source.
+        mlp: grow the target's MLP to so many units before measuring: heavier weights beside the same keys and values, and the
+            same texts but for rounding. 0 leaves it as it is.
         scheme: of the compressed cache: streaming or snapkv.
         contexts: tokens of a prompt.
         batches: rows decoded together.
@@ -60,6 +63,7 @@ class LongContextConfig:
 
     target: str
     source: str = str(Path(np.__file__).parent / "**/*.py")
+    mlp: int = 0
     scheme: str = "streaming"
     contexts: tuple[int, ...] = (512, 2048, 8192)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -106,11 +110,25 @@ def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndar
     return [median(each) for each in seconds]
 
 
+def load_target(config: LongContextConfig) -> specjax.Target:
+    """The target, with as many MLP units as are asked for."""
+    target = specjax.Target.from_pretrained(config.target, np.float32)
+    shape = target.config
+    if not config.mlp:
+        return target
+    if config.mlp < shape.intermediate_size:
+        raise InputError(f"mlp={config.mlp}: the target has {shape.intermediate_size} units, and can only grow")
+    grown = grow(target, hidden_size=shape.hidden_size, intermediate_size=config.mlp, num_layers=shape.num_layers)
+    if grown.config.num_kv_heads != shape.num_kv_heads:
+        raise InputError(f"mlp={config.mlp}: this target would grow more heads, too, and with them keys and values")
+    return grown
+
+
 def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any]]]:
     """The measured parts, and for each context and number of rows the best choice with what it realises."""
     if config.scheme not in _SCHEMES:
         raise InputError(f"scheme={config.scheme!r}: one of {', '.join(_SCHEMES)}")
-    target = specjax.Target.from_pretrained(config.target, np.float32)
+    target = load_target(config)
     drafter = CompressedCache(scheme=_SCHEMES[config.scheme])
     texts = long_texts(config.source, config.target, max(config.contexts), max(config.batches))
     settings = {"sampling": Sampling(temperature=config.temperature), "eos_token_ids": ()}
@@ -171,7 +189,14 @@ def main(config: LongContextConfig) -> None:
         ]
         drafts = [{"budget": budget, "batch": batch, "seconds": s} for (budget, batch), s in measured.draft.items()]
         survival = [{"context": c, "budget": b, "survival": s} for (c, b), s in measured.survival.items()]
-        found = {"gains": rows, "verify": parts, "draft": drafts, "survival": survival, "critical_context": critical}
+        found = {
+            "settings": asdict(config),
+            "gains": rows,
+            "verify": parts,
+            "draft": drafts,
+            "survival": survival,
+            "critical_context": critical,
+        }
         Path(config.output).write_text(json.dumps(found, indent=2) + "\n")
     if config.plot:
         by_context: dict[str, dict[int, dict[int, float]]] = {"predicted": {}, "realised": {}}
@@ -180,7 +205,8 @@ def main(config: LongContextConfig) -> None:
             by_context["predicted"].setdefault(best["context"], {})[best["batch"]] = best["speedup"]
             if config.realise:
                 by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
-        title = f"Drafting with a compressed cache ({config.scheme}), temperature {config.temperature:g}"
+        size = f", {config.mlp:,} MLP units" if config.mlp else ""
+        title = f"Drafting with a compressed cache ({config.scheme}), temperature {config.temperature:g}{size}"
         figure = draw_by_batch(title, by_context["predicted"], by_context["realised"], critical)
         pictures.save(figure, "plot", Path(config.plot))
 

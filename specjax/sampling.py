@@ -179,23 +179,15 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
 
-_GROUPS = 16
-
-
-def top_k(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The ``count`` largest of ``values [..., V]`` and their ids, descending, of equals the lower ids first: `jax.lax.top_k`.
 
-    A large vocabulary is searched in groups, and then the best of each: so devices that share it exchange these alone.
+    With one axis of rows: only so does XLA let devices that share a vocabulary search their own parts, and exchange no more than
+    the best of each.
     """
-    vocab = values.shape[-1]
-    size = vocab // _GROUPS
-    if vocab % _GROUPS or size < max(count, 1024):
-        return jax.lax.top_k(values, count)
-    best, places = jax.lax.top_k(values.reshape(*values.shape[:-1], _GROUPS, size), count)
-    ids = places + size * jnp.arange(_GROUPS, dtype=places.dtype)[:, None]
-    # Of equals those of an earlier group stand first here, and so have the lower ids.
-    best, chosen = jax.lax.top_k(best.reshape(*values.shape[:-1], -1), count)
-    return best, jnp.take_along_axis(ids.reshape(*values.shape[:-1], -1), chosen, axis=-1)
+    best, ids = jax.lax.top_k(values.reshape(-1, values.shape[-1]), count)
+    shape = (*values.shape[:-1], count)
+    return best.reshape(shape), ids.reshape(shape)
 
 
 def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array:
@@ -265,7 +257,7 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
     Inversion of the distribution function, first over blocks of tokens and then inside one: two random numbers a row instead of
     the one a token that the Gumbel trick takes. One number for both would resolve no probability below 2^-23.
     """
-    # A power of two, as is the number of devices that share a vocabulary: where it divides this, no block lies on two of them.
+    # A power of two, as is the number of devices that share a vocabulary: where these divide the blocks, each lies on one.
     count = math.gcd(p.shape[-1], _BLOCKS)
     if count < 16 and p.shape[-1] > _BLOCKS:  # some blocks at the end are empty
         count = _BLOCKS

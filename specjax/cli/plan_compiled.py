@@ -13,7 +13,6 @@ from specjax.cli.plan_options import PlanConfig, find_shape, refuse_unread
 from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.models import huggingface
-from specjax.models.config import ModelConfig
 from specjax.planning import abstract, theory
 from specjax.planning.compiled import Compiled, Setup, Step, TurnCosts, compile_program, compile_step
 from specjax.planning.topologies import find_mesh
@@ -23,46 +22,38 @@ from specjax.training.config import TrainConfig
 from specjax.training.dry_run import abstract_run
 from specjax.tree import Chain, parse_shape
 
+_UNREAD = ("cost", "operations", "draft_cache", "chip", "longest", "plot", "measure", "prompts", "rule", "contexts", "budgets")
+
 
 def plan_compiled(console: Console, config: PlanConfig) -> None:
     """What decoding, or a step of training, would take on the chips of ``compile``."""
-    others = (
-        "cost",
-        "operations",
-        "draft_cache",
-        "chip",
-        "longest",
-        "plot",
-        "measure",
-        "prompts",
-        "rule",
-        "contexts",
-        "budgets",
-    )
-    refuse_unread(config, "with --compile", *others)
+    refuse_unread(config, "with --compile", *_UNREAD)
     if config.train:
         refuse_unread(config, "with --train", "drafter", "draft", "context", "batch", "temperature", "alpha")
-        target = find_shape("target", config.target) if config.target else None
-        run_compiled_training(console, config.compile, config.mesh, config.train, target, config.json)
-        return
+        _plan_training(console, config)
+    else:
+        _plan_decoding(console, config)
+
+
+def _plan_decoding(console: Console, config: PlanConfig) -> None:
+    """Compile plain decoding, and decoding with the drafter, and print what each takes."""
+    # What is refused is refused before any compiler is asked for.
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")
-    if config.drafter in ("", "none"):
+    names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
+    if len(names) == 1:
         refuse_unread(config, "without --drafter", "draft", "alpha")
-    theory.expected_tokens(config.alpha, 1)  # refuses what is out of range before anything is compiled
-    Sampling(temperature=config.temperature).rows(1)
+    theory.expected_tokens(config.alpha, 1)
+    sampling = Sampling(temperature=config.temperature)
+    sampling.rows(1)
     if len(config.batch) != 1:
         raise InputError(f"batch={config.batch}: with --compile give one number of rows, such as --batch 8")
-    run_compiled(console, config)
-
-
-def run_compiled(console: Console, config: PlanConfig) -> None:
-    """Compile plain decoding, and decoding with the drafter, and print what each takes."""
-    mesh, chip = find_mesh(config.compile, *config.mesh)
-    target = abstract.abstract_model(find_shape("target", config.target), mesh)
     (batch,), draft = config.batch, parse_shape(config.draft) if config.draft else None
-    setup = Setup(target, mesh, chip, batch, config.context, sampling=Sampling(temperature=config.temperature))
-    names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
+    shape = find_shape("target", config.target)
+
+    mesh, chip = find_mesh(config.compile, *config.mesh)
+    target = abstract.abstract_model(shape, mesh)
+    setup = Setup(target, mesh, chip, batch, config.context, sampling=sampling)
     drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target) for name in names]
     steps = []
     for name, drafter in zip(names, drafters, strict=True):
@@ -74,7 +65,7 @@ def run_compiled(console: Console, config: PlanConfig) -> None:
         print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))
         return
     where = f"{config.target} on {mesh.size} x {chip.name}, {batch} rows, context of {config.context:,} tokens"
-    console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
+    console.print(_memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
     console.print(_step_table(steps, chip, mesh.size))
     console.print(_loop_table(steps[-1].decode))
     if len(steps) > 1:
@@ -82,34 +73,36 @@ def run_compiled(console: Console, config: PlanConfig) -> None:
         _say_gain(console, steps[0], steps[1], chip, mesh.size, alpha)
 
 
-def run_compiled_training(
-    console: Console, topology: str, axes: tuple[int, int], config: str, target: ModelConfig | None, as_json: bool
-) -> None:
-    """Compile a step of the training that the file ``config`` describes; ``target`` in place of the file's own."""
-    if not Path(config).is_file():
-        raise InputError(f"train={config!r}: no such file")
-    mesh, chip = find_mesh(topology, *axes)
-    training = replace(load_yaml(TrainConfig, config), mesh=axes)
-    if training.data.batch % axes[0]:
+def _plan_training(console: Console, config: PlanConfig) -> None:
+    """Compile a step of the training that the file ``train`` describes; with ``target`` in place of the file's own."""
+    if not Path(config.train).is_file():
+        raise InputError(f"train={config.train!r}: no such file")
+    training = replace(load_yaml(TrainConfig, config.train), mesh=config.mesh)
+    data, model = config.mesh
+    if data < 1 or training.data.batch % data:
         raise InputError(
-            f"mesh={axes[0]} {axes[1]}: does not divide the {training.data.batch} rows of data.batch in {config!r}"
+            f"mesh={data} {model}: does not divide the {training.data.batch} rows of data.batch in {config.train!r}"
         )
+    target = find_shape("target", config.target) if config.target else None
     if target is None and training.method.target:
         target = huggingface.read_config(huggingface.locate(training.method.target, weights=False))
-    model = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
-    run = abstract_run(training, mesh, model, lambda student: abstract.place_model(student, mesh))
+
+    mesh, chip = find_mesh(config.compile, *config.mesh)
+    placed = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
+    run = abstract_run(training, mesh, placed, lambda student: abstract.place_model(student, mesh))
     compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
-    if as_json:
+    if config.json:
         print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "step": _program_json(compiled)}))
         return
-    console.print(memory_table(f"{config} on {mesh.size} x {chip.name}", [compiled], chip))
+    console.print(_memory_table(f"{config.train} on {mesh.size} x {chip.name}", [compiled], chip))
     exchanged = f"{_counts(compiled)}, {compiled.collective_bytes / 1e6:,.1f} MB"
     console.out(f"A step moves {compiled.bytes / 1e9:,.2f} GB on each chip. Exchanged: {exchanged}.")
 
 
-def memory_table(title: str, programs: list[Compiled], chip: Chip) -> Table:
+def _memory_table(title: str, programs: list[Compiled], chip: Chip) -> Table:
     """What each program needs on one chip."""
-    table = _table(title, "program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
+    headers = ("program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
+    table = table_of_numbers(title, *headers, named=True)
     for program in programs:
         memory = program.memory
         table.add_row(
@@ -124,7 +117,7 @@ def memory_table(title: str, programs: list[Compiled], chip: Chip) -> Table:
 
 
 def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
-    table = _table("a step, on one chip", "", *(step.drafter for step in steps))
+    table = table_of_numbers("a step, on one chip", "", *(step.drafter for step in steps), named=True)
     limits = [step.limits(chip, chips) for step in steps]
     lines: dict[str, list[str]] = {
         "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
@@ -148,7 +141,8 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
 
 
 def _loop_table(program: Compiled) -> Table:
-    table = _table(f"loops of a step, {program.name}", "turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
+    headers = ("turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
+    table = table_of_numbers(f"loops of a step, {program.name}", *headers)
     alike: dict[str, TurnCosts] = {}  # a loop in each layer, say: added up
     for turn in program.turns:
         key = repr(replace(turn, turns=0))
@@ -195,10 +189,3 @@ def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
 def _program_json(program: Compiled) -> dict[str, Any]:
     totals = {name: getattr(program, name) for name in ("bytes", "collectives", "collective_bytes", "kernels", "cycles")}
     return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
-
-
-def _table(title: str, *headers: str) -> Table:
-    """The same with names in its first column."""
-    table = table_of_numbers(title, *headers)
-    table.columns[0].justify, table.columns[0].no_wrap = "left", True
-    return table

@@ -10,12 +10,13 @@ from rich.table import Table
 
 from specjax import pipeline, text
 from specjax.cli.plan_options import PlanConfig
+from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache
 from specjax.errors import InputError
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts, measure_contexts
 from specjax.reports import pictures
-from specjax.reports.speedups import draw_by_batch, draw_by_nodes
+from specjax.reports.speedups import count_rows, draw_by_batch, draw_by_nodes
 from specjax.reports.tables import table_of_numbers
 from specjax.tree import Chain, StaticTree
 
@@ -25,13 +26,7 @@ _LONG_PROMPTS = 4
 
 def plan_here(console: Console, config: PlanConfig) -> None:
     """For each number of rows: the fastest chains and trees on the prompts."""
-    if not config.drafter or not config.prompts:
-        raise InputError("measure: give --target, --drafter and --prompts FILE")
-    prompts = text.read_prompts("prompts", config.prompts)
-    options = pipeline.settings(temperature=config.temperature, rule=config.rule)
-    options.sampling.rows(1)  # refuses what is out of range before any weights are read
-    longest = min(config.longest, _LONGEST)
-    pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
+    pair, prompts, options, longest = _load("measure", config)
     target, drafter = pair.target, pair.drafter
     if drafter is None:
         raise InputError("drafter='none': there is nothing to measure; name a drafter")
@@ -45,7 +40,7 @@ def plan_here(console: Console, config: PlanConfig) -> None:
         )
         console.print(_here_table(config, rows, compared[rows]))
         best = compared[rows].best
-        console.out(f"Best with {rows} row{'s' * (rows > 1)}: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x.")
+        console.out(f"Best with {count_rows(rows)}: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x.")
         if isinstance(best.draft, StaticTree):
             console.out(f"  StaticTree({best.draft.choices})")
     if config.plot:
@@ -56,16 +51,11 @@ def plan_here(console: Console, config: PlanConfig) -> None:
 
 def plan_contexts(console: Console, config: PlanConfig) -> None:
     """For each context and number of rows: the budget and the chain that gain most."""
-    if not config.drafter or not config.prompts:
-        raise InputError("contexts: give --target, --drafter and --prompts FILE")
     if min(config.contexts) < 2 or min(config.budgets, default=0) < 1:
         raise InputError(
             f"contexts={config.contexts}, budgets={config.budgets}: give numbers of tokens, and at least one budget"
         )
-    prompts = text.read_prompts("prompts", config.prompts)
-    options = pipeline.settings(temperature=config.temperature, rule=config.rule)
-    longest = min(config.longest, _LONGEST)
-    pair = pipeline.load(config.target, config.drafter, draft=Chain(longest))
+    pair, prompts, options, longest = _load("contexts", config)
     if not isinstance(pair.drafter, CompressedCache):
         raise InputError(f"drafter={config.drafter!r}: contexts are for a compressed cache: give streaming or snapkv")
     texts = [ids for prompt in prompts if len(ids := pair.encode(prompt)) >= max(config.contexts)][:_LONG_PROMPTS]
@@ -89,6 +79,17 @@ def plan_contexts(console: Console, config: PlanConfig) -> None:
         best = {c: {b: measured.gains(c, b)[0].speedup for b in measured.batches} for c in measured.contexts}
         figure = draw_by_batch(f"{config.target}, drafter {config.drafter}", best, critical=critical)
         pictures.save(figure, "plot", Path(config.plot))
+
+
+def _load(argument: str, config: PlanConfig) -> tuple[pipeline.TextGenerator, list[str], GenerationOptions, int]:
+    """The pair, the prompts, the settings of the generation, and the longest chain to look at."""
+    if not config.drafter or not config.prompts:
+        raise InputError(f"{argument}: give --target, --drafter and --prompts FILE")
+    prompts = text.read_prompts("prompts", config.prompts)
+    options = pipeline.settings(temperature=config.temperature, rule=config.rule)
+    options.sampling.rows(1)  # refuses what is out of range before any weights are read
+    longest = min(config.longest, _LONGEST)
+    return pipeline.load(config.target, config.drafter, draft=Chain(longest)), prompts, options, longest
 
 
 def contexts_table(title: str, measured: MeasuredContexts) -> Table:
@@ -118,9 +119,8 @@ def contexts_table(title: str, measured: MeasuredContexts) -> Table:
 
 def _here_table(config: PlanConfig, rows: int, found: Comparison) -> Table:
     """The fastest candidates, the fastest chain, and plain decoding."""
-    title = f"{config.target}, drafter {config.drafter}; {rows} row{'s' * (rows > 1)}, temperature {config.temperature:g}"
-    table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "")
-    table.columns[0].justify = "left"
+    title = f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature {config.temperature:g}"
+    table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "", named=True)
     chains = [candidate for candidate in found.candidates if isinstance(candidate.draft, Chain)]
     plain = [candidate for candidate in found.candidates if candidate.draft is None]
     shown = dict.fromkeys([*found.candidates[:_SHOWN], *chains[:1], *plain])

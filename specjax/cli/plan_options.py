@@ -1,4 +1,4 @@
-"""The options of ``specjax plan``: what each means, and which go together."""
+"""The options of ``specjax plan``: what each means, which go together, and the shape that a name stands for."""
 
 import os
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ from flax import struct
 from specjax.draft import Draft
 from specjax.models.cache import Cache, Entry, place_entries
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities, top_k
+from specjax.sampling import RowSampling, argmax, draw, likeliest, perturbed, position_noise, probabilities
 from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape
 
 
@@ -240,7 +240,7 @@ def _children(
         if count == 1:
             token = argmax(logits)[..., None]
             return token, jnp.zeros(token.shape), None
-        best, tokens = top_k(logits, count)
+        best, tokens = likeliest(logits, count)
         return tokens, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), None
     q = probabilities(logits, sampling)
     if count == 1:
@@ -251,7 +251,7 @@ def _children(
     # arXiv 1903.06059). A greedy row takes the k likeliest, and its q is one-hot.
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), mode="high"))(keys)
     greedy = (sampling.temperature == 0)[:, None, None]
-    scores, tokens = top_k(jnp.where(greedy, logits, jnp.log(q) + noise), count)
+    scores, tokens = likeliest(jnp.where(greedy, logits, jnp.log(q) + noise), count)
     return tokens, jnp.where(scores > -jnp.inf, 0.0, -jnp.inf), q
 
 

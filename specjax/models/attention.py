@@ -20,10 +20,19 @@ from specjax.models.attention_tpu import LEAST, attend_in_kernel
 from specjax.models.cache import Entry
 
 BLOCK = 512
-"""Slots of a cache that are attended to at a time; on CUDA eight times as many."""
+"""Slots of a short cache that are attended to at a time; see `block_width`."""
 
 LOOP = "cache_blocks"
 """What the loop over them is called in a compiled program."""
+
+
+def block_width(slots: int, block: int, on_gpu: bool = False) -> int:
+    """How many slots of a cache with ``slots`` are attended to at a time; ``block`` of a short one.
+
+    The last block is read whole, however few of its slots are filled: so a long cache has wider ones. On a GPU they are wider
+    still, for there a loop asks the host after every turn.
+    """
+    return min(slots, 8 * block if on_gpu else block if slots < 8 * block else 2 * block)
 
 
 @struct.dataclass
@@ -118,21 +127,22 @@ def attend(
 @functools.partial(jax.jit, static_argnames=("values_part", "block"), inline=True)  # traced once for all layers alike
 def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
-    plainly = functools.partial(_attend_plainly, values_part=values_part)
-    in_blocks = functools.partial(plainly, widest=block)
+    plainly = functools.partial(_attend_plainly, values_part=values_part, block=block)
     has_cache = any(isinstance(piece, Filled) for piece in pieces)
     return jax.lax.platform_dependent(
         q,
         pieces,
-        tpu=functools.partial(_attend_by_kernel, values_part=values_part) if has_cache else in_blocks,
-        cuda=functools.partial(plainly, widest=8 * block),  # a loop asks the host after every turn: fewer turns there
-        default=in_blocks,
+        tpu=functools.partial(_attend_by_kernel, values_part=values_part) if has_cache else plainly,
+        cuda=functools.partial(plainly, on_gpu=True),
+        default=plainly,
     )
 
 
-def _attend_plainly(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int) -> jax.Array:
+def _attend_plainly(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int, on_gpu: bool = False
+) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX."""
-    found = _attend_all(q, pieces, values_part, widest)
+    found = _attend_all(q, pieces, values_part, block, on_gpu)
     return (found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]).astype(q[0].dtype)
 
 
@@ -145,8 +155,8 @@ def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Seque
         others: further pieces that they attend to. What goes to these is part of no slot.
     """
     grouped = _group((q,), (filled, *others), None)
-    found = _attend_all(grouped, (filled, *others), values_part=0, widest=BLOCK)
-    width = min(BLOCK, filled.slots)
+    found = _attend_all(grouped, (filled, *others), values_part=0, block=BLOCK)
+    width = block_width(filled.slots, BLOCK)
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
         entry, seen = filled.block(block * width, width)
@@ -173,10 +183,14 @@ def _group(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | Non
     )
 
 
-def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, widest: int) -> Attended:
-    """Grouped queries over all pieces; a cache in blocks of at most ``widest`` slots."""
+def _attend_all(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int, on_gpu: bool = False
+) -> Attended:
+    """Grouped queries over all pieces; a cache in blocks of its `block_width`."""
     found = [
-        _attend_in_blocks(q, piece, values_part, widest) if isinstance(piece, Filled) else _attend_piece(q, *piece, values_part)
+        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block, on_gpu))
+        if isinstance(piece, Filled)
+        else _attend_piece(q, *piece, values_part)
         for piece in pieces
     ]
     return functools.reduce(Attended.merge, found)
@@ -280,9 +294,8 @@ def _joined(pieces: Sequence[tuple[Entry, jax.Array | None]], batch: int, count:
     return entry, jnp.pad(jnp.concatenate(masks, axis=2).astype(jnp.int8), ((0, 0), (0, 0), (0, missing)))
 
 
-def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, widest: int) -> Attended:
+def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int) -> Attended:
     """Grouped queries over a cache, block by block: from the first that any query sees to the last that any row has filled."""
-    width = min(widest, filled.slots)
 
     def over(start: jax.Array | int) -> Attended:
         entry, seen = filled.block(start, width)

@@ -17,7 +17,7 @@ from specjax.chips import Chip
 from specjax.decoding import engine
 from specjax.drafters.base import Drafter
 from specjax.errors import InputError
-from specjax.models.attention import BLOCK, LOOP
+from specjax.models.attention import BLOCK, LOOP, block_width
 from specjax.models.transformer import Target
 from specjax.planning import abstract, hlo
 from specjax.planning.roofline import attention_work, product_work
@@ -79,7 +79,7 @@ class Compiled:
         seconds: of compilation, on this machine.
         memory: on one chip.
         turns: the step's, and its inner loops'.
-        cache_copies: copies, in a step, of arrays as large as a layer's part of the cache.
+        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, and with its slots.
         largest: bytes of the largest array that an operation of a step writes anew to main memory.
         text: as the compiler prints it.
     """
@@ -208,15 +208,16 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache = state.cache.layers
-    width = BLOCK if setup.mesh.devices.flat[0].platform == "cpu" else 8 * BLOCK
-    blocks = -(-capacity // width)
+    blocks = -(-capacity // block_width(capacity, BLOCK, setup.mesh.devices.flat[0].platform == "gpu"))
     lowered = engine.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
-        large=abstract.bytes_of_one(cache[0][0]),
-        axis=capacity,
+        large=min(
+            abstract.bytes_of_one(part) for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:]
+        ),
+        axis_length=capacity,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
@@ -250,7 +251,7 @@ def compile_program(
     lowered: Any,
     mesh: Mesh,
     large: float = math.inf,
-    axis: int | None = None,
+    axis_length: int | None = None,
     turns: Callable[[str], int] = lambda origin: 1,
     is_loop: bool = False,
 ) -> tuple[Compiled, Any]:
@@ -260,8 +261,8 @@ def compile_program(
         name: what it does.
         lowered: the program.
         mesh: of its arguments.
-        large: bytes from which on a copy is named,
-        axis: and the length that one of its axes must have, if any.
+        large: bytes from which on a copy is named.
+        axis_length: the length that one of its axes must have; None: any.
         turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
@@ -277,17 +278,17 @@ def compile_program(
             # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
             executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
+        seconds = time.perf_counter() - started
         text = executable.as_text()
     except jax.errors.JaxRuntimeError as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), "")
         raise InputError(
             f"{name}: cannot be compiled for these chips by the compiler that is installed ({reason[:300]})"
         ) from error
-    seconds = time.perf_counter() - started
     analysis = executable.memory_analysis()
     program = hlo.Program(text)
     of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
-    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, axis)]
+    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, axis_length)]
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,

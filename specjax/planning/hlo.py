@@ -176,14 +176,14 @@ class Program:
                 if read or written:
                     yield operation, read, written
 
-    def copies(self, operations: tuple[Operation, ...], large: float, axis: int | None = None) -> list[str]:
-        """The shapes that are copied from main memory to main memory: of at least ``large`` bytes, and with an ``axis`` of that
-        length, where one is given."""
+    def copies(self, operations: tuple[Operation, ...], large: float, axis_length: int | None = None) -> list[str]:
+        """The shapes that are copied from main memory to main memory: of at least ``large`` bytes, and with an axis of
+        ``axis_length``, where one is given."""
         copies = [found for found in self.moved(operations) if found[0].kind in ("copy", "copy-start")]
         return [
             without_layout(operation.shape)
             for operation, read, written in copies
-            if min(read, written) >= large and (axis is None or axis in _dimensions(operation.shape))
+            if min(read, written) >= large and (axis_length is None or axis_length in _dimensions(operation.shape))
         ]
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:

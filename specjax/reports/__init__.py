@@ -1,1 +1,1 @@
-"""Pictures of what was drafted and decoded."""
+"""Pictures and tables of what was drafted and decoded."""

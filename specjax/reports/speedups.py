@@ -85,7 +85,7 @@ def draw_by_length_and_context(
     figure, (left, right) = _figure(2, title)
     for rows, colour in zip(by_length, _colours(len(by_length)), strict=True):
         factors, best, last = by_length[rows], by_context[rows], held[rows]
-        left.plot(range(len(factors)), factors, "o-", color=colour, markersize=3, label=_rows(rows))
+        left.plot(range(len(factors)), factors, "o-", color=colour, markersize=3, label=count_rows(rows))
         right.plot(contexts[:last], best[:last], color=colour)
         right.plot(contexts[max(last - 1, 0) :], best[max(last - 1, 0) :], ":", color=colour)
     left.plot([], [], ":", color="grey", label="beyond the memory")
@@ -105,13 +105,14 @@ def draw_by_nodes(title: str, panels: Mapping[int, Mapping[str, Mapping[int, flo
         for name, by_nodes in lines.items():
             nodes = sorted(by_nodes)
             axes.plot(nodes, [by_nodes[n] for n in nodes], "o-", markersize=3, label=name)
-        axes.set_title(_rows(rows), fontsize="medium")
+        axes.set_title(count_rows(rows), fontsize="medium")
         _finish(axes, "nodes, the root included")
     all_axes[0].legend()
     return figure
 
 
-def _rows(count: int) -> str:
+def count_rows(count: int) -> str:
+    """Such as "1 row" or "4 rows"."""
     return f"{count} row{'s' * (count > 1)}"
 
 

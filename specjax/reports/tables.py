@@ -1,11 +1,13 @@
-"""Tables: what those of numbers share."""
+"""Tables of numbers."""
 
 from rich.table import Table
 
 
-def table_of_numbers(title: str, *headers: str) -> Table:
-    """An empty table whose columns are flush right."""
+def table_of_numbers(title: str, *headers: str, named: bool = False) -> Table:
+    """An empty table whose columns are flush right; ``named``: but for the first, which holds names."""
     table = Table(*headers, title=title, title_justify="left", caption_justify="left")
     for column in table.columns:
         column.justify = "right"
+    if named:
+        table.columns[0].justify, table.columns[0].no_wrap = "left", True
     return table

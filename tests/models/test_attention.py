@@ -94,7 +94,7 @@ def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monk
     damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = attention._attend_plainly(parts, [whole, *others], values_part, widest=16)
+        expected = attention._attend_plainly(parts, [whole, *others], values_part, block=16)
         found = attention._attend_by_kernel(parts, [damaged, *others], values_part, interpret=True)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside) ->
     whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
-    expected = attention._attend_plainly(q, [whole, *others], 1, widest=16)
+    expected = attention._attend_plainly(q, [whole, *others], 1, block=16)
     on_mesh = whole.replace(mesh=make_mesh(2, 2))
     found = jax.jit(partial(attention._attend_by_kernel, values_part=1, interpret=True))(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))

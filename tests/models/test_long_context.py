@@ -13,7 +13,7 @@ import pytest
 
 from specjax.decoding import engine
 from specjax.drafters import NoDraft
-from specjax.models.attention import BLOCK
+from specjax.models.attention import BLOCK, block_width
 from specjax.sampling import Sampling
 from tests.conftest import tiny_target
 
@@ -32,9 +32,9 @@ def temporaries(count: int, slots: int) -> int:
 
 @pytest.mark.parametrize("count", [1, 5, 60])
 def test_a_pass_takes_no_more_memory_with_a_longer_cache(count) -> None:
-    """Beyond a block of scores, ``[B, heads, T, BLOCK]``, and its exponentials, nothing is as long as the cache."""
-    of_block = 4 * B * (4 * count + 2 * KV * DIM) * BLOCK  # scores; keys and values
-    short, long = temporaries(count, 2 * BLOCK), temporaries(count, 64 * BLOCK)
+    """Beyond a block of scores, ``[B, heads, T, block]``, and its exponentials, nothing is as long as the cache."""
+    of_block = 4 * B * (4 * count + 2 * KV * DIM) * block_width(64 * BLOCK, BLOCK)  # scores; keys and values
+    short, long = temporaries(count, 8 * BLOCK), temporaries(count, 64 * BLOCK)
     assert long == pytest.approx(short, rel=0.01)
     assert long < 4 * of_block
     assert long < 4 * B * 4 * count * 64 * BLOCK  # one array of all scores alone
@@ -57,7 +57,7 @@ def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     chunk = engine.PREFILL_CHUNK
-    scores = 4 * 4 * chunk * max(chunk, BLOCK)
+    scores = 4 * 4 * chunk * max(chunk, block_width(32_768, BLOCK))
     tokens = 4 * 2 * 32_768  # of the prompt: cut into chunks
     assert of_prompt(32_768) < of_prompt(4096) + 2 * tokens
     assert of_prompt(32_768) < 6 * scores + 2 * tokens
@@ -66,7 +66,7 @@ def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
 @pytest.mark.thorough
 def test_a_tpu_reads_weights_and_cache_once() -> None:
     """Compiled for a TPU v5e that is not there: bytes over weights and cache, at 8k slots, of 1, 5 and 60 tokens a row."""
-    pytest.importorskip("libtpu", reason="needs libtpu, which compiles for TPUs: pip install libtpu")
+    pytest.importorskip("libtpu", reason="needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
     script = Path(__file__).with_name("compile_for_tpu.py")
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=dict(os.environ))
     assert run.returncode == 0, run.stderr[-2000:]

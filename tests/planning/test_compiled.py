@@ -22,7 +22,7 @@ from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.planning import abstract, topologies
-from specjax.planning.compiled import Setup, compile_step
+from specjax.planning.compiled import Setup, compile_program, compile_step
 from specjax.sharding import make_mesh
 from specjax.tree import Chain
 from tests.conftest import tiny_config
@@ -166,6 +166,33 @@ def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reas
     assert reason in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--target", "llama-9"), "target: "),
+        (("--drafter", "llama-3.2-1b", "--draft", "nonsense"), "nonsense"),
+        (("--temperature", "-1"), "temperature"),
+    ],
+)
+def test_names_are_looked_up_before_any_compiler_is(capsys, monkeypatch, arguments, reason) -> None:
+    monkeypatch.setattr(plan_compiled, "find_mesh", lambda *_: pytest.fail("the compiler was asked for"))
+    assert reason in refused(capsys, "8", "--compile", "v5e:2x4", *arguments)
+
+
+def test_a_program_of_another_version_is_one_line(mesh) -> None:
+    """A compiler may make what this version of JAX cannot read."""
+
+    class Foreign:
+        def compile(self, **_):
+            return self
+
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: unknown proto\nand a trace")
+
+    with pytest.raises(InputError, match=r"^a pass: cannot be compiled .* \(INVALID_ARGUMENT: unknown proto\)$"):
+        compile_program("a pass", Foreign(), mesh)
+
+
 @pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "specjax[compile]"), ("h100", "specjax[compile-cuda]")])
 def test_a_compiler_that_is_missing_is_named(capsys, monkeypatch, topology, extra) -> None:
     find = importlib.util.find_spec
@@ -186,7 +213,9 @@ def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
 
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install libtpu")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'specjax[compile]'"
+)
 V5E, V5P = ("v5e:2x4", "llama-3.1-8b", 32), ("v5p:2x2x2", "llama-3.1-70b", 80)
 DRAFT_LAYERS = {"llama-3.2-1b": 16, "eagle3": 1}
 PROJECT = Path(__file__).parents[2]
@@ -230,6 +259,9 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
         sums = decode["a_step"]["collectives"]["all-reduce"]
         assert sums <= 2 * (layers + levels * of_drafter) + 6 * passes + 10 * bool(of_drafter)
+        # The likeliest tokens are gathered from the chips' parts of a vocabulary, and nothing is laid out anew.
+        others = {kind: n for kind, n in decode["a_step"]["collectives"].items() if kind != "all-reduce"}
+        assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
 
 
 @needs_libtpu

@@ -102,11 +102,19 @@ def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
     assert hlo.kernels(turn.operations) == 2
 
 
-@pytest.mark.parametrize(("large", "found"), [(2 * 8 * 512 * 64, ["bf16[8,512,64]"]), (2 * 8 * 512 * 64 + 1, [])])
-def test_copies_within_main_memory_are_named(large, found) -> None:
+@pytest.mark.parametrize(
+    ("large", "axis_length", "found"),
+    [
+        (2 * 8 * 512 * 64, None, ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64 + 1, None, []),
+        (2 * 8 * 512 * 64, 512, ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64, 500, []),
+    ],
+)
+def test_copies_within_main_memory_are_named(large, axis_length, found) -> None:
     """Not the weights that are fetched into fast memory."""
     program = Program(TPU)
-    assert program.copies(step(program)[0].operations, large) == found
+    assert program.copies(step(program)[0].operations, large, axis_length) == found
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
+from specjax.sampling import likeliest
 from specjax.training import losses
 from specjax.training.methods.ahead import counted, expected
 from specjax.training.methods.base import Batch, Metrics
@@ -54,7 +55,7 @@ def feature_loss(
         of_token = losses.mean_over_positions(losses.soft_cross_entropy(theirs, ours), mask)
         loss = of_feature + token_weight * of_token
         if top_k_weight:
-            best, tokens = jax.lax.top_k(jax.nn.softmax(theirs), top_k)
+            best, tokens = likeliest(jax.nn.softmax(theirs), top_k)
             over_best = -jnp.sum(best * jnp.take_along_axis(jax.nn.log_softmax(ours), tokens, axis=-1), axis=-1)
             loss += top_k_weight * losses.mean_over_positions(over_best, mask)
         total += loss / steps
