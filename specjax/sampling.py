@@ -182,8 +182,8 @@ def argmax(logits: jax.Array) -> jax.Array:
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The ``count`` largest of ``values [..., V]`` and their ids, descending, of equals the lower ids first: `jax.lax.top_k`.
 
-    With one axis of rows: only so does XLA let devices that share a vocabulary search their own parts, and exchange no more than
-    the best of each.
+    With one axis of rows: only so does XLA let devices that share a vocabulary search their own parts, and exchange no more
+    than the best of each.
     """
     best, ids = jax.lax.top_k(values.reshape(-1, values.shape[-1]), count)
     shape = (*values.shape[:-1], count)
