@@ -187,10 +187,12 @@ def _attend_all(
     q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int, on_gpu: bool = False
 ) -> Attended:
     """Grouped queries over all pieces; a cache in blocks of its `block_width`."""
+    # On a GPU XLA merges products that share the queries, and joins their keys for it: a copy of the cache.
+    own_q = jax.lax.optimization_barrier(q) if on_gpu else q
     found = [
         _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block, on_gpu))
         if isinstance(piece, Filled)
-        else _attend_piece(q, *piece, values_part)
+        else _attend_piece(own_q, *piece, values_part)
         for piece in pieces
     ]
     return functools.reduce(Attended.merge, found)

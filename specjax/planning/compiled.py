@@ -79,7 +79,8 @@ class Compiled:
         seconds: of compilation, on this machine.
         memory: on one chip.
         turns: the step's, and its inner loops'.
-        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, and with its slots.
+        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or a few
+            more.
         largest: bytes of the largest array that an operation of a step writes anew to main memory.
         text: as the compiler prints it.
     """
@@ -262,7 +263,7 @@ def compile_program(
         lowered: the program.
         mesh: of its arguments.
         large: bytes from which on a copy is named.
-        axis_length: the length that one of its axes must have; None: any.
+        axis_length: the length that one of its axes must have, or a little more; None: any.
         turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 

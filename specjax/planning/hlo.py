@@ -19,6 +19,7 @@ _NOTHING_MOVES = {
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 """Operations by which chips exchange data."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
+_LAID_ANEW = {"parameter", "copy", "transpose", "concatenate", "pad", "constant", "bitcast", "tuple"}
 _KERNELS = {"fusion", "custom-call", "copy", "sort", "convolution", "dot", "scatter", "gather", "dynamic-update-slice"}
 
 
@@ -177,14 +178,27 @@ class Program:
                     yield operation, read, written
 
     def copies(self, operations: tuple[Operation, ...], large: float, axis_length: int | None = None) -> list[str]:
-        """The shapes that are copied from main memory to main memory: of at least ``large`` bytes, and with an axis of
-        ``axis_length``, where one is given."""
-        copies = [found for found in self.moved(operations) if found[0].kind in ("copy", "copy-start")]
+        """The shapes of what is copied from main memory to main memory, by itself or joined with other arrays.
+
+        Args:
+            operations: of a turn.
+            large: the bytes of the least that counts.
+            axis_length: where it is given, one axis must have this length, or be a little longer.
+        """
+        copies = [found for found in self.moved(operations) if self._is_copy(found[0])]
         return [
             without_layout(operation.shape)
             for operation, read, written in copies
-            if min(read, written) >= large and (axis_length is None or axis_length in _dimensions(operation.shape))
+            if min(read, written) >= large
+            and (axis_length is None or any(axis_length <= n < 1.1 * axis_length for n in _dimensions(operation.shape)))
         ]
+
+    def _is_copy(self, operation: Operation) -> bool:
+        """Whether it only lays out anew what it is given; a prefetch is one, too."""
+        if operation.kind == "fusion":
+            (inside,) = operation.computations("calls")
+            return {inner.kind for inner in self.computations[inside].values()} <= _LAID_ANEW
+        return operation.kind in ("copy", "copy-start", "concatenate")
 
     def _moved_by(self, operation: Operation) -> tuple[int, int]:
         """Bytes read and written."""

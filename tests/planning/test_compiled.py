@@ -264,6 +264,18 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs pip install 'specjax[compile-cuda]'")
+@pytest.mark.thorough
+@pytest.mark.parametrize("draft", ["chain:4", "dynamic:4,3,16"])
+def test_budgets_of_decoding_on_a_gpu(draft) -> None:
+    """A large and a small model on one H100: no cache is copied, and what is moved is what must be read."""
+    shape = ("--draft", draft, "--batch", "8", "--context", "4096")
+    found = planned("--compile", "h100", "--target", "llama-3.2-3b", "--drafter", "llama-3.2-1b", *shape)
+    for step in found["steps"]:
+        assert not step["decode"]["cache_copies"]
+        assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+
+
 @needs_libtpu
 @pytest.mark.thorough
 def test_budgets_of_a_training_step_on_a_tpu() -> None:

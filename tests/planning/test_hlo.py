@@ -102,13 +102,37 @@ def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
     assert hlo.kernels(turn.operations) == 2
 
 
+JOINED = """HloModule step, is_scheduled=true
+
+%join (p0: bf16[8,512,64], p1: bf16[8,3,64]) -> bf16[8,515,64] {
+  %p0 = bf16[8,512,64]{2,1,0} parameter(0)
+  %p1 = bf16[8,3,64]{2,1,0} parameter(1)
+  ROOT %c = bf16[8,515,64]{2,1,0} concatenate(%p0, %p1), dimensions={1}
+}
+
+ENTRY %main (k: bf16[8,512,64], own: bf16[8,3,64]) -> bf16[8,515,64] {
+  %k = bf16[8,512,64]{2,1,0} parameter(0)
+  %own = bf16[8,3,64]{2,1,0} parameter(1)
+  ROOT %f = bf16[8,515,64]{2,1,0} fusion(%k, %own), kind=kLoop, calls=%join
+}
+"""
+
+
+def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
+    program = Program(JOINED)
+    (turn,) = step(program)
+    assert program.copies(turn.operations, 2 * 8 * 512 * 64, 512) == ["bf16[8,515,64]"]
+    assert not program.copies(turn.operations, 2 * 8 * 512 * 64, 400)
+
+
 @pytest.mark.parametrize(
     ("large", "axis_length", "found"),
     [
         (2 * 8 * 512 * 64, None, ["bf16[8,512,64]"]),
         (2 * 8 * 512 * 64 + 1, None, []),
         (2 * 8 * 512 * 64, 512, ["bf16[8,512,64]"]),
-        (2 * 8 * 512 * 64, 500, []),
+        (2 * 8 * 512 * 64, 513, []),
+        (2 * 8 * 512 * 64, 400, []),
     ],
 )
 def test_copies_within_main_memory_are_named(large, axis_length, found) -> None:
