@@ -170,7 +170,8 @@ def main(config: LongContextConfig) -> None:
         pictures.check_path("plot", config.plot)
     measured, rows = run(config)
     console = Console(width=140)
-    console.print(contexts_table(f"{config.target}, {config.scheme}; temperature {config.temperature:g}", measured))
+    size = f", {config.mlp:,} MLP units" if config.mlp else ""
+    console.print(contexts_table(f"{config.target}{size}, {config.scheme}; temperature {config.temperature:g}", measured))
     if config.realise:
         table = Table("context", "rows", "budget", "gamma", "plain tokens/s", "tokens/s", "realised", "predicted")
         for row in rows:
@@ -205,7 +206,6 @@ def main(config: LongContextConfig) -> None:
             by_context["predicted"].setdefault(best["context"], {})[best["batch"]] = best["speedup"]
             if config.realise:
                 by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
-        size = f", {config.mlp:,} MLP units" if config.mlp else ""
         title = f"Drafting with a compressed cache ({config.scheme}), temperature {config.temperature:g}{size}"
         figure = draw_by_batch(title, by_context["predicted"], by_context["realised"], critical)
         pictures.save(figure, "plot", Path(config.plot))
