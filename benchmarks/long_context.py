@@ -149,6 +149,7 @@ def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any
             row: dict[str, Any] = {"predicted": asdict(best)}
             if config.realise:
                 row |= _realise(target, drafter, best, texts[:batch, :context], settings, config)
+                jax.clear_caches()  # these sizes do not come again, and a process can hold only some hundreds of programs
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
     return measured, rows
