@@ -22,17 +22,22 @@ from specjax.models.cache import Entry
 BLOCK = 512
 """Slots of a short cache that are attended to at a time; see `block_width`."""
 
+_GPU_SCORES = 512 * 4096  # of a head: what a chunk of a prompt makes with 4,096 slots
+
 LOOP = "cache_blocks"
 """What the loop over them is called in a compiled program."""
 
 
-def block_width(slots: int, block: int, on_gpu: bool = False) -> int:
+def block_width(slots: int, block: int, gpu_queries: int = 0) -> int:
     """How many slots of a cache with ``slots`` are attended to at a time; ``block`` of a short one.
 
-    The last block is read whole, however few of its slots are filled: so a long cache has wider ones. On a GPU they are wider
-    still, for there a loop asks the host after every turn.
+    The last block is read whole, however few of its slots are filled: so only a long cache has wider ones. On a GPU a block
+    is a copy of its slots, and a loop asks the host after every turn. There a block is the whole cache, as long as the scores
+    of ``gpu_queries`` tokens a row are few enough.
     """
-    return min(slots, 8 * block if on_gpu else block if slots < 8 * block else 2 * block)
+    if gpu_queries:
+        return min(slots, max(block, _GPU_SCORES // gpu_queries))
+    return min(slots, block if slots < 8 * block else 2 * block)
 
 
 @struct.dataclass
@@ -190,7 +195,7 @@ def _attend_all(
     # On a GPU XLA merges products that share the queries, and joins their keys for it: a copy of the cache.
     own_q = jax.lax.optimization_barrier(q) if on_gpu else q
     found = [
-        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block, on_gpu))
+        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block, q[0].shape[2] if on_gpu else 0))
         if isinstance(piece, Filled)
         else _attend_piece(own_q, *piece, values_part)
         for piece in pieces

@@ -209,7 +209,8 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache = state.cache.layers
-    blocks = -(-capacity // block_width(capacity, BLOCK, setup.mesh.devices.flat[0].platform == "gpu"))
+    on_gpu = setup.mesh.devices.flat[0].platform == "gpu"
+    blocks = -(-capacity // block_width(capacity, BLOCK, drafter.draft.nodes if on_gpu else 0))
     lowered = engine.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
