@@ -268,8 +268,10 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["chain:4", "dynamic:4,3,16"])
 def test_budgets_of_decoding_on_a_gpu(draft) -> None:
-    """A large and a small model on one H100: no cache is copied. What is moved is what must be read, but for the scores of trees,
-    which pass through memory."""
+    """A large and a small model on one H100: no cache is copied, and what is moved is what must be read.
+
+    But for the scores of a tree, which pass through memory.
+    """
     shape = ("--draft", draft, "--batch", "8", "--context", "4096")
     found = planned("--compile", "h100", "--target", "llama-3.2-3b", "--drafter", "llama-3.2-1b", *shape)
     for step in found["steps"]:
