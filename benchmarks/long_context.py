@@ -31,7 +31,7 @@ from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.growth import grow
-from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, measure_contexts
+from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, forget_programs, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
@@ -149,7 +149,7 @@ def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any
             row: dict[str, Any] = {"predicted": asdict(best)}
             if config.realise:
                 row |= _realise(target, drafter, best, texts[:batch, :context], settings, config)
-                jax.clear_caches()  # these sizes do not come again, and a process can hold only some hundreds of programs
+                forget_programs()
             rows.append(row)
             print(json.dumps(row), file=sys.stderr)
     return measured, rows

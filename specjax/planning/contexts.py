@@ -149,24 +149,24 @@ def measure_contexts(
             survival[context, budget] = chain_survival(
                 target, sized, texts[:, :context], None, options=options, longest=longest
             )
-            _forget_programs()
+            forget_programs()
     nodes = sorted({1, 2, 3, longest // 2 + 1, longest + 1})
     measure = {"sampling": options.sampling, "rule": options.rule, "repeats": _REPEATS}
     costs = {}
     for context in contexts:
         for batch in batches:
             costs[context, batch] = measure_costs(target, None, batch=batch, context=context, nodes=nodes, **measure)
-            _forget_programs()
+            forget_programs()
     # A full ring costs the same whatever the context is.
     draft = {}
     for budget in budgets:
         sized = replace(chain, budget=budget, draft=Chain(2))
         for batch in batches:
             draft[budget, batch] = measure_costs(target, sized, batch=batch, context=budget, verify=False, **measure).draft
-            _forget_programs()
+            forget_programs()
     return MeasuredContexts(costs, draft, survival)
 
 
-def _forget_programs() -> None:
+def forget_programs() -> None:
     """Free what was compiled for sizes that do not come again: on a CPU a process can hold only some hundreds of programs."""
     jax.clear_caches()
