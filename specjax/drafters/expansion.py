@@ -177,7 +177,7 @@ def expand(
     seed = _seed(shape, vocab if is_drawn else None, state, active)
     growth = offer(seed, logits[:, None], jnp.zeros((batch, 1)))
     if shape.depth > 1:
-        growth = jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
+        growth = _repeat(deepen, shape, growth)
     assert isinstance(shape, DynamicTree | FixedShape)
     draft, places = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
     if draft.q is not None and vocabulary is not None:
@@ -200,6 +200,16 @@ def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Gr
         frontier=Frontier(nothing, jnp.zeros((), jnp.int32), nothing, jnp.zeros((batch, width, shape.read_slots), bool)),
         state=state,
     )
+
+
+def _repeat(deepen: Callable[[_Growth], _Growth], shape: Shape, growth: _Growth) -> _Growth:
+    """``deepen`` until the draft is as deep as its shape, or, of a chain that may stop early, until the last row has stopped.
+
+    Where the number of turns is known a GPU takes them without asking its host after each.
+    """
+    if isinstance(shape, Chain) and shape.stop_below:
+        return jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
+    return jax.lax.fori_loop(1, shape.depth, lambda _, growth: deepen(growth), growth)
 
 
 def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int) -> Frontier:
