@@ -7,7 +7,7 @@ scores of one block are all there is at a time, and blocks that hold nothing are
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +16,22 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from specjax import sharding
-from specjax.models.attention_tpu import LEAST, attend_in_kernel
+from specjax.models import attention_gpu, attention_tpu
 from specjax.models.cache import Entry
+from specjax.models.primitives import LEAST
 
 BLOCK = 512
 """Slots of a short cache that are attended to at a time; see `block_width`."""
-
-_GPU_SCORES = 512 * 4096  # of a head: what a chunk of a prompt makes with 4,096 slots
 
 LOOP = "cache_blocks"
 """What the loop over them is called in a compiled program."""
 
 
-def block_width(slots: int, block: int, gpu_queries: int = 0) -> int:
+def block_width(slots: int, block: int) -> int:
     """How many slots of a cache with ``slots`` are attended to at a time; ``block`` of a short one.
 
-    The last block is read whole, however few of its slots are filled: so only a long cache has wider ones. On a GPU a block
-    is a copy of its slots, and a loop asks the host after every turn. There a block is the whole cache, as long as the scores
-    of ``gpu_queries`` tokens a row are few enough.
+    The last block is read whole, however few of its slots are filled: so only a long cache has wider ones.
     """
-    if gpu_queries:
-        return min(slots, max(block, _GPU_SCORES // gpu_queries))
     return min(slots, block if slots < 8 * block else 2 * block)
 
 
@@ -133,21 +128,20 @@ def attend(
 def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
     plainly = functools.partial(_attend_plainly, values_part=values_part, block=block)
+    by_kernel = functools.partial(functools.partial, _attend_by_kernel, values_part=values_part)
     has_cache = any(isinstance(piece, Filled) for piece in pieces)
     return jax.lax.platform_dependent(
         q,
         pieces,
-        tpu=functools.partial(_attend_by_kernel, values_part=values_part) if has_cache else plainly,
-        cuda=functools.partial(plainly, on_gpu=True),
+        tpu=by_kernel(kernel=attention_tpu.attend_in_kernel) if has_cache else plainly,
+        cuda=by_kernel(kernel=attention_gpu.attend_in_kernel) if has_cache else plainly,
         default=plainly,
     )
 
 
-def _attend_plainly(
-    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int, on_gpu: bool = False
-) -> jax.Array:
+def _attend_plainly(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX."""
-    found = _attend_all(q, pieces, values_part, block, on_gpu)
+    found = _attend_all(q, pieces, values_part, block)
     return (found.values / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]).astype(q[0].dtype)
 
 
@@ -188,16 +182,12 @@ def _group(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: float | Non
     )
 
 
-def _attend_all(
-    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int, on_gpu: bool = False
-) -> Attended:
+def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int) -> Attended:
     """Grouped queries over all pieces; a cache in blocks of its `block_width`."""
-    # On a GPU XLA merges products that share the queries, and joins their keys for it: a copy of the cache.
-    own_q = jax.lax.optimization_barrier(q) if on_gpu else q
     found = [
-        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block, q[0].shape[2] if on_gpu else 0))
+        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block))
         if isinstance(piece, Filled)
-        else _attend_piece(own_q, *piece, values_part)
+        else _attend_piece(q, *piece, values_part)
         for piece in pieces
     ]
     return functools.reduce(Attended.merge, found)
@@ -235,31 +225,36 @@ def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array) -> jax.A
 
 
 def _attend_by_kernel(
-    q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, interpret: bool = False
+    q: tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+    values_part: int,
+    kernel: Callable[..., jax.Array],
+    interpret: bool = False,
 ) -> jax.Array:
-    """`_attend_plainly` on a TPU, of pieces one of which is a cache. On a mesh each device has its own rows and heads, and
-    nothing is exchanged: the heads of keys where the mesh can split these, otherwise the query heads that share them."""
+    """`_attend_plainly` by a device's own kernel, of pieces one of which is a cache. On a mesh each device has its own rows and
+    heads, and nothing is exchanged: the heads of keys where the mesh can split these, otherwise the query heads that share
+    them."""
     batch, kv_heads, count, group, _ = q[0].shape
     (filled,) = (piece for piece in pieces if isinstance(piece, Filled))
     since = jnp.zeros((1, 1), jnp.int32) if filled.since is None else filled.since
     since = jnp.broadcast_to(since, (batch, count))
-    others, visible = _joined([piece for piece in pieces if not isinstance(piece, Filled)], batch, count)
+    beside = [piece for piece in pieces if not isinstance(piece, Filled)]
+    others = tuple(entry for entry, _ in beside)
+    visible = tuple(_visible(mask, batch, count) for _, mask in beside)
 
     def run(
         q: tuple[jax.Array, ...],
         entry: Entry,
         count: jax.Array,
         since: jax.Array,
-        others: Entry | None,
-        visible: jax.Array | None,
+        others: tuple[Entry, ...],
+        visible: tuple[jax.Array, ...],
     ) -> jax.Array:
         shape = q[0].shape
         rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
         by_query = functools.partial(jnp.repeat, repeats=shape[3], axis=1)
-        visible = None if visible is None else by_query(visible)
-        found = attend_in_kernel(
-            rows, entry, count, by_query(since), others, visible, values_part=values_part, interpret=interpret
-        )
+        beside = [(other, by_query(mask)) for other, mask in zip(others, visible, strict=True)]
+        found = kernel(rows, entry, count, by_query(since), beside, values_part=values_part, interpret=interpret)
         return found.reshape(*shape[:-1], -1)
 
     if filled.mesh is not None:
@@ -282,23 +277,10 @@ def _attend_by_kernel(
     return run(q, filled.entry, filled.count, since, others, visible)
 
 
-def _joined(pieces: Sequence[tuple[Entry, jax.Array | None]], batch: int, count: int) -> tuple[Entry | None, jax.Array | None]:
-    """The entries of several pieces side by side, and ``[B, T, n]`` int8, which of them each of T queries sees.
-
-    Some that nobody sees make n a multiple of 8, which is how a TPU's registers are filled.
-    """
-    if not pieces:
-        return None, None
-    masks = [jnp.eye(count, dtype=bool)[None] if mask is None else mask for _, mask in pieces]
-    masks = [jnp.broadcast_to(mask, (batch, count, mask.shape[-1])) for mask in masks]
-    missing = -sum(mask.shape[-1] for mask in masks) % 8
-
-    def join(*parts: jax.Array) -> jax.Array:
-        filler = jnp.zeros((*parts[0].shape[:2], missing, parts[0].shape[3]), parts[0].dtype)
-        return jnp.concatenate([*parts, filler], axis=2)
-
-    entry = jax.tree.map(join, *(entry for entry, _ in pieces))
-    return entry, jnp.pad(jnp.concatenate(masks, axis=2).astype(jnp.int8), ((0, 0), (0, 0), (0, missing)))
+def _visible(mask: jax.Array | None, batch: int, count: int) -> jax.Array:
+    """``[B, T, n]`` int8, which tokens of a piece each of T queries sees: a piece's mask as a kernel reads it."""
+    mask = jnp.eye(count, dtype=bool)[None] if mask is None else mask
+    return jnp.broadcast_to(mask, (batch, count, mask.shape[-1])).astype(jnp.int8)
 
 
 def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int) -> Attended:

@@ -7,6 +7,7 @@ microsecond however little it does, and a layer's attention of a few tokens woul
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.models.cache import Entry
+from specjax.models.cache import Entry, Other
+from specjax.models.primitives import LEAST
 
 BLOCK = 512
 """Slots that are fetched at a time, for many queries; up to four times as many for few."""
@@ -22,17 +24,13 @@ BLOCK = 512
 ROWS = 512
 """Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
 
-LEAST = float(jnp.finfo(jnp.float32).min) / 2
-"""The largest score of who has seen nothing yet: below every score, and above what hides one."""
-
 
 def attend_in_kernel(
     q: tuple[jax.Array, ...],
     entry: Entry,
     count: jax.Array,
     since: jax.Array,
-    others: Entry | None = None,
-    visible: jax.Array | None = None,
+    others: Sequence[Other] = (),
     *,
     values_part: int,
     interpret: bool = False,
@@ -44,8 +42,7 @@ def attend_in_kernel(
         entry: ``[B, kv_heads, S, d_i]`` each part.
         count: ``[B]`` how many slots of each row are filled.
         since: ``[B, R]`` the first slot that each query sees.
-        others: ``[B, kv_heads, n, d_i]`` each part of the other tokens; or None.
-        visible: ``[B, R, n]`` int8, which of them each query sees.
+        others: further tokens.
         values_part: which part is attended to.
         interpret: run it as ordinary JAX, on any backend: for tests.
 
@@ -74,19 +71,17 @@ def attend_in_kernel(
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_rows) for part in q]
     in_specs += [pl.BlockSpec((1, 1, width, entry[part].shape[3]), of_block) for part in wanted]
-    if others is not None:
-        assert visible is not None
-        beside = others[0].shape[2]
-        given += [visible, *(others[part] for part in wanted)]
+    if others:
+        other, visible = _joined(others)
+        beside = visible.shape[2]
+        given += [visible, *(other[part] for part in wanted)]
         in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
-        in_specs += [
-            pl.BlockSpec((1, 1, beside, others[part].shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in wanted
-        ]
+        in_specs += [pl.BlockSpec((1, 1, beside, other[part].shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in wanted]
     products = 2 * batch * kv_heads * rows * slots * (dim + sum(part.shape[3] for part in q))
     return pl.pallas_call(
         functools.partial(
             _kernel, parts=len(q), wanted=len(wanted), width=width, blocks=blocks, values_part=values_part,
-            has_others=others is not None,
+            has_others=bool(others),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
@@ -104,6 +99,18 @@ def attend_in_kernel(
         ),
         interpret=interpret,
     )(count, first, last, *given)  # fmt: skip
+
+
+def _joined(others: Sequence[Other]) -> Other:
+    """Several of them side by side. Some that nobody sees make n a multiple of 8, which is how a TPU's registers are filled."""
+    missing = -sum(visible.shape[-1] for _, visible in others) % 8
+
+    def join(*parts: jax.Array) -> jax.Array:
+        filler = jnp.zeros((*parts[0].shape[:2], missing, parts[0].shape[3]), parts[0].dtype)
+        return jnp.concatenate([*parts, filler], axis=2)
+
+    entry = jax.tree.map(join, *(entry for entry, _ in others))
+    return entry, jnp.pad(jnp.concatenate([visible for _, visible in others], axis=2), ((0, 0), (0, 0), (0, missing)))
 
 
 def _kernel(

@@ -20,6 +20,10 @@ Entry = tuple[jax.Array, ...]
 """What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``. A head's tokens lie side by side, as attention
 reads them, so that it needs no transposed copy."""
 
+Other = tuple[Entry, jax.Array]
+"""Tokens beside a cache, as a kernel reads them: ``[B, heads, n, dim]`` each part, and ``[B, R, n]`` int8, which of them each
+of R queries sees."""
+
 
 def empty_entries(
     parts: Sequence[tuple[int, int]], *, layers: int, batch: int, slots: int, dtype: Any = jnp.float32, mesh: Mesh | None = None

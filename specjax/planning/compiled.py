@@ -209,8 +209,7 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache = state.cache.layers
-    on_gpu = setup.mesh.devices.flat[0].platform == "gpu"
-    blocks = -(-capacity // block_width(capacity, BLOCK, drafter.draft.nodes if on_gpu else 0))
+    blocks = -(-capacity // block_width(capacity, BLOCK))
     lowered = engine.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",

@@ -23,6 +23,9 @@ from specjax.sharding import make_mesh
 _TPUS = {"v4": ("tpu-v4", 3), "v5e": ("tpu-v5e", 2), "v5p": ("tpu-v5p", 3), "v6e": ("tpu-v6e", 2)}
 """Kinds by the name in a topology: the chip, and in how many directions its links go."""
 
+_CUDA = {"jax_cuda13_plugin": "nvidia.cu13", "jax_cuda12_plugin": "nvidia.cuda_nvcc"}
+"""JAX's plugins for NVIDIA's GPUs, and where the assembler of each comes with its wheels."""
+
 _H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -72,7 +75,7 @@ def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
     if mesh.devices.flat[0].platform != "gpu":
         return {}
     # Nothing can be timed on a device that is not there.
-    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": _cuda_directory()}
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": cuda_directory()}
 
 
 def _tpus(topology: str) -> list[jax.Device]:
@@ -92,19 +95,22 @@ def _tpus(topology: str) -> list[jax.Device]:
 
 
 def _gpus(count: int) -> list[jax.Device]:
-    if importlib.util.find_spec("jax_cuda12_plugin") is None or not _cuda_directory():
+    if not cuda_directory():
         raise InputError("compile='h100': needs the compilers for NVIDIA's GPUs: pip install 'specjax[compile-cuda]'")
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # libraries that only a program which runs needs
     return _devices("h100", platform="cuda", topology=f"1x1x{count}", target_config=_H100)
 
 
-def _cuda_directory() -> str:
-    """Where NVIDIA's assembler lies; empty where it is not installed."""
-    try:
-        found = importlib.util.find_spec("nvidia.cuda_nvcc")
-    except ModuleNotFoundError:
-        return ""
-    return next(iter(found.submodule_search_locations or ()), "") if found else ""
+def cuda_directory() -> str:
+    """Where NVIDIA's assembler lies that JAX's plugin compiles with; empty where either is not installed."""
+    for plugin, assembler in _CUDA.items():
+        try:
+            found = importlib.util.find_spec(plugin) and importlib.util.find_spec(assembler)
+        except ModuleNotFoundError:
+            continue
+        if found:
+            return next(iter(found.submodule_search_locations or ()), "")
+    return ""
 
 
 def _devices(asked: str, **description: Any) -> list[jax.Device]:

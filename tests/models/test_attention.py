@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import attention, attention_tpu
+from specjax.models import attention, attention_gpu, attention_tpu
 from specjax.models.attention import Filled, attend, attention_paid
 from specjax.sharding import make_mesh
 
@@ -74,6 +74,14 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
     np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(q), given), expected, atol=1e-5)
 
 
+KERNELS = {  # to settle on small sizes
+    "tpu": (attention_tpu, {"ROWS": 16}),  # 60 tokens of two heads are no whole number of those
+    "gpu": (attention_gpu, {"ROWS": 16, "PROGRAMS": 1}),
+    "gpu, splits": (attention_gpu, {"ROWS": 16, "PROGRAMS": 1000}),
+}
+
+
+@pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
     [
@@ -84,10 +92,11 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
         (60, 10, "each its own"),
     ],
 )
-def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monkeypatch) -> None:
-    """The TPU's, interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
-    monkeypatch.setattr(attention_tpu, "BLOCK", 16)
-    monkeypatch.setattr(attention_tpu, "ROWS", 16)  # 60 tokens of two heads are no whole number of those
+def test_kernels_find_what_plain_attention_finds(count, window, beside, device, monkeypatch) -> None:
+    """Interpreted; with NaN where nothing is filled, and in two parts as latent attention has it."""
+    module, sizes = KERNELS[device]
+    for name, size in {"BLOCK": 16, **sizes}.items():
+        monkeypatch.setattr(module, name, size)
     (whole, scratch, own), _, _ = pieces(count, window)
     others = {"nothing": [], "scratch and own": [scratch, own], "each its own": [scratch, (own[0], None)]}[beside]
     beyond = jnp.arange(SLOTS)[:, None] >= whole.count[:, None, None, None]
@@ -95,12 +104,15 @@ def test_the_kernel_finds_what_plain_attention_finds(count, window, beside, monk
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
         expected = attention._attend_plainly(parts, [whole, *others], values_part, block=16)
-        found = attention._attend_by_kernel(parts, [damaged, *others], values_part, interpret=True)
+        found = attention._attend_by_kernel(
+            parts, [damaged, *others], values_part, kernel=module.attend_in_kernel, interpret=True
+        )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("module", [attention_tpu, attention_gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
-def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside) -> None:
+def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, module) -> None:
     """One head of keys cannot be split: the query heads that share it are."""
     (whole, *others), _, _ = pieces(5, 10)
     others = others if beside else []
@@ -109,7 +121,8 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside) ->
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
     expected = attention._attend_plainly(q, [whole, *others], 1, block=16)
     on_mesh = whole.replace(mesh=make_mesh(2, 2))
-    found = jax.jit(partial(attention._attend_by_kernel, values_part=1, interpret=True))(q, [on_mesh, *others])
+    run = partial(attention._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
+    found = jax.jit(run)(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
     np.testing.assert_allclose(found, expected, atol=1e-5)
 

@@ -1,0 +1,207 @@
+"""Attention as one GPU kernel (flash attention; Dao et al. 2022, arXiv 2205.14135, in Pallas for Triton).
+
+Scores live in registers alone, and no slot that a row has not filled is read. Decoding asks few queries of a long cache, and a
+chip has more processors than a few rows have heads: so the cache is split among several programs, and a second, small kernel
+merges what they found (flash decoding; Dao et al. 2023). What is no part of the cache, drafted tokens and the call's own, is
+attended to in the same kernel: every kernel takes two microseconds however little it does.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from specjax.models.cache import Entry, Other
+from specjax.models.primitives import LEAST
+
+BLOCK = 64
+"""Slots that a program reads at a time."""
+
+ROWS = 64
+"""Queries of a program, at most, where a value has no more than 128 numbers; fewer where it has more."""
+
+PROGRAMS = 256
+"""That a cache is split for: about two for each of a large chip's processors."""
+
+MOST_SPLITS = 32
+
+
+def attend_in_kernel(
+    q: tuple[jax.Array, ...],
+    entry: Entry,
+    count: jax.Array,
+    since: jax.Array,
+    others: Sequence[Other] = (),
+    *,
+    values_part: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of R queries to the slots of a cache, and to other tokens beside it.
+
+    Args:
+        q: ``[B, kv_heads, R, d_i]`` queries for each part of an entry that is a key, scaled; the products are added.
+        entry: ``[B, kv_heads, S, d_i]`` each part.
+        count: ``[B]`` how many slots of each row are filled.
+        since: ``[B, R]`` the first slot that each query sees.
+        others: further tokens.
+        values_part: which part is attended to.
+        interpret: run it as ordinary JAX, on any backend: for tests.
+
+    Returns:
+        ``[B, kv_heads, R, d]`` in the queries' dtype, zeros where a query sees nothing.
+    """
+    batch, kv_heads, rows, _ = q[0].shape
+    slots, dim = entry[0].shape[2], entry[values_part].shape[3]
+    tile = min(_power_of_two(rows), max(16, ROWS * 128 // max(dim, 128)))
+    tiles, blocks = -(-rows // tile), -(-slots // BLOCK)
+    splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
+    splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
+    # In latent attention the values are the keys' first part: it is read once.
+    wanted = range(len(q) if values_part < len(q) else values_part + 1)
+
+    given = [count, since, *q, *(entry[part] for part in wanted)]
+    for other, visible in others:
+        given += [visible, *(other[part] for part in wanted)]
+    of_splits = (batch, kv_heads, splits, rows)
+    whole = jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype)
+    parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_splits, of_splits, (*of_splits, dim))]
+    found = pl.pallas_call(
+        functools.partial(
+            _kernel, parts=len(q), wanted=len(wanted), others=len(others), tile=tile, splits=splits, values_part=values_part
+        ),
+        grid=(batch, kv_heads, tiles, splits),
+        out_shape=whole if splits == 1 else parts,
+        # Blocks on their way while one is worked on: for many queries, which keep a program busy, one; for few two.
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if tile == 16 else 2),
+        interpret=interpret,
+        name="attend",
+    )(*given)
+    if splits == 1:
+        return found
+    return pl.pallas_call(
+        _merge,
+        grid=(batch, kv_heads, rows),
+        out_shape=whole,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_splits",
+    )(*found)
+
+
+def _kernel(
+    count_ref: Any, since_ref: Any, *refs: Any, parts: int, wanted: int, others: int, tile: int, splits: int, values_part: int
+) -> None:
+    """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
+    q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + wanted], refs[parts + wanted :]
+    others_refs, out_refs = refs[: others * (1 + wanted)], refs[others * (1 + wanted) :]
+    b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
+    rows = q_refs[0].shape[2]
+    is_row = first_row + jnp.arange(tile) < rows
+    q = [_load(ref, (b, h), first_row, is_row) for ref in q_refs]
+    since = plt.load(since_ref.at[b, pl.ds(first_row, tile)], mask=is_row, other=jnp.iinfo(jnp.int32).max)
+    count = count_ref[b]
+
+    def add(found: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
+        top, mass, total = found
+        entry = [_load(ref, (b, h), start, is_slot) for ref in refs]
+        values = entry[values_part]
+        products = [_dot(part, keys, 1) for part, keys in zip(q, entry, strict=False)]
+        scores = jnp.where(seen, functools.reduce(jnp.add, products), 2 * LEAST)
+        largest = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights, shrunk = jnp.exp(scores - largest[:, None]), jnp.exp(top - largest)
+        total = total * shrunk[:, None] + _dot(weights.astype(values.dtype), values, 0)
+        return largest, mass * shrunk + jnp.sum(weights, axis=1), total
+
+    def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        slot = block * BLOCK + jnp.arange(BLOCK)
+        is_filled = slot < count
+        return add(found, entry_refs, block * BLOCK, is_filled, is_filled[None] & (slot[None] >= since[:, None]))
+
+    def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        for i in range(others):
+            visible_ref, *entry_refs = others_refs[i * (1 + wanted) : (i + 1) * (1 + wanted)]
+            there = entry_refs[0].shape[2]
+            width = min(BLOCK, _power_of_two(there))
+
+            def of_block(
+                block: jax.Array,
+                found: tuple[jax.Array, ...],
+                width: int = width,
+                there: int = there,
+                visible_ref: Any = visible_ref,
+                entry_refs: Any = entry_refs,
+            ) -> tuple[jax.Array, ...]:
+                is_slot = block * width + jnp.arange(width) < there
+                visible = plt.load(
+                    visible_ref.at[b, pl.ds(first_row, tile), pl.ds(block * width, width)],
+                    mask=is_row[:, None] & is_slot[None],
+                    other=0,
+                )
+                return add(found, entry_refs, block * width, is_slot, visible > 0)
+
+            found = jax.lax.fori_loop(0, -(-there // width), of_block, found)
+        return found
+
+    # The blocks that hold what any of these queries sees, in equal shares.
+    first = jnp.maximum(jnp.min(since), 0) // BLOCK
+    last = (count + BLOCK - 1) // BLOCK
+    share = (jnp.maximum(last - first, 0) + splits - 1) // splits
+    width = _power_of_two(entry_refs[values_part].shape[3])
+    nothing = (jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, width), jnp.float32))
+    begin = first + split * share
+    top, mass, total = found = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), of_cache, nothing)
+    if others:
+        top, mass, total = jax.lax.cond(split == splits - 1, of_others, lambda found: found, found)
+    if splits > 1:
+        top_ref, mass_ref, total_ref = out_refs
+        at_rows = pl.ds(first_row, tile)
+        plt.store(top_ref.at[b, h, split, at_rows], top, mask=is_row)
+        plt.store(mass_ref.at[b, h, split, at_rows], mass, mask=is_row)
+        _store(total_ref, (b, h, split), first_row, is_row, total)
+    else:
+        (out_ref,) = out_refs
+        _store(out_ref, (b, h), first_row, is_row, total / jnp.where(mass > 0, mass, 1.0)[:, None])
+
+
+def _merge(top_ref: Any, mass_ref: Any, total_ref: Any, out_ref: Any) -> None:
+    """What one query found in all shares."""
+    b, h, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    dim = total_ref.shape[4]
+    there = jnp.arange(_power_of_two(dim)) < dim
+    top = top_ref[b, h, :, row]
+    weights = jnp.exp(top - jnp.max(top))
+    mass = jnp.sum(mass_ref[b, h, :, row] * weights)
+    total = plt.load(total_ref.at[b, h, :, row, pl.ds(0, there.size)], mask=there[None], other=0.0)
+    found = jnp.sum(total * weights[:, None], axis=0) / jnp.where(mass > 0, mass, 1.0)
+    plt.store(out_ref.at[b, h, row, pl.ds(0, there.size)], found.astype(out_ref.dtype), mask=there)
+
+
+def _load(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> jax.Array:
+    """Rows of ``ref [..., n, d]`` at ``head`` from ``start`` on, zeros where there are none; as wide as a power of two."""
+    at, mask = _window(ref, head, start, is_row)
+    return plt.load(ref.at[at], mask=mask, other=0.0)
+
+
+def _store(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array, values: jax.Array) -> None:
+    """`_load`, the other way."""
+    at, mask = _window(ref, head, start, is_row)
+    plt.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+
+
+def _window(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> tuple[tuple[Any, ...], jax.Array]:
+    width = _power_of_two(ref.shape[-1])
+    return (*head, pl.ds(start, is_row.size), pl.ds(0, width)), is_row[:, None] & (jnp.arange(width) < ref.shape[-1])[None]
+
+
+def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
+    """The product in float32, over the last axis of one and ``axis`` of the other."""
+    return jax.lax.dot_general(left, right, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _power_of_two(number: int, least: int = 16) -> int:
+    """The smallest that is no smaller: arrays in a kernel have such sizes, and factors of a product at least 16."""
+    return max(least, 1 << (number - 1).bit_length())
