@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode                                      # the embedded pair, its target grown to about 90M
     python -m benchmarks.decode --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
+    python -m benchmarks.decode --dtype bfloat16 --grow 4096 14336 16                # on a GPU
     python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
 
 All runs of one case are interleaved, and every figure is a median with its spread.
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
@@ -63,11 +65,12 @@ class BenchmarkConfig:
         rules: every method by each of these, see `specjax.sampling.Rule`; by default by the one that suits its drafts.
         repeats: of every method.
         exit_layers: layers that draft in early exit.
+        methods: our methods to run, by the beginnings of their names; by default all. Plain decoding is always among them.
         compare: run `transformers` too.
         synthetic_acceptance: instead of real models, random weights of `shape` that accept a drafted token with this chance.
         shape: published shape of a synthetic target.
         draft_shape: published shape of its draft model.
-        dtype: of synthetic weights.
+        dtype: of all weights, here and in `transformers`; float32 or bfloat16.
         output: where to write the results as JSON.
     """
 
@@ -84,6 +87,7 @@ class BenchmarkConfig:
     rules: tuple[Rule, ...] = ()
     repeats: int = 5
     exit_layers: int = 2
+    methods: tuple[str, ...] = ()
     compare: bool = True
     synthetic_acceptance: float | None = None
     shape: str = "llama-3.2-1b"
@@ -104,12 +108,15 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     for name in ("batch", "context"):
         if min(getattr(config, name), default=0) < 1:
             raise InputError(f"{name}={getattr(config, name)}: each must be at least 1")
+    if config.dtype not in ("float32", "bfloat16"):
+        raise InputError(f"dtype={config.dtype!r}: must be float32 or bfloat16")
     if config.synthetic_acceptance is not None:
         target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
         texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
         others: dict[str, Method] = {}
     else:
         target, drafters, texts, others = load(config)
+    drafters = chosen(drafters, config.methods)
     results = {
         "machine": machine(),
         "settings": asdict(config),
@@ -128,14 +135,23 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     return results
 
 
+def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[str, Drafter | None]:
+    """Those that are named by the beginnings of their names, and plain decoding."""
+    for name in methods:
+        if not any(own.startswith(name) for own in drafters):
+            raise InputError(f"methods={name!r}: no name begins so; there are {', '.join(drafters)}")
+    return {own: drafter for own, drafter in drafters.items() if own.startswith(("plain", *(methods or ("",))))}
+
+
 def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Method]]:
     """The grown target, our methods, the texts as token ids, and the peers' methods on the same weights."""
     directory = huggingface.locate(config.target, weights=False)
     check_vocabulary(
         huggingface.read_config(huggingface.locate(config.draft, weights=False)), huggingface.read_config(directory)
     )
-    target = Target.from_pretrained(config.target, np.float32)
-    small, draft = target, Target.from_pretrained(config.draft, np.float32)
+    dtype = jnp.dtype(config.dtype)
+    target = Target.from_pretrained(config.target, dtype)
+    small, draft = target, Target.from_pretrained(config.draft, dtype)
     if any(config.grow):
         hidden_size, intermediate_size, num_layers = config.grow
         target = grow(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
@@ -144,12 +160,12 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
         with tempfile.TemporaryDirectory() as scratch:
             target.save_pretrained(Path(scratch) / "target")
             draft.save_pretrained(Path(scratch) / "draft")
-            others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens)
+            others = peers.methods(Path(scratch) / "target", Path(scratch) / "draft", config.new_tokens, config.dtype)
     tokenizer = text.load_tokenizer(directory)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     methods = drafters_of(draft, config.exit_layers)
     if config.eagle3:
-        eagle3 = specjax.Eagle3.from_pretrained(huggingface.locate(config.eagle3), dtype=np.float32)
+        eagle3 = specjax.Eagle3.from_pretrained(huggingface.locate(config.eagle3), dtype=dtype)
         for name, shape in EAGLE_SHAPES.items():
             methods[f"EAGLE-3, {name}"] = OnGrown.of(replace(eagle3, draft=shape), small)
     return target, methods, texts, others

@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.errors import InputError
@@ -13,16 +14,18 @@ ONE_ROW = ("transformers, assisted", "transformers, prompt lookup")
 """Methods that take one row at a time."""
 
 
-def methods(target: Path, draft: Path, new_tokens: int) -> dict[str, Any]:
-    """`benchmarks.decode.Method`s by name. Those of `ONE_ROW` take prompts ``[1, P]``."""
+def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str, Any]:
+    """`benchmarks.decode.Method`s by name, on a device as ours run on. Those of `ONE_ROW` take prompts ``[1, P]``."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise InputError("compare: torch is not installed; install it (pip install torch) or pass --no-compare") from None
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32).eval()
+    device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+    kind = getattr(torch, dtype)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=kind).eval().to(device)
+    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=kind).eval().to(device)
     for each in (model, assistant):
         each.generation_config.eos_token_id = None  # as many tokens as asked for
         each.generation_config.pad_token_id = 0
@@ -32,14 +35,14 @@ def methods(target: Path, draft: Path, new_tokens: int) -> dict[str, Any]:
             started = time.perf_counter()
             with torch.inference_mode():
                 tokens = model.generate(
-                    torch.as_tensor(prompts),
-                    attention_mask=torch.ones(prompts.shape, dtype=torch.long),
+                    torch.as_tensor(prompts, device=device),
+                    attention_mask=torch.ones(prompts.shape, dtype=torch.long, device=device),
                     do_sample=False,
                     max_new_tokens=new_tokens,
                     **options,
                 )
-            seconds = time.perf_counter() - started
-            return {"seconds": seconds, "tokens": tokens.numpy(), "width": prompts.shape[1] + new_tokens}
+            tokens = tokens.cpu().numpy()
+            return {"seconds": time.perf_counter() - started, "tokens": tokens, "width": prompts.shape[1] + new_tokens}
 
         return generate
 

@@ -49,8 +49,6 @@ def models(shape: str, draft_shape: str, acceptance: float, dtype: str) -> tuple
     """A forced target of ``shape``, and chains of 2 to 8 drafted by ``draft_shape``, by default a tenth of its layers."""
     if not 0 <= acceptance <= 1:
         raise InputError(f"synthetic_acceptance={acceptance:g}: an acceptance rate lies between 0 and 1")
-    if dtype not in ("float32", "bfloat16"):
-        raise InputError(f"dtype={dtype!r}: must be float32 or bfloat16")
     kind = jnp.dtype(dtype)
     config = published(shape)
     if draft_shape:
