@@ -71,7 +71,7 @@ def test_init_and_round_trip(target, tmp_path) -> None:
     assert drafter.model.config.vocab_size == target.config.vocab_size
     assert drafter.model.config.num_layers == 1
     drafter.save_pretrained(tmp_path)
-    again = DraftModel.from_pretrained(tmp_path, draft=Chain(2))
+    again = DraftModel.from_pretrained(tmp_path, draft=Chain(2), dtype=np.float32)
     jax.tree.map(np.testing.assert_array_equal, drafter.model.params, again.model.params)
     drafter.check(target)
     with pytest.raises(InputError, match="vocabulary of 11 tokens and target one of 1035"):

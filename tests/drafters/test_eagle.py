@@ -62,7 +62,7 @@ def test_states_are_those_of_the_description(bias, tmp_path) -> None:
     if not bias:
         del tensors["fc.bias"]
         save_file(tensors, tmp_path / "model.safetensors")
-    drafter, target = Eagle.from_pretrained(tmp_path), tiny_target()
+    drafter, target = Eagle.from_pretrained(tmp_path, dtype=np.float32), tiny_target()
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (1, 9)))
     features = target.forward(tokens[:, :-1])[0].hidden
     batch = {"tokens": tokens, "segments": jnp.zeros_like(tokens)}
@@ -74,7 +74,7 @@ def test_states_are_those_of_the_description(bias, tmp_path) -> None:
 def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path) -> None:
     written = random_drafter()
     written.save_pretrained(tmp_path / "once")
-    read = Eagle.from_pretrained(tmp_path / "once", Chain(3))
+    read = Eagle.from_pretrained(tmp_path / "once", Chain(3), np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
     read.save_pretrained(tmp_path / "twice")
@@ -91,7 +91,7 @@ def test_what_is_in_a_checkpoint_decides(tmp_path) -> None:
     for name in "kv":
         tensors[f"layers.0.self_attn.{name}_proj.bias"] = np.ones(8, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    read = Eagle.from_pretrained(tmp_path)
+    read = Eagle.from_pretrained(tmp_path, dtype=np.float32)
     assert read.config.own_embedding
     assert read.config.layer.qkv_bias
     assert np.all(read.embed(tiny_target(), np.zeros((1, 1), int)) == 1)

@@ -76,7 +76,7 @@ def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     """Its own checkpoint, read here; two documents in a window, three steps of the training-time test."""
     model = independent_model(**VARIANTS[variant])
     model.save_pretrained(tmp_path)
-    drafter = Eagle3.from_pretrained(tmp_path, draft=Chain(3))
+    drafter = Eagle3.from_pretrained(tmp_path, draft=Chain(3), dtype=np.float32)
     assert drafter.config.taps == (0, 1, 2)
     rng = np.random.default_rng(0)
     length, documents = 9, np.array([0] * 5 + [1] * 4)
@@ -110,7 +110,7 @@ def drafter(**options) -> Eagle3:
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> None:
     written = drafter(variant=variant, taps=(0, 1, 2))
     written.save_pretrained(tmp_path / "once", layout=layout)
-    read = Eagle3.from_pretrained(tmp_path / "once", Chain(3))
+    read = Eagle3.from_pretrained(tmp_path / "once", Chain(3), np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
     read.save_pretrained(tmp_path / "twice", layout=layout)
@@ -174,7 +174,7 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
     save_file(
         {name.replace("midlayer.", "layers.0."): array for name, array in tensors.items()}, tmp_path / "model.safetensors"
     )
-    read = Eagle3.from_pretrained(tmp_path, Chain(3))
+    read = Eagle3.from_pretrained(tmp_path, Chain(3), np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
 
