@@ -103,7 +103,7 @@ def _kernel(
     is_row = first_row + jnp.arange(tile) < rows
     q = [_load(ref, (b, h), first_row, is_row) for ref in q_refs]
     since = plt.load(since_ref.at[b, pl.ds(first_row, tile)], mask=is_row, other=jnp.iinfo(jnp.int32).max)
-    count = count_ref[b]
+    count, earliest = count_ref[b], jnp.min(since)
 
     def add(found: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, seen: jax.Array) -> tuple[jax.Array, ...]:
         top, mass, total = found
@@ -118,8 +118,8 @@ def _kernel(
 
     def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = block * BLOCK + jnp.arange(BLOCK)
-        is_filled = slot < count
-        return add(found, entry_refs, block * BLOCK, is_filled, is_filled[None] & (slot[None] >= since[:, None]))
+        is_seen = (slot < count) & (slot >= earliest)
+        return add(found, entry_refs, block * BLOCK, is_seen, is_seen[None] & (slot[None] >= since[:, None]))
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
@@ -147,7 +147,7 @@ def _kernel(
         return found
 
     # The blocks that hold what any of these queries sees, in equal shares.
-    first = jnp.maximum(jnp.min(since), 0) // BLOCK
+    first = jnp.maximum(earliest, 0) // BLOCK
     last = (count + BLOCK - 1) // BLOCK
     share = (jnp.maximum(last - first, 0) + splits - 1) // splits
     width = _power_of_two(entry_refs[values_part].shape[3])
