@@ -371,7 +371,7 @@ def draft_with(
     at_root, new = model.score(root[:, None], cache, layers=layers)
     assert at_root.logits is not None
     # The root has the first slot of the scratch.
-    scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0)
+    scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden)
     read = partial(read_nodes, model, cache, layers=layers)
     return expand(shape, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)[0]
 
@@ -403,4 +403,4 @@ def read_nodes(
         layers=layers,
     )
     assert output.logits is not None
-    return output.logits, place_entries(scratch, new, above + frontier.offset)
+    return output.logits, place_entries(scratch, new, above + frontier.offset, after=output.hidden)

@@ -221,7 +221,7 @@ class FeatureDrafter(Drafter):
             current = jnp.minimum(frontier.depth, last)
             of_modules = jnp.stack(reached, axis=2)
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
-            return logits, (place_entries(scratch, new, frontier.offset), of_modules)
+            return logits, (place_entries(scratch, new, frontier.offset, after=of_modules), of_modules)
 
         above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft.width, *state.newest.shape[1:]))
         carried = (self._empty(batch, self.draft.read_slots, len(modules)), above)

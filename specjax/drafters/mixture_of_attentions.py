@@ -332,19 +332,19 @@ class MixtureOfAttentions(Drafter):
         def read(
             tokens: jax.Array, depth: Any, seen: jax.Array, scratch: tuple[Entry, ...]
         ) -> tuple[jax.Array, tuple[Entry, ...]]:
-            """Tokens ``[B, F]`` of one depth: the logits after each, and the new entries."""
+            """Tokens ``[B, F]`` of one depth: the target's last states of each, and the new entries."""
             positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
             past = [tokens_read, (scratch[0], seen)]
             x, own = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
             alone = np.eye(tokens.shape[1], dtype=bool)[None]
             hidden, new = self.finish(target, x, positions, alone, cache=verified, scratch=[(scratch[1:], seen)])
-            return target.head(hidden), (own, *new)
+            return hidden, (own, *new)
 
         def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
             below_root = jnp.pad(frontier.seen, ((0, 0), (0, 0), (1, 0)), constant_values=True)
-            logits, new = read(frontier.tokens, frontier.depth, below_root, scratch)
-            return logits, place_entries(scratch, new, 1 + frontier.offset)
+            hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
+            return target.head(hidden), place_entries(scratch, new, 1 + frontier.offset, after=hidden)
 
         # The root has the first slot of the scratch.
         batch, slots = root.shape[0], 1 + self.draft.read_slots
@@ -352,9 +352,9 @@ class MixtureOfAttentions(Drafter):
             self.config.layer.entry_parts, layers=1, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
         )
         scratch = own + target.new_scratch(batch, slots, self.config.tli_layers)
-        logits, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
-        scratch = place_entries(scratch, new, 0)
-        draft, _, _ = expand(self.draft, read_frontier, logits[:, 0], scratch, root, sampling, keys, active)
+        hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
+        scratch = place_entries(scratch, new, 0, after=hidden)
+        draft, _, _ = expand(self.draft, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
         return draft, state
 
     @property

@@ -46,13 +46,22 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B n"]) -> tuple
     return jax.tree.map(gather, tuple(entries))
 
 
-def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: Any) -> tuple[Entry, ...]:
-    """``scratch`` with ``new`` entries at slots ``offset …`` of every row; ``offset`` is one number for all rows."""
+def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: Any, after: jax.Array) -> tuple[Entry, ...]:
+    """``scratch`` with ``new`` entries at slots ``offset …`` of every row.
+
+    Args:
+        scratch: each layer's, of drafted tokens.
+        new: each layer's, of further ones.
+        offset: one number for all rows.
+        after: any array that was worked out from everything that was read of ``scratch`` before. XLA then writes in place;
+            otherwise it copies all of it first, and does so before anything else, which keeps a TPU from fetching weights.
+    """
+    new, _ = jax.lax.optimization_barrier((tuple(new), after))
 
     def place(buffer: jax.Array, values: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), offset, axis=2)
 
-    return jax.tree.map(place, tuple(scratch), tuple(new))
+    return jax.tree.map(place, tuple(scratch), new)
 
 
 @struct.dataclass

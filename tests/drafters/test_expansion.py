@@ -12,6 +12,7 @@ from specjax.drafters.expansion import expand
 from specjax.evaluation.conformance import monte_carlo_bound, total_variation
 from specjax.sampling import Sampling, probabilities, split_keys
 from specjax.tree import EAGLE_TREE, MEDUSA_TREE, DynamicTree, SampledTree, StaticTree
+from tests.conftest import SHAPES
 
 V = 12
 
@@ -186,3 +187,11 @@ def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:
         assert set(tokens[row, 1:3].tolist()) == {2, 7}
         np.testing.assert_array_equal(valid[row], [True, True, True, False, True, True, False])
     np.testing.assert_array_equal(parents[0], [-1, 0, 0, 0, 1, 2, 3])
+
+
+def test_only_a_chain_that_may_stop_asks_after_each_level_whether_to_go_on() -> None:
+    """The loop of every other shape has a number of turns: a GPU does not wait for its host after each."""
+    table, root, keys = jnp.zeros((V, V)), jnp.zeros(2, jnp.int32), jax.random.split(jax.random.key(0), 2)
+    for name, shape in SHAPES.items():
+        traced = jax.make_jaxpr(partial(grow, shape, read_table, sampling=0.0))(table, root, keys)
+        assert (" while[" in str(traced)) == (name == "adaptive"), name

@@ -54,7 +54,7 @@ def test_an_entry_may_have_parts_of_different_sizes() -> None:
 
 def test_scratch_holds_drafted_tokens_level_by_level() -> None:
     scratch = empty_entries(PARTS, layers=2, batch=B, slots=5)
-    scratch = place_entries(scratch, [(numbers(2), -numbers(2))] * 2, 3)
+    scratch = place_entries(scratch, [(numbers(2), -numbers(2))] * 2, 3, after=jnp.zeros(B))
     for keys, values in scratch:
         np.testing.assert_array_equal(keys[1, 0, :, 0], [0, 0, 0, 100, 101])
         np.testing.assert_array_equal(values, -keys)
