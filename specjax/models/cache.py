@@ -56,12 +56,12 @@ def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: Any, a
         after: any array that was worked out from everything that was read of ``scratch`` before. XLA then writes in place;
             otherwise it copies all of it first, and does so before anything else, which keeps a TPU from fetching weights.
     """
-    new, _ = jax.lax.optimization_barrier((tuple(new), after))
+    offset, _ = jax.lax.optimization_barrier((offset, after))
 
     def place(buffer: jax.Array, values: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(buffer, values.astype(buffer.dtype), offset, axis=2)
 
-    return jax.tree.map(place, tuple(scratch), new)
+    return jax.tree.map(place, tuple(scratch), tuple(new))
 
 
 @struct.dataclass
