@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode                                      # the embedded pair, its target grown to about 90M
     python -m benchmarks.decode --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
-    python -m benchmarks.decode --dtype bfloat16 --grow 4096 14336 16                # on a GPU
+    python -m benchmarks.decode --dtype bfloat16 --grow 4096 14336 12                # on a GPU
     python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
 
 All runs of one case are interleaved, and every figure is a median with its spread.

@@ -90,6 +90,16 @@ def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> Non
     jax.clear_caches()
 
 
+def test_methods_are_chosen_by_the_beginnings_of_their_names() -> None:
+    drafters = dict.fromkeys(("plain", "draft model, chain 4", "draft model, chain 8", "prompt lookup, 8"))
+    assert [*decode.chosen(drafters, ("draft model, chain 4", "prompt"))] == [
+        "plain",
+        "draft model, chain 4",
+        "prompt lookup, 8",
+    ]
+    assert decode.chosen(drafters, ()) == drafters
+
+
 def test_loops_are_counted() -> None:
     """A random model repeats itself before long; its own text is asked what the benchmark says of it."""
     target = tiny_target(seed=2, vocab_size=4)

@@ -207,9 +207,13 @@ def _repeat(deepen: Callable[[_Growth], _Growth], shape: Shape, growth: _Growth)
 
     Where the number of turns is known a GPU takes them without asking its host after each.
     """
-    if isinstance(shape, Chain) and shape.stop_below:
-        return jax.lax.while_loop(lambda growth: (growth.depth < shape.depth) & jnp.any(growth.going), deepen, growth)
-    return jax.lax.fori_loop(1, shape.depth, lambda _, growth: deepen(growth), growth)
+    may_stop = isinstance(shape, Chain) and shape.stop_below > 0
+
+    def unfinished(growth: _Growth) -> jax.Array:
+        has_room = growth.depth < shape.depth
+        return has_room & jnp.any(growth.going) if may_stop else has_room
+
+    return jax.lax.while_loop(unfinished, deepen, growth)
 
 
 def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int) -> Frontier:
@@ -370,7 +374,7 @@ def draft_with(
     """
     at_root, new = model.score(root[:, None], cache, layers=layers)
     assert at_root.logits is not None
-    # The root has the first slot of the scratch.
+    # The root has the first slot of the scratch, of which nothing was read yet.
     scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden)
     read = partial(read_nodes, model, cache, layers=layers)
     return expand(shape, read, at_root.logits[:, 0], scratch, root, sampling, keys, active)[0]

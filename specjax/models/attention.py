@@ -3,7 +3,8 @@
 What is attended to comes in *pieces*: the cache, which may be long, the scratch of a draft, and what a call adds itself. Each
 piece is attended to on its own, and the results are merged by the sums of their weights (online softmax, Milakov and Gimelshein
 2018, arXiv 1805.02867). So no array of scores is ever larger than a piece, and a long piece is read in blocks of slots: the
-scores of one block are all there is at a time, and blocks that hold nothing are never read.
+scores of one block are all there is at a time, and blocks that hold nothing are never read. Where a cache is attended to, TPUs
+and GPUs have a kernel each (`attention_tpu`, `attention_gpu`); the plain JAX here is what they are tested against.
 """
 
 import functools
@@ -128,13 +129,13 @@ def attend(
 def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
     plainly = functools.partial(_attend_plainly, values_part=values_part, block=block)
-    by_kernel = functools.partial(functools.partial, _attend_by_kernel, values_part=values_part)
+    by_kernel = functools.partial(_attend_by_kernel, values_part=values_part)
     has_cache = any(isinstance(piece, Filled) for piece in pieces)
     return jax.lax.platform_dependent(
         q,
         pieces,
-        tpu=by_kernel(kernel=attention_tpu.attend_in_kernel) if has_cache else plainly,
-        cuda=by_kernel(kernel=attention_gpu.attend_in_kernel) if has_cache else plainly,
+        tpu=functools.partial(by_kernel, kernel=attention_tpu.attend_in_kernel) if has_cache else plainly,
+        cuda=functools.partial(by_kernel, kernel=attention_gpu.attend_in_kernel) if has_cache else plainly,
         default=plainly,
     )
 

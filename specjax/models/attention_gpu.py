@@ -19,7 +19,7 @@ from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST
 
 BLOCK = 64
-"""Slots that a program reads at a time."""
+"""Slots that a program reads at a time; fewer where a value has more than 256 numbers."""
 
 ROWS = 64
 """Queries of a program, at most, where a value has no more than 128 numbers; fewer where it has more."""
@@ -56,14 +56,16 @@ def attend_in_kernel(
     """
     batch, kv_heads, rows, _ = q[0].shape
     slots, dim = entry[0].shape[2], entry[values_part].shape[3]
-    tile = min(_power_of_two(rows), max(16, ROWS * 128 // max(dim, 128)))
-    tiles, blocks = -(-rows // tile), -(-slots // BLOCK)
+    wide = max(_power_of_two(dim), 128)
+    tile = min(_power_of_two(rows), max(16, ROWS * 128 // wide))
+    block = max(16, min(BLOCK, BLOCK * 256 // wide))  # what is fetched has to fit a processor's own memory
+    tiles, blocks = -(-rows // tile), -(-slots // block)
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
     # In latent attention the values are the keys' first part: it is read once.
     wanted = range(len(q) if values_part < len(q) else values_part + 1)
 
-    given = [count, since, *q, *(entry[part] for part in wanted)]
+    given = [jnp.minimum(count, slots), since, *q, *(entry[part] for part in wanted)]
     for other, visible in others:
         given += [visible, *(other[part] for part in wanted)]
     of_splits = (batch, kv_heads, splits, rows)
@@ -71,12 +73,19 @@ def attend_in_kernel(
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_splits, of_splits, (*of_splits, dim))]
     found = pl.pallas_call(
         functools.partial(
-            _kernel, parts=len(q), wanted=len(wanted), others=len(others), tile=tile, splits=splits, values_part=values_part
+            _kernel,
+            parts=len(q),
+            wanted=len(wanted),
+            others=len(others),
+            tile=tile,
+            width=block,
+            splits=splits,
+            values_part=values_part,
         ),
         grid=(batch, kv_heads, tiles, splits),
         out_shape=whole if splits == 1 else parts,
         # Blocks on their way while one is worked on: for many queries, which keep a program busy, one; for few two.
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if tile == 16 else 2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if tile == 16 and wide == 128 else 2),
         interpret=interpret,
         name="attend",
     )(*given)
@@ -93,7 +102,16 @@ def attend_in_kernel(
 
 
 def _kernel(
-    count_ref: Any, since_ref: Any, *refs: Any, parts: int, wanted: int, others: int, tile: int, splits: int, values_part: int
+    count_ref: Any,
+    since_ref: Any,
+    *refs: Any,
+    parts: int,
+    wanted: int,
+    others: int,
+    tile: int,
+    width: int,
+    splits: int,
+    values_part: int,
 ) -> None:
     """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + wanted], refs[parts + wanted :]
@@ -117,20 +135,20 @@ def _kernel(
         return largest, mass * shrunk + jnp.sum(weights, axis=1), total
 
     def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        slot = block * BLOCK + jnp.arange(BLOCK)
+        slot = block * width + jnp.arange(width)
         is_seen = (slot < count) & (slot >= earliest)
-        return add(found, entry_refs, block * BLOCK, is_seen, is_seen[None] & (slot[None] >= since[:, None]))
+        return add(found, entry_refs, block * width, is_seen, is_seen[None] & (slot[None] >= since[:, None]))
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
             visible_ref, *entry_refs = others_refs[i * (1 + wanted) : (i + 1) * (1 + wanted)]
             there = entry_refs[0].shape[2]
-            width = min(BLOCK, _power_of_two(there))
+            own_width = min(width, _power_of_two(there))
 
             def of_block(
                 block: jax.Array,
                 found: tuple[jax.Array, ...],
-                width: int = width,
+                width: int = own_width,
                 there: int = there,
                 visible_ref: Any = visible_ref,
                 entry_refs: Any = entry_refs,
@@ -143,15 +161,15 @@ def _kernel(
                 )
                 return add(found, entry_refs, block * width, is_slot, visible > 0)
 
-            found = jax.lax.fori_loop(0, -(-there // width), of_block, found)
+            found = jax.lax.fori_loop(0, -(-there // own_width), of_block, found)
         return found
 
     # The blocks that hold what any of these queries sees, in equal shares.
-    first = jnp.maximum(earliest, 0) // BLOCK
-    last = (count + BLOCK - 1) // BLOCK
+    first = jnp.maximum(earliest, 0) // width
+    last = (count + width - 1) // width
     share = (jnp.maximum(last - first, 0) + splits - 1) // splits
-    width = _power_of_two(entry_refs[values_part].shape[3])
-    nothing = (jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, width), jnp.float32))
+    dim = _power_of_two(entry_refs[values_part].shape[3])
+    nothing = (jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, dim), jnp.float32))
     begin = first + split * share
     top, mass, total = found = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), of_cache, nothing)
     if others:
@@ -198,8 +216,10 @@ def _window(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> t
 
 
 def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
-    """The product in float32, over the last axis of one and ``axis`` of the other."""
-    return jax.lax.dot_general(left, right, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
+    """The product in float32, over the last axis of one and ``axis`` of the other. A drafter's dtype may not be its cache's."""
+    dtype = jnp.promote_types(left.dtype, right.dtype)
+    axes = (((1,), (axis,)), ((), ()))
+    return jax.lax.dot_general(left.astype(dtype), right.astype(dtype), axes, preferred_element_type=jnp.float32)
 
 
 def _power_of_two(number: int, least: int = 16) -> int:

@@ -29,7 +29,7 @@ def linear(params: Params, name: str, x: jax.Array) -> jax.Array:
 
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``[n, out]`` the product of ``x [n, in]`` with ``weight [in, out]``."""
-    if x.shape[0] > 1:
+    if x.shape[0] != 1:
         return x @ weight
     return jax.lax.platform_dependent(x, weight, cuda=_product_of_two_rows, default=jnp.matmul)
 

@@ -10,6 +10,7 @@ import pytest
 from specjax import sharding
 from specjax.decoding import engine
 from specjax.models import primitives
+from specjax.models.attention import Filled, attend
 from specjax.sampling import Sampling
 from tests.conftest import SHAPES
 from tests.evaluation.test_conformance import CASES, METHODS
@@ -35,6 +36,18 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
     kernels = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}  # of attention
     for platform, kernel in kernels.items():
         assert {kernel for kernel in kernels.values() if kernel in text[platform]} == {kernel}
+
+
+@pytest.mark.parametrize("dims", [(192,), (320,), (512, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype) -> None:
+    """Also with queries in another dtype than the cache's."""
+    parts = dims if len(dims) > 1 else dims * 2
+    q = tuple(jnp.zeros((1, 60, 4, d)) for d in dims)
+    own, cached = ((tuple(jnp.zeros((1, 2, n, d), dtype) for d in parts)) for n in (60, 100))
+    pieces = [Filled(cached, jnp.array([70])), (own, jnp.ones((1, 60, 60), bool))]
+    traced = jax.jit(partial(attend, values_part=2 - len(dims))).trace(q, pieces)
+    assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:

@@ -60,6 +60,15 @@ def test_scratch_holds_drafted_tokens_level_by_level() -> None:
         np.testing.assert_array_equal(values, -keys)
 
 
+def test_scratch_is_written_after_it_was_read() -> None:
+    """What is written waits for ``after``: without it XLA would copy all scratch, to be able to write at once."""
+    scratch, new = (empty_entries(PARTS, layers=1, batch=B, slots=slots) for slots in (5, 1))
+    traced = jax.make_jaxpr(place_entries)(scratch, new, 3, jnp.zeros(B))
+    barrier, *updates = traced.eqns
+    assert barrier.primitive.name == "optimization_barrier" and traced.jaxpr.invars[-1] in barrier.invars
+    assert len(updates) >= 2 and traced.jaxpr.invars[-2] not in [name for update in updates for name in update.invars]
+
+
 def test_appending_copies_no_buffer() -> None:
     """Donated buffers are updated in place: no copy of a buffer, and far less scratch memory than one of them takes."""
     cache = KVCache.create(((2, 16), (2, 16)), layers=4, batch=3, capacity=4096)

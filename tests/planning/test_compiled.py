@@ -255,6 +255,9 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         assert not decode["cache_copies"]
         assert decode["largest"] < step["cache_bytes"]
         assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+        if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4") and of_drafter:
+            level = max(decode["turns"], key=lambda turn: turn["turns"])
+            assert level["cycles"] <= 1.5 * level["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
         passes = 1 + (levels if of_drafter else 0)
         # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
         sums = decode["a_step"]["collectives"]["all-reduce"]
