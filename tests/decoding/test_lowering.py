@@ -1,5 +1,6 @@
 """Every step of decoding lowers for TPUs and for NVIDIA's GPUs: without either, and without their compilers."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
@@ -18,13 +19,23 @@ from tests.evaluation.test_conformance import CASES, METHODS
 B, P = 2, 4
 
 
+H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+
+
+def lower(function, platform: str, *given) -> str:
+    """From JAX 0.11 on a kernel for a GPU has to know which."""
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=H100)
+    with jax.sharding.use_abstract_mesh(mesh) if platform == "cuda" else nullcontext():
+        return jax.jit(function).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+
+
 def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     shapes = jax.ShapeDtypeStruct((B,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
     eos, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
     given = target, drafter, tokens, shapes, shapes, keys, eos, jax.eval_shape(lambda: sampling.rows(B))
     state = jax.eval_shape(partial(engine.prefill, capacity=40), *given)
-    return jax.jit(engine.step).trace(target, drafter, state).lower(lowering_platforms=(platform,)).as_text()
+    return lower(engine.step, platform, target, drafter, state)
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
@@ -46,13 +57,11 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype) -> None:
     q = tuple(jnp.zeros((1, 60, 4, d)) for d in dims)
     own, cached = ((tuple(jnp.zeros((1, 2, n, d), dtype) for d in parts)) for n in (60, 100))
     pieces = [Filled(cached, jnp.array([70])), (own, jnp.ones((1, 60, 60), bool))]
-    traced = jax.jit(partial(attend, values_part=2 - len(dims))).trace(q, pieces)
-    assert "__gpu$xla.gpu.triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
 
 
 def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
     x, params = jnp.arange(8.0)[None], {"w": jnp.ones((8, 4))}
-    traced = jax.jit(lambda x: primitives.linear(params, "w", x)).trace(x)
-    rows = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu")}
+    rows = {platform: lower(partial(primitives.linear, params, "w"), platform, x) for platform in ("cuda", "cpu")}
     assert "tensor<2x4xf32>" in rows["cuda"] and "tensor<2x4xf32>" not in rows["cpu"]
     np.testing.assert_array_equal(primitives._product_of_two_rows(x, params["w"]), x @ params["w"])
