@@ -8,6 +8,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
 os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
 # All tests and workers of a run share what they compile, and nothing of an earlier run. Before jax is imported.
@@ -18,9 +19,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time
 # to make; what runs long takes half as long again.
 _FAST_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
 )
+if version("jaxlib").startswith("0.10."):  # newer XLA has the newer emitters alone, and ends where it is given the flag
+    _FAST_COMPILATION += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)  # `make test-thorough` sets it to nothing: as users compile
 
 import ast
