@@ -209,11 +209,16 @@ def _repeat(deepen: Callable[[_Growth], _Growth], shape: Shape, growth: _Growth)
     """
     may_stop = isinstance(shape, Chain) and shape.stop_below > 0
 
-    def unfinished(growth: _Growth) -> jax.Array:
-        has_room = growth.depth < shape.depth
+    def unfinished(carry: tuple[jax.Array, _Growth]) -> jax.Array:
+        turn, growth = carry
+        has_room = turn < shape.depth - 1
         return has_room & jnp.any(growth.going) if may_stop else has_room
 
-    return jax.lax.while_loop(unfinished, deepen, growth)
+    def body(carry: tuple[jax.Array, _Growth]) -> tuple[jax.Array, _Growth]:
+        turn, growth = carry
+        return turn + 1, deepen(growth)
+
+    return jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), growth))[1]
 
 
 def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branching: int) -> Frontier:
