@@ -205,7 +205,8 @@ def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Gr
 def _repeat(deepen: Callable[[_Growth], _Growth], shape: Shape, growth: _Growth) -> _Growth:
     """``deepen`` until the draft is as deep as its shape, or, of a chain that may stop early, until the last row has stopped.
 
-    Where the number of turns is known a GPU takes them without asking its host after each.
+    Where the number of turns is known a GPU takes them without asking its host after each: so they are counted here, from 0,
+    which compilers recognise.
     """
     may_stop = isinstance(shape, Chain) and shape.stop_below > 0
 

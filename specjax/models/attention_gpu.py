@@ -40,20 +40,7 @@ def attend_in_kernel(
     values_part: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of R queries to the slots of a cache, and to other tokens beside it.
-
-    Args:
-        q: ``[B, kv_heads, R, d_i]`` queries for each part of an entry that is a key, scaled; the products are added.
-        entry: ``[B, kv_heads, S, d_i]`` each part.
-        count: ``[B]`` how many slots of each row are filled.
-        since: ``[B, R]`` the first slot that each query sees.
-        others: further tokens.
-        values_part: which part is attended to.
-        interpret: run it as ordinary JAX, on any backend: for tests.
-
-    Returns:
-        ``[B, kv_heads, R, d]`` in the queries' dtype, zeros where a query sees nothing.
-    """
+    """What `specjax.models.attention_tpu.attend_in_kernel` does, on a GPU: the same arguments, and the same result."""
     batch, kv_heads, rows, _ = q[0].shape
     slots, dim = entry[0].shape[2], entry[values_part].shape[3]
     wide = max(_power_of_two(dim), 128)
@@ -62,12 +49,10 @@ def attend_in_kernel(
     tiles, blocks = -(-rows // tile), -(-slots // block)
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
-    # In latent attention the values are the keys' first part: it is read once.
-    wanted = range(len(q) if values_part < len(q) else values_part + 1)
 
-    given = [jnp.minimum(count, slots), since, *q, *(entry[part] for part in wanted)]
+    given = [jnp.minimum(count, slots), since, *q, *entry]
     for other, visible in others:
-        given += [visible, *(other[part] for part in wanted)]
+        given += [visible, *other]
     of_splits = (batch, kv_heads, splits, rows)
     whole = jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype)
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_splits, of_splits, (*of_splits, dim))]
@@ -75,7 +60,7 @@ def attend_in_kernel(
         functools.partial(
             _kernel,
             parts=len(q),
-            wanted=len(wanted),
+            entry_parts=len(entry),
             others=len(others),
             tile=tile,
             width=block,
@@ -106,7 +91,7 @@ def _kernel(
     since_ref: Any,
     *refs: Any,
     parts: int,
-    wanted: int,
+    entry_parts: int,
     others: int,
     tile: int,
     width: int,
@@ -114,8 +99,8 @@ def _kernel(
     values_part: int,
 ) -> None:
     """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
-    q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + wanted], refs[parts + wanted :]
-    others_refs, out_refs = refs[: others * (1 + wanted)], refs[others * (1 + wanted) :]
+    q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + entry_parts], refs[parts + entry_parts :]
+    others_refs, out_refs = refs[: others * (1 + entry_parts)], refs[others * (1 + entry_parts) :]
     b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
     rows = q_refs[0].shape[2]
     is_row = first_row + jnp.arange(tile) < rows
@@ -141,7 +126,7 @@ def _kernel(
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
-            visible_ref, *entry_refs = others_refs[i * (1 + wanted) : (i + 1) * (1 + wanted)]
+            visible_ref, *entry_refs = others_refs[i * (1 + entry_parts) : (i + 1) * (1 + entry_parts)]
             there = entry_refs[0].shape[2]
             own_width = min(width, _power_of_two(there))
 

@@ -54,8 +54,6 @@ def attend_in_kernel(
     tile = min(ROWS, rows)
     width = min(BLOCK * min(4, max(1, ROWS // tile)), slots)
     blocks = -(-slots // width)
-    # In latent attention the values are the keys' first part: it is fetched once.
-    wanted = range(len(q) if values_part < len(q) else values_part + 1)
 
     first = jnp.maximum(jnp.min(since, axis=1), 0) // width
     last = jnp.maximum(-(-count // width) - 1, 0)
@@ -67,20 +65,20 @@ def attend_in_kernel(
         # Asked for the block that is there already, the chip fetches nothing.
         return b, h, jnp.clip(i, first[b], last[b]), 0
 
-    given = [since[..., None], *q, *(entry[part] for part in wanted)]
+    given = [since[..., None], *q, *entry]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_rows) for part in q]
-    in_specs += [pl.BlockSpec((1, 1, width, entry[part].shape[3]), of_block) for part in wanted]
+    in_specs += [pl.BlockSpec((1, 1, width, part.shape[3]), of_block) for part in entry]
     if others:
         other, visible = _joined(others)
         beside = visible.shape[2]
-        given += [visible, *(other[part] for part in wanted)]
+        given += [visible, *other]
         in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
-        in_specs += [pl.BlockSpec((1, 1, beside, other[part].shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in wanted]
+        in_specs += [pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in other]
     products = 2 * batch * kv_heads * rows * slots * (dim + sum(part.shape[3] for part in q))
     return pl.pallas_call(
         functools.partial(
-            _kernel, parts=len(q), wanted=len(wanted), width=width, blocks=blocks, values_part=values_part,
+            _kernel, parts=len(q), entry_parts=len(entry), width=width, blocks=blocks, values_part=values_part,
             has_others=bool(others),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -120,7 +118,7 @@ def _kernel(
     since_ref: Any,
     *refs: Any,
     parts: int,
-    wanted: int,
+    entry_parts: int,
     width: int,
     blocks: int,
     values_part: int,
@@ -128,7 +126,7 @@ def _kernel(
 ):
     """One block of one row's head; what is found so far is kept in fast memory until the last."""
     *given, out_ref, top_ref, mass_ref, found_ref = refs
-    q_refs, entry_refs, others_refs = given[:parts], given[parts : parts + wanted], given[parts + wanted :]
+    q_refs, entry_refs, others_refs = given[:parts], given[parts : parts + entry_parts], given[parts + entry_parts :]
     row, block = pl.program_id(0), pl.program_id(3)
     count = count_ref[row]
 
