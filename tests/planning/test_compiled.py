@@ -255,9 +255,11 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         assert not decode["cache_copies"]
         assert decode["largest"] < step["cache_bytes"]
         assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
-        if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4") and of_drafter:
-            level = max(decode["turns"], key=lambda turn: turn["turns"])
-            assert level["cycles"] <= 1.5 * level["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+        if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4"):
+            # By the compiler's cycles a pass costs what its bytes do: a plain step, a verification, a level of drafting.
+            for turn in decode["turns"]:
+                by_bytes = turn["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+                assert turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
         passes = 1 + (levels if of_drafter else 0)
         # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
         sums = decode["a_step"]["collectives"]["all-reduce"]
