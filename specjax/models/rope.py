@@ -82,6 +82,7 @@ def rotate(
     x: Float[Array, "B T heads d"], cos: Float[Array, "#B T 1 half"], sin: Float[Array, "#B T 1 half"]
 ) -> Float[Array, "B T heads d"]:
     """Turn each head's pairs ``(x_i, x_{i + d/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype."""
+    # On a TPU every operation takes a microsecond, and to part the halves and to join them again are two, in every layer.
     return jax.lax.platform_dependent(x, cos, sin, tpu=_rotate_by_product, default=_rotate_halves)
 
 
@@ -92,13 +93,11 @@ def _rotate_halves(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _rotate_by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`_rotate_halves`, with the halves exchanged by a product. It is exact: of each sum one term is not zero.
-
-    To take heads apart and to join the halves again are operations of their own on a TPU, a microsecond each in every layer.
-    """
+    """The same bits as `_rotate_halves`. A matrix product exchanges the halves: of each of its sums one term is not zero."""
     half = x.shape[-1] // 2
-    zeros, ones = jnp.zeros((half, half), x.dtype), jnp.eye(half, dtype=x.dtype)
-    quarter_turn = jnp.block([[zeros, ones], [-ones, zeros]])  # (left, right) becomes (-right, left)
+    identity, zeros = jnp.eye(half, dtype=x.dtype), jnp.zeros((half, half), x.dtype)
+    quarter_turn = jnp.block([[zeros, identity], [-identity, zeros]])  # (left, right) becomes (-right, left)
+    # At its default precision a TPU would round float32 to bfloat16 first.
     turned = jnp.matmul(x, quarter_turn, precision="highest", preferred_element_type=jnp.float32)
     cos, sin = (jnp.concatenate([part, part], axis=-1) for part in (cos, sin))
     return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import huggingface, rope
-from specjax.models.config import Rope
+from specjax.models import huggingface
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
@@ -156,28 +155,3 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     right, _ = forward(target, jnp.array([[5, 7, 8]]))
     np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
     np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)
-
-
-@pytest.mark.parametrize("way", [rope._rotate_halves, rope._rotate_by_product])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rotations_turn_pairs(way, dtype) -> None:
-    """Both ways of the two backends, against complex numbers: the pair (x_i, x_{i + d/2}) times e^(i angle)."""
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 10), dtype)
-    positions = jnp.array([[0, 1, 7], [100, 5, 2]])
-    cos, sin = rope.rotations(Rope(theta=50.0), 10, positions)
-    found = jax.jit(way)(x, cos, sin)
-    angles = np.asarray(positions, np.float64)[..., None, None] * 50.0 ** (-np.arange(5) / 5)
-    pairs = np.asarray(x[..., :5], np.float64) + 1j * np.asarray(x[..., 5:], np.float64)
-    turned = pairs * np.exp(1j * angles)
-    assert found.dtype == dtype
-    tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
-    np.testing.assert_allclose(
-        np.asarray(found, np.float64), np.concatenate([turned.real, turned.imag], -1), atol=tolerance, rtol=tolerance
-    )
-
-
-def test_both_ways_to_turn_are_one() -> None:
-    """Bit for bit: which backend runs a model does not decide what its halves are multiplied with."""
-    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 64), jnp.bfloat16)
-    turn = rope.rotations(Rope(), 64, jnp.array([[0, 1, 7], [100, 5, 2]]))
-    np.testing.assert_array_equal(rope._rotate_halves(x, *turn), rope._rotate_by_product(x, *turn))

@@ -256,10 +256,12 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         assert decode["largest"] < step["cache_bytes"]
         assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
         if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4"):
-            # By the compiler's cycles a pass costs what its bytes do: a plain step, a verification, a level of drafting.
+            # By the compiler's cycles a pass costs little more than its bytes do: a plain step, the verification (with the
+            # drafter's first pass), a level of drafting. EAGLE-3's levels move next to nothing, and trees are wide.
+            assert [turn["turns"] for turn in decode["turns"]] == ([1, levels - 1] if of_drafter else [1])
             for turn in decode["turns"]:
                 by_bytes = turn["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
-                assert turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
+                assert 0 < turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
         passes = 1 + (levels if of_drafter else 0)
         # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
         sums = decode["a_step"]["collectives"]["all-reduce"]

@@ -1,0 +1,57 @@
+"""Rotary positions: both ways to turn a head, against complex numbers and against each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models import rope
+from specjax.models.config import Rope
+
+POSITIONS = jnp.array([[0, 1, 7], [100, 5, 2]])
+
+
+@pytest.mark.parametrize("way", [rope._rotate_halves, rope._rotate_by_product])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_pairs_are_turned(way, dtype) -> None:
+    """The pair (x_i, x_{i + d/2}) is a complex number, and is multiplied with e^(i angle)."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 10), dtype)
+    found = jax.jit(way)(x, *rope.rotations(Rope(theta=50.0), 10, POSITIONS))
+    angles = np.asarray(POSITIONS, np.float64)[..., None, None] * 50.0 ** (-np.arange(5) / 5)
+    pairs = np.asarray(x[..., :5], np.float64) + 1j * np.asarray(x[..., 5:], np.float64)
+    turned = pairs * np.exp(1j * angles)
+    wanted = np.concatenate([turned.real, turned.imag], axis=-1)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("heads", "positions"), [(4, POSITIONS), (1, POSITIONS), (4, POSITIONS[:1])])
+def test_both_ways_give_the_same_bits(dtype, heads, positions) -> None:
+    """Operation by operation: a compiler may round less often."""
+    x = jax.random.normal(jax.random.key(0), (2, 3, heads, 64), dtype)
+    turn = rope.rotations(Rope(), 64, positions)
+    np.testing.assert_array_equal(rope._rotate_halves(x, *turn), rope._rotate_by_product(x, *turn))
+
+
+def test_both_ways_have_the_same_gradient() -> None:
+    x, down = jax.random.normal(jax.random.key(0), (2, 2, 3, 4, 10))
+    turn = rope.rotations(Rope(), 10, POSITIONS)
+    (halves,), (product,) = (
+        jax.vjp(lambda x, way=way: way(x, *turn), x)[1](down) for way in (rope._rotate_halves, rope._rotate_by_product)
+    )
+    np.testing.assert_allclose(product, halves, atol=1e-6)
+
+
+def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
+    """Whatever precision products have by default: a TPU's would round the numbers of a head to bfloat16."""
+    x, turn = jnp.ones((1, 2, 4, 10)), rope.rotations(Rope(), 10, jnp.array([[3, 4]]))
+    with jax.default_matmul_precision("bfloat16"):
+        lowered = {
+            platform: jax.jit(lambda x: rope.rotate(x, *turn)).trace(x).lower(lowering_platforms=(platform,)).as_text()
+            for platform in ("tpu", "cpu", "cuda")
+        }
+    (product,) = [line for line in lowered["tpu"].splitlines() if "stablehlo.dot_general" in line]
+    assert "precision = [HIGHEST, HIGHEST]" in product
+    assert not any("stablehlo.dot_general" in lowered[platform] for platform in ("cpu", "cuda"))
