@@ -19,7 +19,7 @@ from specjax.evaluation import conformance, metrics
 from specjax.models import attention
 from specjax.sampling import Sampling
 from specjax.tree import Chain, StaticTree, halvings
-from tests.conftest import SHAPES, compilations, outputs, tiny_target
+from tests.conftest import FEW_TOKENS, SHAPES, compilations, outputs, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
 LENGTHS = np.array([6, 1, 3])
@@ -96,8 +96,8 @@ class DropsUnsure(DraftModel):
 
 @pytest.mark.parametrize("rule", ["block", pytest.param("rejection", marks=pytest.mark.thorough)])
 def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -> None:
-    target = tiny_target(seed=2, vocab_size=4)
-    drafter = DropsUnsure(tiny_target(seed=5, num_layers=1, vocab_size=4), draft=Chain(2, stop_below=0.3))
+    target = tiny_target(seed=2, **FEW_TOKENS)
+    drafter = DropsUnsure(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=Chain(2, stop_below=0.3))
     for distance, bound in conformance.distances(target, drafter, [Sampling()], rule=rule, draws=25_000):
         assert distance > 3 * bound
 

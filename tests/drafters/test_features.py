@@ -1,6 +1,7 @@
 """Drafters that read the target's features: what they draft, against reading the whole text again for every token."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +49,31 @@ def in_deepseek_layout(drafter: MTP) -> MTP:
     return drafter.replace(params={"modules": modules}, config=replace(drafter.config, layout="deepseek", first_layer=2))
 
 
+WIDTH = 24  # all passes of the oracle are as wide: one program for each module. What is behind a text is not seen from it.
+
+
+@jax.jit
+def read_text(drafter: FeatureDrafter, target, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``[n, H']`` what the target says of each of ``tokens [n + 1]``, and ``[n, H]`` the embeddings of those that follow."""
+    output = target.forward(tokens[None, :-1], taps=drafter.taps(target.config))[0]
+    return drafter.features(output)[0], drafter.embed(target, tokens[None, 1:])[0]
+
+
+@partial(jax.jit, static_argnames="module")
+def read_pairs(drafter: FeatureDrafter, features: jax.Array, embedded: jax.Array, module: int) -> jax.Array:
+    """``[n, H]`` the states of a module at n pairs, the first of which is at position ``module``."""
+    causal, nothing = jnp.tril(jnp.ones((1, WIDTH, WIDTH), bool)), ((),) * drafter.sizes.num_layers
+    at = module + jnp.arange(WIDTH)[None]
+    return drafter.run(features[None], embedded[None], at, causal, nothing, module)[0][0]
+
+
 def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int) -> list[tuple[jax.Array, int]]:
     """The state ``[H]`` at each pair of a text of which the target has read ``known`` tokens, and which module came to it.
 
     Every pair is read by a pass of its own over all pairs up to it: no cache, no scratch, no mask but the causal one.
     """
-    output = target.forward(tokens[None, :known], taps=drafter.taps(target.config))[0]
-    features = list(drafter.features(output)[0])
-    embedded = drafter.embed(target, tokens[None, 1:])
+    text = np.pad(tokens, (0, WIDTH + drafter.modules - len(tokens)))
+    features, embedded = map(np.asarray, read_text(drafter, target, text))
     last = drafter.modules - 1
     inputs: list[list] = [[None] * module for module in range(drafter.modules)]  # the first pairs have none
     states: list[list] = [[None] * module for module in range(drafter.modules)]
@@ -67,13 +85,12 @@ def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int)
             inputs[module].append(
                 states[last][pair - 1] if beyond else features[pair] if module == 0 else states[module - 1][pair - 1]
             )
-            read = jnp.stack(inputs[module][module:])[None]
-            count = read.shape[1]
-            causal, nothing = jnp.tril(jnp.ones((1, count, count), bool)), ((),) * drafter.sizes.num_layers
-            at = jnp.arange(module, pair + 1)[None]
-            states[module].append(drafter.run(read, embedded[:, module : pair + 1], at, causal, nothing, module)[0][0, -1])
+            read = np.stack(inputs[module][module:])
+            padded = np.pad(read, ((0, WIDTH - len(read)), (0, 0)))
+            found = read_pairs(drafter, padded, embedded[module : module + WIDTH], module)
+            states[module].append(np.asarray(found[len(read) - 1]))
     modules = [min(max(0, pair - known + 1), last) for pair in range(len(tokens) - 1)]
-    return [(states[module][pair], module) for pair, module in enumerate(modules)]
+    return [(jnp.asarray(states[module][pair]), module) for pair, module in enumerate(modules)]
 
 
 VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where steps are unrolled, too

@@ -61,7 +61,7 @@ def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> No
 
 def test_a_tiny_model_is_measured() -> None:
     texts = np.random.default_rng(0).integers(0, 11, (3, 48)).astype(np.int32)
-    target = tiny_target(num_layers=2)
+    target = tiny_target(num_layers=1)
     options = GenerationOptions(max_new_tokens=16, eos_token_ids=())
     measured = measure_contexts(
         target, CompressedCache(), texts, contexts=(16, 48), batches=(2,), budgets=(8, 20), longest=2, options=options
