@@ -15,7 +15,7 @@ os.environ["SPECJAX_TYPECHECK"] = "1"  # before specjax is imported
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 # Most of the time goes into compiling. Machine code of the least effort, from XLA's older emitters, takes a quarter of the time
 # to make; what runs long takes half as long again.
 _FAST_COMPILATION = (
