@@ -193,6 +193,7 @@ def test_the_messages_of_a_round_are_listed(capsys) -> None:
         messages.run(messages.MessagesConfig(nodes=-1))
 
 
+@pytest.mark.thorough
 def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) -> None:
     source, output, picture = tmp_path / "texts", tmp_path / "long.json", tmp_path / "long.png"
     source.mkdir()

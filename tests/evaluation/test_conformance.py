@@ -47,14 +47,15 @@ METHODS = {
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
 CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
-GROWN_ALIKE = [  # by the code that grows and verifies the draft model's
+GROWN_ALIKE = [  # by code that others show: every drafter and every shape is among those that are left
+    *[("draft model", shape) for shape in ("static", "dynamic", "sampled")],
     *[("early exit", shape) for shape in SHAPES if shape != "sampled"],
     *[("eagle", shape) for shape in SHAPES if shape != "static"],
     *[("eagle3", shape) for shape in SHAPES if shape != "dynamic"],
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
     *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
-    *[("streaming", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES if shape != "chain"],
     *[("draft model in a ring", shape) for shape in SHAPES if shape != "chain"],
 ]
@@ -88,13 +89,16 @@ SMALL = {  # two levels: with the bonus token, the three tokens that are compare
 }
 LOSSLESS = [
     *[("draft model", shape, "block") for shape in ("chain", "dynamic", "sampled")],
-    ("early exit", "chain", "block"),
     ("eagle3", "sampled", "block"),  # a q over fewer tokens than the target has
     ("prompt lookup", "chain", "block"),
 ]
 # The rules themselves are tested where they are; this says that the engine hands them what they need.
 LOSSLESS += [pytest.param("draft model", shape, "rejection", marks=pytest.mark.thorough) for shape in ("chain", "adaptive")]
-OTHERS = [("draft model", "adaptive"), ("draft model", "static"), ("early exit", "sampled"), ("early exit", "dynamic")]
+OTHERS = [
+    ("draft model", "adaptive"),
+    ("draft model", "static"),
+    *[("early exit", shape) for shape in ("chain", "sampled", "dynamic")],
+]
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
