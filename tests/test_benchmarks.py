@@ -199,13 +199,13 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
     source.mkdir()
     for i in range(2):
         (source / f"{i}.py").write_text(f"import os, sys, re, json  # {i}\n" * 20)
-    small = {"contexts": (24,), "batches": (2,), "budgets": (6,), "longest": 1, "new_tokens": 4, "repeats": 1, "mlp": 128}
+    small = {"contexts": (8, 24), "batches": (2,), "budgets": (6,), "longest": 1, "new_tokens": 4, "repeats": 1, "mlp": 128}
     files = {"source": str(source), "output": str(output), "plot": str(picture)}
     long_context.main(long_context.LongContextConfig(target=tiny_pair[0], **small, **files))
     found = json.loads(output.read_text())
     assert found["settings"]["mlp"] == 128
     gains = [(row["predicted"]["context"], row["predicted"]["batch"]) for row in found["gains"]]
-    assert gains == [(24, 2)]
+    assert gains == [(8, 2), (24, 2)]
     assert all(row["realised"] > 0 for row in found["gains"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "plain tokens/s" in capsys.readouterr().out

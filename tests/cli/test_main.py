@@ -260,12 +260,12 @@ def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
 def test_plan_measures_contexts(tmp_path, capsys, tiny_pair) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
     prompts.write_text("import os, sys, re, json, itertools, functools, collections\n" * 2 + "def main(): pass\n")
-    options = ["--contexts", "6", "12", "--budgets", "5", "--batch", "2", "--longest", "1", "--prompts", str(prompts)]
+    options = ["--contexts", "6", "12", "--budgets", "5", "--batch", "1", "2", "--longest", "2", "--prompts", str(prompts)]
     given = ["plan", "--measure", "--target", tiny_pair[0], *options]
     assert main([*given, "--drafter", "streaming", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
-    assert [line[:2] for line in lines] == [["6", "2"], ["12", "2"]]
+    assert [line[:2] for line in lines] == [["6", "1"], ["6", "2"], ["12", "1"], ["12", "2"]]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*given, "--drafter", "prompt-lookup"]) == 2
     assert "give streaming or snapkv" in capsys.readouterr().err

@@ -74,6 +74,7 @@ def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int)
     """
     text = np.pad(tokens, (0, WIDTH + drafter.modules - len(tokens)))
     features, embedded = map(np.asarray, read_text(drafter, target, text))
+    features = features[:known]
     last = drafter.modules - 1
     inputs: list[list] = [[None] * module for module in range(drafter.modules)]  # the first pairs have none
     states: list[list] = [[None] * module for module in range(drafter.modules)]
