@@ -17,35 +17,36 @@ from rich.table import Table
 import specjax
 from benchmarks.decode import prompts_of, read_texts
 from specjax import text
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.sampling import Rule
-from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, Shape, StaticTree
 
-METHODS: tuple[tuple[Shape, Rule], ...] = (
+METHODS: tuple[tuple[DraftShape, Rule], ...] = (
     (Chain(5), "block"),
     (Chain(5), "rejection"),
     (Chain(5), "coupled"),
     (Chain(8), "block"),
     (Chain(8), "rejection"),
     (Chain(8), "coupled"),
-    (StaticTree(EAGLE_TREE), "block"),
+    (StaticTree(EAGLE_TREE), "independent"),
     (StaticTree(EAGLE_TREE), "coupled"),
-    (DynamicTree(top_k=4, depth=5, nodes=26), "block"),
+    (DynamicTree(top_k=4, depth=5, nodes=26), "independent"),
     (DynamicTree(top_k=4, depth=5, nodes=26), "coupled"),
-    (DynamicTree(top_k=10, depth=5, nodes=60), "block"),
+    (DynamicTree(top_k=10, depth=5, nodes=60), "independent"),
     (DynamicTree(top_k=10, depth=5, nodes=60), "coupled"),
-    (SampledTree((3, 2, 1, 1, 1)), "block"),
+    (SampledTree((3, 2, 1, 1, 1)), "independent"),
     (SampledTree((3, 2, 1, 1, 1)), "coupled"),
 )
-"""Shapes of depth 5, and a longer chain, by every rule. "block" of a tree is its own rule beside coupling: RULE_NAMES."""
+"""Shapes of depth 5, and a longer chain, by every rule. What "independent" is for a tree: RULE_NAMES."""
 
 
 RULE_NAMES = {
-    (StaticTree, "block"): "matching",
-    (DynamicTree, "block"): "matching",
-    (SampledTree, "block"): "recursive rejection",
+    (StaticTree, "independent"): "matching",
+    (DynamicTree, "independent"): "matching",
+    (SampledTree, "independent"): "recursive rejection",
 }
 
 
@@ -85,8 +86,8 @@ def run(config: AcceptanceConfig) -> list[dict[str, Any]]:
     """One row for each shape and rule: names, nodes, and for each setting the acceptance length."""
     if len(config.temperature) != len(config.top_p):
         raise InputError(f"top_p={config.top_p}: give one for each temperature, of which there are {len(config.temperature)}")
-    target = specjax.Target.from_pretrained(config.target, np.float32)
-    model = specjax.Target.from_pretrained(config.draft, np.float32)
+    target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
+    model = specjax.Target.from_pretrained(config.draft, dtype=np.float32)
     prompts = read_prompts(config)
     rows = []
     for shape, rule in METHODS:
@@ -123,7 +124,7 @@ def main(config: AcceptanceConfig) -> None:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     console = Console(width=120)
     console.print(table)
-    loops = share_of_loops(specjax.Target.from_pretrained(config.target, np.float32), read_prompts(config))
+    loops = share_of_loops(specjax.Target.from_pretrained(config.target, dtype=np.float32), read_prompts(config))
     console.print(f"greedy texts of 256 tokens that end in a loop: {loops:.0%}")
 
 

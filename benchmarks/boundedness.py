@@ -24,14 +24,13 @@ from rich.table import Table
 import specjax
 from benchmarks.decode import prompts_of, read_texts
 from benchmarks.drafters import load
-from specjax import text
-from specjax.decoding import engine
+from specjax import decoding, text
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.sampling import Sampling
-from specjax.tree import Chain
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ def draft_alone(target: specjax.Target, drafter: Drafter, texts: np.ndarray, tok
     """``[B, tokens]`` one chain below the last token of each of ``texts [B, P]``, greedy."""
     long = replace(drafter, draft=Chain(tokens))  # pyright: ignore[reportArgumentType]
     options = GenerationOptions(max_new_tokens=tokens + 1, eos_token_ids=(), sampling=Sampling(temperature=0.0))
-    long, state = engine.start(target, long, texts, None, options)
-    draft, _ = jax.jit(engine.propose_step)(target, long, state)
+    long, state = decoding.start(target, long, texts, None, options)
+    draft, _ = jax.jit(decoding.propose_step)(target, long, state)
     return np.asarray(draft.tokens)[:, 1:]
 
 
@@ -72,7 +71,7 @@ def run(config: BoundednessConfig) -> list[dict[str, Any]]:
     """A row for each name."""
     if min(config.count, config.context, config.written, config.alone) < 1:
         raise InputError("count, context, written and alone: must be at least 1")
-    target = specjax.Target.from_pretrained(config.target, np.float32)
+    target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     tokenizer = text.load_tokenizer(huggingface.locate(config.target))
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)

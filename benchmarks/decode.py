@@ -1,8 +1,8 @@
 """How fast decoding is: ours plain, ours with each drafter, and `transformers` on the same weights, prompts and threads.
 
-    python -m benchmarks.decode                                      # the embedded pair, its target grown to about 90M
+    python -m benchmarks.decode                                      # the embedded pair, its target inflated to about 90M
     python -m benchmarks.decode --target DIR --draft DIR --prompts FILE.jsonl --batch 1 8
-    python -m benchmarks.decode --dtype bfloat16 --grow 4096 14336 12                # on a GPU
+    python -m benchmarks.decode --dtype bfloat16 --inflate 4096 14336 12                # on a GPU
     python -m benchmarks.decode --synthetic-acceptance 0.8 --shape llama-3.2-1b   # random weights: costs of steps only
 
 All runs of one case are interleaved, and every figure is a median with its spread.
@@ -34,14 +34,14 @@ from rich.table import Table
 
 import specjax
 from benchmarks import peers, synthetic
-from specjax import text
-from specjax.decoding import engine
+from specjax import decoding, text
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Drafter, DraftModel, OnGrown, check_vocabulary
+from specjax.demo import OnInflated, inflate
+from specjax.drafters import Drafter, DraftModel, check_vocabulary
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface, params
-from specjax.models.growth import grow
 from specjax.models.transformer import Target
 from specjax.planning.costs import measure_costs, predicted_speedup
 from specjax.sampling import Rule, Sampling
@@ -55,7 +55,7 @@ class BenchmarkConfig:
         target: directory or hub id of the target; "embedded" is the small one that comes along.
         draft: directory or hub id of the draft model.
         eagle3: directory or hub id of an EAGLE-3 drafter of the target, or "embedded:eagle3"; empty: none.
-        grow: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
+        inflate: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
         prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
         batch: rows, one case each.
         context: prompt tokens, one case each.
@@ -77,7 +77,7 @@ class BenchmarkConfig:
     target: str = "embedded"
     draft: str = "embedded:draft"
     eagle3: str = ""
-    grow: tuple[int, int, int] = (768, 2304, 13)
+    inflate: tuple[int, int, int] = (768, 2304, 13)
     prompts: str = ""
     batch: tuple[int, ...] = (1, 4, 16)
     context: tuple[int, ...] = (64, 512)
@@ -96,7 +96,7 @@ class BenchmarkConfig:
     output: str = ""
 
 
-Method = Callable[[np.ndarray], dict[str, Any]]
+Runner = Callable[[np.ndarray], dict[str, Any]]
 """Generates from prompts ``[B, P]``: ``seconds`` of the whole call, ``tokens [B, P + new]``, and what else it knows."""
 
 
@@ -113,7 +113,7 @@ def run(config: BenchmarkConfig) -> dict[str, Any]:
     if config.synthetic_acceptance is not None:
         target, drafters = synthetic.models(config.shape, config.draft_shape, config.synthetic_acceptance, config.dtype)
         texts = [np.random.default_rng(0).integers(0, target.config.vocab_size, 100_000)]
-        others: dict[str, Method] = {}
+        others: dict[str, Runner] = {}
     else:
         target, drafters, texts, others = load(config)
     drafters = chosen(drafters, config.methods)
@@ -143,19 +143,19 @@ def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[
     return {own: drafter for own, drafter in drafters.items() if own.startswith(("plain", *(methods or ("",))))}
 
 
-def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Method]]:
-    """The grown target, our methods, the texts as token ids, and the peers' methods on the same weights."""
+def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
+    """The inflated target, our methods, the texts as token ids, and the peers' methods on the same weights."""
     directory = huggingface.locate(config.target, weights=False)
     check_vocabulary(
         huggingface.read_config(huggingface.locate(config.draft, weights=False)), huggingface.read_config(directory)
     )
     dtype = jnp.dtype(config.dtype)
-    target = Target.from_pretrained(config.target, dtype)
-    small, draft = target, Target.from_pretrained(config.draft, dtype)
-    if any(config.grow):
-        hidden_size, intermediate_size, num_layers = config.grow
-        target = grow(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
-    others: dict[str, Method] = {}
+    target = Target.from_pretrained(config.target, dtype=dtype)
+    small, draft = target, Target.from_pretrained(config.draft, dtype=dtype)
+    if any(config.inflate):
+        hidden_size, intermediate_size, num_layers = config.inflate
+        target = inflate(target, hidden_size=hidden_size, intermediate_size=intermediate_size, num_layers=num_layers)
+    others: dict[str, Runner] = {}
     if config.compare and not config.temperature:
         with tempfile.TemporaryDirectory() as scratch:
             target.save_pretrained(Path(scratch) / "target")
@@ -167,17 +167,17 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
     if config.eagle3:
         eagle3 = specjax.Eagle3.from_pretrained(huggingface.locate(config.eagle3), dtype=dtype)
         for name, shape in EAGLE_SHAPES.items():
-            methods[f"EAGLE-3, {name}"] = OnGrown.of(replace(eagle3, draft=shape), small)
+            methods[f"EAGLE-3, {name}"] = OnInflated.of(replace(eagle3, draft=shape), small)
     return target, methods, texts, others
 
 
-EAGLE_SHAPES: dict[str, specjax.tree.Shape] = {
+EAGLE_SHAPES: dict[str, DraftShape] = {
     "chain 5": specjax.Chain(5),
     "dynamic 16": specjax.DynamicTree(top_k=4, depth=5, nodes=16),
 }
 
 SMALL_TREE = ((0,), (1,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0))
-"""What `specjax plan --measure` tends to find here: a chain with a second child where it is needed most."""
+"""What `specjax plan measure` tends to find here: a chain with a second child where it is needed most."""
 
 
 def drafters_of(draft: Target, exit_layers: int) -> dict[str, Drafter | None]:
@@ -218,7 +218,7 @@ def measure_case(
     config: BenchmarkConfig,
     target: Target,
     drafters: dict[str, Drafter | None],
-    others: dict[str, Method],
+    others: dict[str, Runner],
     prompts: list[np.ndarray],
     note: str,
 ) -> dict[str, Any]:
@@ -261,17 +261,17 @@ def _joined(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return seconds | {"tokens": tokens, "stats": [group.get("stats") for group in groups]}
 
 
-def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int, rule: Rule | None = None) -> Method:
+def ours(target: Target, drafter: Drafter | None, sampling: Sampling, new_tokens: int, rule: Rule | None = None) -> Runner:
     """A method of this library."""
 
     options = GenerationOptions(max_new_tokens=new_tokens, sampling=sampling, eos_token_ids=(), rule=rule)
 
     def generate(prompts: np.ndarray) -> dict[str, Any]:
         started = time.perf_counter()
-        used, state = engine.start(target, drafter, prompts, options=options)
+        used, state = decoding.start(target, drafter, prompts, options=options)
         jax.block_until_ready(state)
         read = time.perf_counter()
-        state = jax.block_until_ready(engine.decode(target, used, state, 2**31 - 1))
+        state = jax.block_until_ready(decoding.decode(target, used, state, 2**31 - 1))
         ended = time.perf_counter()
         return {
             "seconds": ended - started,
@@ -317,7 +317,7 @@ def _realised(
         "predicted": predicted,
         "realised_share": median(speedups) / predicted,
         "verify_ms": {nodes: seconds * 1e3 for nodes, seconds in costs.verify.items()},
-        "draft_ms": costs.draft * 1e3,
+        "draft_ms": costs.draft_time * 1e3,
     }
 
 

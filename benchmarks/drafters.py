@@ -3,8 +3,8 @@
 python -m benchmarks.drafters --target TARGET --runs "EAGLE-1=runs/eagle1_*/best" "EAGLE-3=runs/eagle3_*/best"
 
 A name stands for several trainings that differ in their seed. Acceptance is counted on the target as it is, over many prompts
-in one batch; "first token" is how often a step kept the token drafted first. Speed is measured on a grown copy of it, one
-row at a time, plain decoding between the drafters; the drafters stay as they are (`specjax.drafters.OnGrown`).
+in one batch; "first token" is how often a step kept the token drafted first. Speed is measured on an inflated copy of it, one
+row at a time, plain decoding between the drafters; the drafters stay as they are (`specjax.demo.OnInflated`).
 """
 
 import glob
@@ -26,15 +26,16 @@ from rich.table import Table
 import specjax
 from benchmarks.decode import prompts_of, read_texts
 from specjax import text
-from specjax.drafters import Drafter, OnGrown
+from specjax.demo import OnInflated, inflate
+from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
-from specjax.models.growth import grow
-from specjax.tree import EAGLE_TREE, Chain, DynamicTree, Shape, StaticTree
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, DraftShape] = {
     "chain of 5": Chain(5),
     "static of 26": StaticTree(EAGLE_TREE),
     "dynamic of 26": DynamicTree(top_k=4, depth=5, nodes=26),
@@ -48,7 +49,7 @@ class DraftersConfig:
     Attributes:
         target: directory or hub id of the target.
         runs: "NAME=GLOB" each; the directories that the glob finds are one method's, of several seeds.
-        grow: hidden size, MLP size and layers of the copy that speed is measured on.
+        inflate: hidden size, MLP size and layers of the copy that speed is measured on.
         prompts: JSON lines with "text"; by default the source of standard modules.
         count: prompts for acceptance.
         context: tokens of a prompt.
@@ -61,7 +62,7 @@ class DraftersConfig:
 
     target: str = "embedded"
     runs: tuple[str, ...] = ("draft model=embedded:draft",)
-    grow: tuple[int, int, int] = (768, 2304, 13)
+    inflate: tuple[int, int, int] = (768, 2304, 13)
     prompts: str = ""
     count: int = 32
     context: int = 32
@@ -119,13 +120,13 @@ def speeds(
 
 def run(config: DraftersConfig) -> list[dict[str, Any]]:
     """A row for each name, shape and temperature."""
-    target = specjax.Target.from_pretrained(config.target, np.float32)
+    target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     tokenizer = text.load_tokenizer(huggingface.locate(config.target))
     drafters = load(config.runs, target)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
-    hidden, mlp, layers = config.grow
-    grown = grow(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
+    hidden, mlp, layers = config.inflate
+    inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
     rows = []
     for temperature in config.temperature:
         for shape_name, shape in SHAPES.items():
@@ -135,11 +136,11 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
             }
             timed: dict[str, Drafter | None] = {"plain": None}
             timed |= {
-                f"{name}/{seed}": OnGrown.of(drafter, target)
+                f"{name}/{seed}": OnInflated.of(drafter, target)
                 for name, seeds in shaped.items()
                 for seed, drafter in enumerate(seeds)
             }
-            measured = speeds(grown, timed, prompts[: config.timed], config, temperature) if config.timed else {}
+            measured = speeds(inflated, timed, prompts[: config.timed], config, temperature) if config.timed else {}
             for name, seeds in shaped.items():
                 found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
                 lengths = [each.acceptance_length for each in found]

@@ -23,20 +23,19 @@ from rich.console import Console
 from rich.table import Table
 
 import specjax
-from specjax import text
-from specjax.cli.plan_measured import contexts_table
-from specjax.decoding import engine
+from specjax import decoding, text
+from specjax.cli.plan.contexts import contexts_table
 from specjax.decoding.options import GenerationOptions
+from specjax.demo import inflate
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models import huggingface
-from specjax.models.growth import grow
 from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, forget_programs, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
 from specjax.training.documents import find_files
-from specjax.tree import Chain
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class LongContextConfig:
     Attributes:
         target: directory or hub id of a target with positions for the longest context and the new tokens.
         source: files of long texts: a directory or a glob; by default numpy's own source.
-        mlp: grow the target's MLP to so many units before measuring: heavier weights beside the same keys and values, and the
-            same texts but for rounding. 0 leaves it as it is.
+        mlp: inflate the target's MLP to so many units before measuring: heavier weights beside the same keys and values, and
+            the same texts but for rounding. 0 leaves it as it is.
         scheme: of the compressed cache: streaming or snapkv.
         contexts: tokens of a prompt.
         batches: rows decoded together.
@@ -98,13 +97,13 @@ def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
 
 def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndarray, options: Any, repeats: int) -> list[float]:
     """The median time of decoding behind ``prompts`` with each drafter, in turn; reading the prompts does not count."""
-    started = [engine.start(target, drafter, prompts, options=options) for drafter in drafters]
+    started = [decoding.start(target, drafter, prompts, options=options) for drafter in drafters]
     seconds: list[list[float]] = [[] for _ in drafters]
     for repeat in range(-1, repeats):  # the first one compiles
         for i, (drafter, state) in enumerate(started):
             fresh = jax.block_until_ready(jax.tree.map(jnp.copy, state))  # which decoding takes
             began = time.perf_counter()
-            jax.block_until_ready(engine.decode(target, drafter, fresh, jnp.iinfo(jnp.int32).max))
+            jax.block_until_ready(decoding.decode(target, drafter, fresh, jnp.iinfo(jnp.int32).max))
             if repeat >= 0:
                 seconds[i].append(time.perf_counter() - began)
     return [median(each) for each in seconds]
@@ -112,16 +111,16 @@ def decode_seconds(target: Any, drafters: list[Drafter | None], prompts: np.ndar
 
 def load_target(config: LongContextConfig) -> specjax.Target:
     """The target, with as many MLP units as are asked for."""
-    target = specjax.Target.from_pretrained(config.target, np.float32)
+    target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     shape = target.config
     if not config.mlp:
         return target
     if config.mlp < shape.intermediate_size:
-        raise InputError(f"mlp={config.mlp}: the target has {shape.intermediate_size} units, and can only grow")
-    grown = grow(target, hidden_size=shape.hidden_size, intermediate_size=config.mlp, num_layers=shape.num_layers)
-    if grown.config.num_kv_heads != shape.num_kv_heads:
-        raise InputError(f"mlp={config.mlp}: this target would grow more heads, too, and with them keys and values")
-    return grown
+        raise InputError(f"mlp={config.mlp}: the target has {shape.intermediate_size} units, and can only be inflated")
+    inflated = inflate(target, hidden_size=shape.hidden_size, intermediate_size=config.mlp, num_layers=shape.num_layers)
+    if inflated.config.num_kv_heads != shape.num_kv_heads:
+        raise InputError(f"mlp={config.mlp}: this target would gain more heads, too, and with them keys and values")
+    return inflated
 
 
 def run(config: LongContextConfig) -> tuple[MeasuredContexts, list[dict[str, Any]]]:
@@ -189,7 +188,7 @@ def main(config: LongContextConfig) -> None:
         parts = [
             {"context": context, "batch": batch, "verify": costs.verify} for (context, batch), costs in measured.costs.items()
         ]
-        drafts = [{"budget": budget, "batch": batch, "seconds": s} for (budget, batch), s in measured.draft.items()]
+        drafts = [{"budget": budget, "batch": batch, "seconds": s} for (budget, batch), s in measured.draft_times.items()]
         survival = [{"context": c, "budget": b, "survival": s} for (c, b), s in measured.survival.items()]
         found = {
             "settings": asdict(config),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.errors import InputError
-from specjax.models import shapes
+from specjax.models.published import published
 from specjax.planning.messages import Messages, Reader, message_sizes
 
 
@@ -37,7 +37,7 @@ class MessagesConfig:
 
 def run(config: MessagesConfig) -> dict[str, Messages]:
     """The messages of each kind of drafter."""
-    target = shapes.published(config.shape)
+    target = published(config.shape)
     found = {}
     for reader in get_args(Reader):
         for tli in config.tli if reader.startswith("moa") else (0,):

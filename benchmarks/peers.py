@@ -15,7 +15,7 @@ ONE_ROW = ("transformers, assisted", "transformers, prompt lookup")
 
 
 def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str, Any]:
-    """`benchmarks.decode.Method`s by name, on a device as ours run on. Those of `ONE_ROW` take prompts ``[1, P]``."""
+    """`benchmarks.decode.Runner`s by name, on a device as ours run on. Those of `ONE_ROW` take prompts ``[1, P]``."""
     try:
         import torch
         from transformers import AutoModelForCausalLM
@@ -24,8 +24,8 @@ def methods(target: Path, draft: Path, new_tokens: int, dtype: str) -> dict[str,
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     kind = getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=kind).eval().to(device)
-    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=kind).eval().to(device)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=kind, trust_remote_code=False).eval().to(device)
+    assistant = AutoModelForCausalLM.from_pretrained(draft, dtype=kind, trust_remote_code=False).eval().to(device)
     for each in (model, assistant):
         each.generation_config.eos_token_id = None  # as many tokens as asked for
         each.generation_config.pad_token_id = 0

@@ -13,7 +13,7 @@ from flax import struct
 import specjax
 from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.errors import InputError
-from specjax.models.shapes import published
+from specjax.models.published import published
 from specjax.models.transformer import Output, Target
 
 
@@ -30,7 +30,7 @@ class ForcedTarget(Target):
     def score(self, tokens: jax.Array, cache: Any = None, **options: Any) -> tuple[Output, Any]:
         """As `Target.score`, with the logits raised."""
         output, new = super().score(tokens, cache, **options)
-        if output.logits is None or tokens.shape[1] == 1:
+        if tokens.shape[1] == 1:
             return output, new
         start = jnp.zeros(tokens.shape[0], jnp.int32) if cache is None else cache.length
         position = start[:, None] + jnp.arange(tokens.shape[1] - 1)[None]

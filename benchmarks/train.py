@@ -26,8 +26,8 @@ import specjax
 from specjax.drafters import Eagle3
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Output
-from specjax.training.methods.unrolling import unroll
+from specjax.models.transformer import States
+from specjax.training.objectives.unrolling import unroll
 
 RATE, DECAY = 1e-5, 0.8
 
@@ -119,7 +119,7 @@ def _our_step(config: TrainBenchmarkConfig, target: specjax.Target, drafter: Eag
     size = jnp.sqrt(jnp.mean(jnp.square(final), -1, keepdims=True) + target.config.norm_eps)
     expected = target.head(final / size)
     batch = {"tokens": jnp.asarray(data.tokens), "segments": jnp.zeros(data.tokens.shape, jnp.int32)}
-    output = Output(logits=None, hidden=final, taps=jnp.asarray(data.taps))
+    output = States(hidden=final, taps=jnp.asarray(data.taps))
 
     def loss_of(params: Any) -> jax.Array:
         student = drafter.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]

@@ -23,7 +23,8 @@ from rich.table import Table
 
 import specjax
 from specjax.errors import InputError
-from specjax.training.methods import Eagle3Training, Given, HassTraining, Method, MoATraining
+from specjax.training.contract import Given, TrainingMethod
+from specjax.training.methods import Eagle3Training, HassTraining, MoATraining
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class TrainingCostConfig:
     repeats: int = 5
 
 
-def methods(length: int) -> dict[str, Method]:
+def methods(length: int) -> dict[str, TrainingMethod]:
     """Each method, trained for drafts of so many tokens."""
     return {
         "MoA": MoATraining(target="here", shortest_block=length, longest_block=length),
@@ -55,7 +56,7 @@ def methods(length: int) -> dict[str, Method]:
     }
 
 
-def compiled(method: Method, target: specjax.Target, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], float]:
+def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], float]:
     """A step, and the floating point operations that the compiler counts in it."""
     vocab = target.config.vocab_size
     given = Given(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
@@ -75,7 +76,7 @@ def run(config: TrainingCostConfig) -> list[dict[str, Any]]:
         raise InputError(f"batch={config.batch}, repeats={config.repeats}: must be at least 1")
     if not config.lengths or min(config.lengths) < 1 or max(config.lengths) + 2 > config.window:
         raise InputError(f"lengths={config.lengths}: must be from 1 to {config.window - 2}, which is window less 2")
-    target = specjax.Target.from_pretrained(config.target, np.float32)
+    target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
     tokens = np.random.default_rng(0).integers(0, target.config.vocab_size, (config.batch, config.window + 1))
     batch = {
         "tokens": jnp.asarray(tokens, jnp.int32),

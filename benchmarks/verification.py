@@ -15,12 +15,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from specjax import tree
 from specjax.decoding.verification import verify
-from specjax.draft import Draft
+from specjax.drafts import tree
+from specjax.drafts.draft import Draft
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import StaticTree, complete_tree
 from specjax.errors import InputError
 from specjax.sampling import Rule, Sampling, position_keys, probabilities
-from specjax.tree import EAGLE_TREE, StaticTree, complete_tree
 
 DRAFTS = {
     "chain of 5": tree.chain_parents(6),
@@ -28,14 +29,14 @@ DRAFTS = {
     "sampled tree of 28": StaticTree(complete_tree((3, 2, 1, 1, 1))).template.parents,
 }
 CASES: tuple[tuple[str, str, Rule, bool], ...] = (  # rule, draft, how it is asked for, and whether tokens come with their q
-    ("greedy", "chain of 5", "block", False),
-    ("greedy", "static tree of 26", "block", False),
+    ("greedy", "chain of 5", "independent", False),
+    ("greedy", "static tree of 26", "independent", False),
     ("block", "chain of 5", "block", True),
     ("rejection", "chain of 5", "rejection", True),
     ("coupled", "chain of 5", "coupled", False),
-    ("matching", "static tree of 26", "block", False),
+    ("matching", "static tree of 26", "independent", False),
     ("coupled", "static tree of 26", "coupled", False),
-    ("recursive rejection", "sampled tree of 28", "block", True),
+    ("recursive rejection", "sampled tree of 28", "independent", True),
     ("coupled", "sampled tree of 28", "coupled", False),
 )
 

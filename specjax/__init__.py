@@ -4,13 +4,14 @@ Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a
 D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
-from specjax.decoding.engine import Result, generate, stream
+from specjax.decoding import Result, generate, stream
 from specjax.drafters import (
     MTP,
     CompressedCache,
     DraftModel,
     Eagle,
     Eagle3,
+    EagleWithLayerAttention,
     EarlyExit,
     Medusa,
     MixtureOfAttentions,
@@ -18,12 +19,13 @@ from specjax.drafters import (
     SnapKV,
     Streaming,
 )
+from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.pipeline import Generation, TextGenerator, load
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
-from specjax.tree import EAGLE_TREE, MEDUSA_TREE, Chain, DynamicTree, SampledTree, StaticTree, complete_tree
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "DynamicTree",
     "Eagle",
     "Eagle3",
+    "EagleWithLayerAttention",
     "EarlyExit",
     "Generation",
     "Medusa",

@@ -100,6 +100,8 @@ def differences(left: Any, right: Any, prefix: str = "") -> list[str]:
     """The fields in which two configs of one class differ, as ``name: left -> right``."""
     found = []
     for field in dataclasses.fields(left):
+        if not field.compare:
+            continue
         a, b = getattr(left, field.name), getattr(right, field.name)
         if dataclasses.is_dataclass(a) and type(a) is type(b):
             found += differences(a, b, f"{prefix}{field.name}.")

@@ -13,18 +13,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import text
-from specjax.decoding import engine
+from specjax import decoding, text
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
+from specjax.drafts.names import as_shape
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.transformer import Target
-from specjax.sampling import Rule, Sampling
+from specjax.sampling import Rule, Sampling, make_key
 from specjax.text import Messages
-from specjax.tree import Shape, parse_shape
 
 LOOK_EVERY = 4
 """Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
@@ -51,7 +51,7 @@ def load(
     drafter: str | Path | Drafter | None = None,
     *,
     tokenizer: Any = None,
-    draft: Shape | str | None = None,
+    draft: DraftShape | int | str | None = None,
     dtype: Any = None,
     mesh: Mesh | None = None,
 ) -> "TextGenerator":
@@ -62,14 +62,14 @@ def load(
         drafter: as on the command line, such as "Qwen/Qwen3-0.6B", "prompt-lookup" or "early-exit:4"; or a drafter that is made
             already; None is plain decoding.
         tokenizer: a tokenizer of transformers, or the directory of one; by default the target's own.
-        draft: the shape of the drafts, such as ``Chain(4)`` or "chain:4"; None is the drafter's own.
+        draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's own.
         dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
 
     Raises:
         InputError: something cannot be used; names it, its value and the mend.
     """
-    shape = parse_shape(draft) if isinstance(draft, str) else draft
+    shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
     if isinstance(target, Target):
         if tokenizer is None:
@@ -89,7 +89,7 @@ def load(
     elif drafter is not None:
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
-        target = Target.from_pretrained(target, dtype, mesh)
+        target = Target.from_pretrained(target, dtype=dtype, mesh=mesh)
     return TextGenerator(target, tokenizer, drafter)
 
 
@@ -162,7 +162,7 @@ class TextGenerator:
         """
         if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
             raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
-        results = engine.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
+        results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
         return Run(results, [_Row(self.tokenizer, prompt, stop) for prompt in prompts])
 
 
@@ -174,7 +174,7 @@ class Run:
         statistics: when it is over, of all rows together.
     """
 
-    def __init__(self, results: Iterator[engine.Result], rows: "list[_Row]") -> None:
+    def __init__(self, results: Iterator[decoding.Result], rows: "list[_Row]") -> None:
         """Made by `TextGenerator.start`."""
         self._results, self._rows = results, rows
         self.generations: list[Generation] = []
@@ -200,8 +200,9 @@ class _Row:
     """One row's text while it grows."""
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer, self._prompt, self._strings = tokenizer, prompt, stop
         self._text, self._stop = text.TextStream(tokenizer, prompt), text.StopStrings(stop)
-        self._seen, self._one_by_one = len(prompt), bool(stop)
+        self._taken, self._said = len(prompt), 0  # tokens of the row that were pushed; generated ones that have become text
         self.tokens: list[int] = []
         self.pieces: list[str] = []
 
@@ -211,23 +212,39 @@ class _Row:
 
     def push(self, tokens: np.ndarray | jax.Array, length: int) -> str:
         """The text that is new in a row's ``tokens`` of this length."""
-        new = [int(token) for token in tokens[self._seen : length]]
-        self._seen = length
+        new = [int(token) for token in tokens[self._taken : length]]
+        self._taken = length
         pieces = []
         # One by one, to know which token completed a stop string.
-        for part in [[token] for token in new] if self._one_by_one else [new]:
+        for part in [[token] for token in new] if self._strings else [new]:
             if self.stopped:
                 break
             self.tokens += part
-            pieces.append(self._stop.push(self._text.push(part)))
-        self.pieces += pieces
+            pieces.append(self._take(self._text.push(part)))
         return "".join(pieces)
 
     def finish(self) -> str:
         """What was held back."""
-        rest = "" if self.stopped else self._stop.push(self._text.push([], last=True), last=True)
-        self.pieces.append(rest)
-        return rest
+        return "" if self.stopped else self._take(self._text.push([], last=True), last=True)
+
+    def _take(self, piece: str, last: bool = False) -> str:
+        """What may be given out of ``piece``, which is what the newest tokens add to the text."""
+        given = self._stop.push(piece, last)
+        self.pieces.append(given)
+        if self.stopped:
+            self._drop_held()
+        elif piece:
+            self._said = len(self.tokens)
+        return given
+
+    def _drop_held(self) -> None:
+        """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
+        whole = "".join(self.pieces)
+        for count in range(self._said + 1, len(self.tokens)):
+            stream, stop = text.TextStream(self._tokenizer, self._prompt), text.StopStrings(self._strings)
+            if stop.push(stream.push(self.tokens[:count], last=True)) == whole and stop.found:
+                del self.tokens[count:]
+                return
 
 
 def settings(
@@ -250,11 +267,11 @@ def settings(
         top_k: 0 is no limit.
         top_p: in (0, 1].
         min_p: in [0, 1].
-        seed: of the random draws.
+        seed: of the random draws, see `specjax.sampling.make_key`.
         key: a random key, or one a row, instead of a seed.
         eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
-            that suits the shape of the drafts, `specjax.decoding.options.default_rule`.
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
 
     Raises:
         InputError: a number is out of its range; names it, its value and what it must be.
@@ -275,13 +292,6 @@ def _check_size(name: str, value: Any, most: float = _ALL) -> None:
     """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
     if any(isinstance(each, int | float) and abs(each) > most for each in np.asarray(value).astype(object).ravel()):
         raise InputError(f"{name}={value}: must be at most {most:.10g}")
-
-
-def make_key(seed: int) -> jax.Array:
-    """The random key of a seed. Raises `InputError` where it is out of range."""
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")
-    return jax.random.key(seed)
 
 
 def _split_options(options: dict[str, Any]) -> tuple[Sequence[str], GenerationOptions]:

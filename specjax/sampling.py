@@ -18,13 +18,17 @@ from jaxtyping import Array, Float, Int
 from specjax.errors import InputError
 from specjax.shape_checks import shape_checked
 
-Rule = Literal["block", "rejection", "coupled"]
+Rule = Literal["coupled", "independent", "block", "rejection"]
 """How rows draw their tokens and verify drafts; every one is exact.
 
 ``coupled``: target and drafter draw with the same random numbers, which belong to the row's key and the token's position
 (`position_keys`), so that the text does not depend on the drafter, and a draft is right where the two models would draw the
-same. The others draw each token with numbers of its own. They differ for chains of drawn tokens alone: ``block``
-verification, never fewer accepted in expectation, or ``rejection``.
+same. ``independent``: each token is drawn with numbers of its own, and a draft is verified by the rule that fits it: a chain of
+drawn tokens by block verification, drawn siblings by recursive rejection, chosen tokens by matching.
+
+``block`` and ``rejection`` are for chains alone, and refused for trees. ``block`` is what ``independent`` does for a chain;
+``rejection`` is the older rule, by which never more tokens are accepted in expectation. Where a chain's tokens were chosen
+(prompt lookup's copies) q is certain, and both come to matching.
 """
 
 RULES: tuple[str, ...] = get_args(Rule)
@@ -50,7 +54,7 @@ class RowSampling:
     min_p: jax.Array
     greedy: bool = struct.field(pytree_node=False)
     truncated: bool = struct.field(pytree_node=False)
-    rule: Rule = struct.field(pytree_node=False, default="block")
+    rule: Rule = struct.field(pytree_node=False, default="independent")
 
     @property
     def coupled(self) -> bool:
@@ -72,7 +76,7 @@ class Sampling:
     top_p: Any = 1.0
     min_p: Any = 0.0
 
-    def rows(self, batch: int, rule: Rule = "block") -> RowSampling:
+    def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
         """These settings for each of ``batch`` rows, whose drafts are verified by ``rule``.
 
         Raises:
@@ -93,7 +97,7 @@ class Sampling:
             min_p=jnp.asarray(min_p, jnp.float32),
             greedy=bool(np.all(temperature == 0)),
             truncated=bool(np.any(top_k > 0) or np.any(top_p < 1) or np.any(min_p > 0)),
-            rule=rule if np.any(temperature > 0) else "block",  # greedy rows draw nothing: one program for all rules
+            rule=rule if np.any(temperature > 0) else "independent",  # greedy rows draw nothing: one program for all
         )
 
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
@@ -155,6 +159,22 @@ def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:
     return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
+def make_key(seed: int) -> jax.Array:
+    """The random key of a seed; no two seeds share one.
+
+    `jax.random.key` reads no more than 32 bits of a seed where JAX has no 64-bit numbers. Here all 63 count, and the key is
+    the same with them and without.
+
+    Raises:
+        InputError: it is no whole number, or out of range.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")
+    if seed < 2**32:
+        return jax.random.key(seed)
+    return jax.random.wrap_key_data(jnp.array(divmod(seed, 2**32), jnp.uint32), impl="threefry2x32")
+
+
 def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
     """``[n, B]`` keys of the tokens at ``positions [n, B]`` of rows with ``keys [B]``, which are not consumed.
 
@@ -165,7 +185,7 @@ def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
 
 def position_noise(keys: jax.Array, vocab: int) -> jax.Array:
     """``[*keys, V]`` Gumbel numbers, V for each of the ``keys`` that `position_keys` gave."""
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), mode="high"))(keys.reshape(-1))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))(keys.reshape(-1))
     return noise.reshape(*keys.shape, vocab)
 
 
@@ -201,7 +221,7 @@ def _threshold(scaled: jax.Array, sampling: RowSampling, bits: int) -> jax.Array
         return _largest(lambda t: jnp.sum(each >= t[..., None], axis=-1) >= count, shape, bits)
 
     # Most often no row asks for it.
-    kth = jax.lax.cond(jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf))
+    kth = jax.lax.cond(jnp.any(sampling.top_k > 0), kth_largest, lambda: jnp.full(shape, -jnp.inf, scaled.dtype))
     best = jnp.max(scaled, axis=-1, keepdims=True)
     mass = jnp.where(scaled >= kth, jnp.exp(scaled - best), 0.0)
     needed = row(sampling.top_p) * jnp.sum(mass, axis=-1, keepdims=True)
@@ -263,7 +283,7 @@ def draw(p: Float[Array, "B V"], keys: Any) -> Int[Array, " B"]:
         count = _BLOCKS
     blocks = jnp.pad(p, ((0, 0), (0, -p.shape[-1] % count))).reshape(p.shape[0], count, -1)
     masses = jnp.sum(blocks, axis=-1)
-    u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)
+    u = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(keys)
     block = _invert(masses, u[:, 0])
     return block * blocks.shape[-1] + _invert(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], u[:, 1])
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,24 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The checkpoint's tokenizer, as transformers loads it. Raises `InputError` when it has none, or one that is damaged."""
+    """The checkpoint's tokenizer, as transformers loads it, without running any code that the checkpoint brings.
+
+    Raises:
+        InputError: it has none, one that is damaged, or one that is there as code alone.
+    """
     if not has_tokenizer(directory):
         raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory)
+        # Without a word on it, transformers asks on stdin whether to run the checkpoint's code.
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"{directory}: its tokenizer is its own code, which is never run: give a tokenizer whose tokenizer_config.json "
+                "names a class of transformers"
+            ) from None
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise InputError(
             f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
@@ -211,33 +222,61 @@ def _short(name: str) -> str:
 # --- text that grows -------------------------------------------------------------------------------------------------
 
 
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""A token that stands for one byte, where a vocabulary lacks a character. What a run of them says is known when it ends: one
+byte too many, and none of them is text. So a byte that is a character by itself is held back like any other, such as the line
+end of Llama 2's vocabulary: a byte after it that is no text would make a replacement character of it, too."""
+
+
 class TextStream:
     """Turns a growing list of tokens into text, piece by piece.
 
-    Text is held back while it ends in an unfinished character, so that the pieces joined are the whole text.
+    Text is held back while it ends in an unfinished character, or in single bytes, so that the pieces joined are the whole
+    text without the prompt's. Where a prompt itself ends so, what its last tokens have become belongs to the first piece.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt)
-        # Tokens below `_shown` have been given out. Those from `_context` on are decoded again as their context:
-        # the cost of a piece does not grow with the text.
-        self._context, self._shown = 0, len(self._tokens)
+        # Tokens from `_context` on are decoded again with every piece: its cost does not grow with the text. What they say has
+        # been given out as far as `_given`. The context may next begin at `_end`, where a piece ended.
+        self._context, self._given = 0, self._decode(self._tokens)
+        self._end = 0 if self._is_unfinished(self._given) else len(self._tokens)
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
         """The text that ``tokens`` add; ``last`` lets go of what was held back."""
         self._tokens += [int(token) for token in tokens]
-        before = self._decode(self._tokens[self._context : self._shown])
         text = self._decode(self._tokens[self._context :])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
+        if self._is_unfinished(text) and not last:
             return ""
-        if self._shown < len(self._tokens):
-            self._context, self._shown = self._shown, len(self._tokens)
-        return text[len(before) :]
+        piece = text[_common(self._given, text) :]
+        # Special tokens alone are no context: what follows them would lose its space, as at the beginning of a text.
+        newest = self._decode(self._tokens[self._end :])
+        if newest:
+            self._context, self._end, text = self._end, len(self._tokens), newest
+        self._given = text
+        return piece
+
+    def _is_unfinished(self, text: str) -> bool:
+        """Whether more tokens may change the end of ``text``, which is that of the tokens so far."""
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return True
+        for token in reversed(self._tokens):
+            if _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or ""):
+                return True
+            if self._decode([token]):  # special tokens say nothing, and end no run of bytes
+                return False
+        return False
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with that are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class StopStrings:

@@ -37,9 +37,9 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
-from specjax.models.config import MLA, ModelConfig, MoE, Rope
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
+from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
-from specjax.tree import Chain, DynamicTree, SampledTree, StaticTree
 
 _compilations: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -120,6 +120,22 @@ MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     },
 }
 
+_WIDE = {"num_kv_heads": 1, "head_dim": 8, "rope": Rope(theta=300.0)}
+LAYERED = {  # changes of `tiny_config`: layers that differ in heads, sizes, RoPE and windows, or read those of another layer
+    "differing": {
+        "num_layers": 3,
+        "sliding_window": 5,
+        "windowed_layers": (0,),
+        "layers": (Layer(), Layer(num_heads=2, **_WIDE), Layer(head_dim=6)),
+    },
+    "sharing": {
+        "num_layers": 4,
+        "sliding_window": 5,
+        "windowed_layers": (0, 2),
+        "layers": (Layer(), Layer(**_WIDE), Layer(num_heads=2, entries_of=0), Layer(entries_of=1, **_WIDE)),
+    },
+}
+
 SHAPES = {  # one of every kind; tests that share a target, a shape of draft and the shapes of prompts share compiled programs
     "chain": Chain(3),
     "adaptive": Chain(3, stop_below=0.3),
@@ -165,8 +181,8 @@ class RealPair:
         from transformers import AutoTokenizer
 
         self.target_path, self.draft_path = target, draft
-        self.target = Target.from_pretrained(target, np.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(target)
+        self.target = Target.from_pretrained(target, dtype=np.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
 
     def prompts(self, count: int, longest: int) -> tuple[np.ndarray, np.ndarray]:
         """``count`` prompts of many different lengths, 2 to ``longest`` tokens, right-padded."""

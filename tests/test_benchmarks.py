@@ -12,6 +12,7 @@ from benchmarks import (
     boundedness,
     decode,
     drafters,
+    few_rows,
     long_context,
     messages,
     peers,
@@ -22,12 +23,13 @@ from benchmarks import (
 )
 from specjax.errors import InputError
 from specjax.evaluation.metrics import summarise
-from specjax.models import shapes
+from specjax.models.published import PUBLISHED
 from tests.conftest import tiny_config, tiny_target
 
-SMALL = {"grow": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
+SMALL = {"inflate": (0, 0, 0), "new_tokens": 12, "repeats": 2, "context": (16,)}
 
 
+@pytest.mark.thorough
 def test_a_run_reports_every_method_and_their_parts(tiny_pair, tmp_path, monkeypatch, capsys) -> None:
     def two(draft, exit_layers):
         return {"plain": None, "draft model": specjax.DraftModel(draft, draft=specjax.Chain(3, stop_below=0.4))}
@@ -79,7 +81,7 @@ def test_what_cannot_be_measured_is_refused_by_name(changes, words) -> None:
 
 @pytest.mark.parametrize("acceptance", [*(pytest.param(value, marks=pytest.mark.thorough) for value in (0.0, 1.0)), 0.6])
 def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> None:
-    monkeypatch.setitem(shapes.PUBLISHED, "tiny", tiny_config(vocab_size=500))
+    monkeypatch.setitem(PUBLISHED, "tiny", tiny_config(vocab_size=500))
     target, drafters = synthetic.models("tiny", "", acceptance, "float32")
     prompts = np.random.default_rng(0).integers(0, 500, (8, 6))
     result = specjax.generate(target, drafters["draft model, chain 4"], prompts, max_new_tokens=200)
@@ -113,7 +115,7 @@ def test_loops_are_counted() -> None:
 def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, capsys) -> None:
     """A model that drafts for itself: coupled, all is accepted; and chosen children less often."""
     tree = specjax.StaticTree(((0,), (1,), (0, 0), (1, 0)))
-    monkeypatch.setattr(acceptance, "METHODS", ((specjax.Chain(2), "coupled"), (tree, "block"), (tree, "coupled")))
+    monkeypatch.setattr(acceptance, "METHODS", ((specjax.Chain(2), "coupled"), (tree, "independent"), (tree, "coupled")))
     settings = {"count": 4, "context": 8, "new_tokens": 24, "temperature": (0.0, 1.5), "top_p": (1.0, 0.9)}
     rows = acceptance.run(acceptance.AcceptanceConfig(target=tiny_pair[0], draft=tiny_pair[0], **settings))
     assert [(row["rule"], row["nodes"], row["T=0"]) for row in rows] == [
@@ -125,6 +127,22 @@ def test_acceptance_is_counted_for_every_shape_and_rule(tiny_pair, monkeypatch, 
     assert matching < coupled == 3.0
     with pytest.raises(InputError, match="one for each temperature, of which there are 3"):
         acceptance.main(acceptance.AcceptanceConfig(top_p=(1.0,)))
+
+
+@pytest.mark.thorough
+def test_both_libraries_are_measured(tiny_pair, tmp_path, capsys) -> None:
+    target, draft = tiny_pair
+    output = tmp_path / "results.json"
+    sizes = {"inflate": (0, 0, 0), "context": 16, "new_tokens": 12, "rows": (5,), "matrices": (2, 32, 48), "repeats": 1}
+    few_rows.main(few_rows.FewRowsConfig(target, draft, methods=("plain",), output=str(output), **sizes))
+    results = json.loads(output.read_text())
+    assert [*results["products"]] == ["5"] and [*results["decoding"]] == ["plain"]
+    for rates in (*results["products"].values(), *results["decoding"].values()):
+        assert {*few_rows.LIBRARIES} <= {*rates}
+    assert all(row["same_tokens"] for row in results["decoding"].values())
+    assert "specjax takes " in capsys.readouterr().out
+    with pytest.raises(InputError, match="repeats=0"):
+        few_rows.run(few_rows.FewRowsConfig(repeats=0))
 
 
 def test_every_rule_is_timed(capsys) -> None:
@@ -146,7 +164,15 @@ def test_our_loss_is_that_of_speculators() -> None:
 def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(drafters, "SHAPES", {"chain": specjax.Chain(2)})
     target, draft = tiny_pair
-    settings = {"grow": (24, 32, 3), "count": 2, "context": 8, "new_tokens": 8, "timed": 1, "temperature": (0.0,), "repeats": 1}
+    settings = {
+        "inflate": (24, 32, 3),
+        "count": 2,
+        "context": 8,
+        "new_tokens": 8,
+        "timed": 1,
+        "temperature": (0.0,),
+        "repeats": 1,
+    }
     rows = drafters.run(drafters.DraftersConfig(target=target, runs=(f"itself={target}", f"small={draft}"), **settings))
     itself, small = rows
     assert itself["acceptance_length"] > 2.5 > small["acceptance_length"] >= 1
@@ -209,8 +235,8 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
     assert all(row["realised"] > 0 for row in found["gains"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "plain tokens/s" in capsys.readouterr().out
-    grown = long_context.load_target(long_context.LongContextConfig(target=tiny_pair[0], mlp=128))
-    assert grown.config.intermediate_size == 128
+    inflated = long_context.load_target(long_context.LongContextConfig(target=tiny_pair[0], mlp=128))
+    assert inflated.config.intermediate_size == 128
     with pytest.raises(InputError, match="mlp=1: the target has"):
         long_context.load_target(long_context.LongContextConfig(target=tiny_pair[0], mlp=1))
     with pytest.raises(InputError, match="no file there has 5000 tokens"):

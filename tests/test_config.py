@@ -10,7 +10,7 @@ from specjax.cli.main import parse_options
 from specjax.config import ConfigError
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.methods import Distill, Lm
-from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.objectives.whole_model import ModelSizes
 
 
 def write(tmp_path, text: str):

@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PRINTED = {
     "quickstart": ("realised", "->"),
     "train_eagle3": ("trained in", "acceptance rose from", "acceptance length"),
-    "write_a_drafter": ("conforms, and lossless: sampled tree", "refused: ", "total variation"),
+    "write_a_drafter": ("conforms, and lossless: sampled tree", "refused: ", "a G-test of"),
 }
 
 

@@ -4,14 +4,18 @@ import json
 import shutil
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 
 import specjax
-from specjax import text
+from specjax import decoding, text
 from specjax.cli.main import main
+from specjax.decoding.stats import Stats
 from specjax.errors import InputError
-from specjax.pipeline import Generation, TextGenerator
+from specjax.pipeline import Generation, Run, TextGenerator, _Row, settings
 from tests.conftest import ASSETS, tiny_target
+from tests.test_text import of_bytes_and_spaces
 
 PROMPT, COUNT = "import os\nimport ", 48  # the README's, which shares the program
 
@@ -59,6 +63,37 @@ def test_text_ends_before_a_stop_string(generator, whole) -> None:
     assert generator(PROMPT, max_new_tokens=COUNT, stop=["never there"]).text == whole.text
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("tokens", "stop", "count"),
+    [
+        ("a <0x0A> b <0x0A> a", "\n", 2),
+        ("a <0x0A>", "\n", 2),  # the limit comes before any other token
+        ("a <0x0A> </s>", "\n", 2),
+        ("a <0x0A> <0x0A> <0x20> b a", "\n", 2),
+        ("a <0x0A> <0x0A> <0x20> b a", "\n\n", 3),
+        ("a <0x0A> b <0x0A> a", "\nb", 3),
+        ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "\n", 2),
+        ("a <0x0A> <0xE8> <0xAA> <0x9E> b", "語", 5),
+        ("a <0x0A> <0xE2> b <0x0A> <0x0A> a", "\n", 5),  # the first run of bytes is no text, its line end neither
+        ("a <0x0A> <0xE2> b", "\n", None),
+    ],
+)
+def test_tokens_end_with_the_one_that_completes_a_stop_string(tokens, stop, count, at_once) -> None:
+    """Where a line end is a byte, what it says is known a token later: whether it is text hangs on the bytes after it."""
+    tokenizer = of_bytes_and_spaces("llama")
+    prompt, given = (tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens))
+    ends = [*range(at_once, len(given), at_once), len(given)]
+    whole = np.array([prompt + given])
+    results = (decoding.Result(whole, np.array([len(prompt) + end]), Stats.zeros(1, 1)) for end in ends)
+    run = Run(results, [_Row(tokenizer, prompt, [stop])])
+    pieces = [piece for (piece,) in run]
+    (made,) = run.generations
+    decoded = tokenizer.decode(prompt + given, skip_special_tokens=True)[len("the") :]
+    assert made.tokens == tuple(given[:count])
+    assert made.text == "".join(pieces) == decoded.split(stop)[0]
+
+
 def test_a_list_is_a_batch(generator, whole) -> None:
     both = generator([PROMPT, "class Queue:\n"], max_new_tokens=COUNT)
     assert both[0].text == whole.text
@@ -86,6 +121,17 @@ def test_a_chat_goes_through_the_models_template(generator) -> None:
     assert chatty.tokenizer.decode(chatty.encode(messages)) == "[system]be brief[user]hello[assistant]"
     with pytest.raises(InputError, match="a bad role"):
         chatty([{"role": "bad", "content": "hello"}])
+
+
+def test_every_bit_of_a_seed_counts(tiny_pair) -> None:
+    """Seeds that agree in their last 32 bits too; below that a seed's key is JAX's own."""
+    tiny = specjax.load(tiny_pair[0])
+    texts = [tiny("x", max_new_tokens=8, temperature=1.0, seed=seed).tokens for seed in (7, 2**32 + 7, 2**62 + 7)]
+    assert len(set(texts)) == 3
+    for seed in (0, 7, 2**31, 2**32 - 1):
+        assert settings(seed=seed).key == jax.random.key(seed)
+    keys = {tuple(jax.random.key_data(settings(seed=2**n + 7).key).tolist()) for n in range(3, 63)}
+    assert len(keys) == 60
 
 
 def test_a_model_that_is_loaded_already_brings_no_tokenizer(generator) -> None:

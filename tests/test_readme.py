@@ -1,6 +1,7 @@
 """What the README shows, run."""
 
 import re
+import shlex
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ import numpy as np
 from flax import struct
 
 import specjax
+from specjax.cli.main import Command, find_command, parse_options
 from specjax.drafters import Draft, Drafter
-from specjax.tree import Chain
+from specjax.drafts.shapes import Chain
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 TEXT_EXAMPLE, EXAMPLE, DRAFTER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -40,6 +42,20 @@ def test_the_drafter_of_the_readme_is_lossless(target) -> None:
     plain = specjax.generate(target, None, prompts, [6, 2], max_new_tokens=40)
     drafted = specjax.generate(target, names["RepeatLast"](), prompts, [6, 2], max_new_tokens=40)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+
+
+def test_every_command_line_is_one_that_the_command_line_takes() -> None:
+    lines = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", README.replace("\\\n", " "), re.DOTALL)
+        for line in block.splitlines()
+    ]
+    commands = [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m specjax ")]
+    assert len(commands) > 15
+    for words in commands:
+        name, command, options = find_command(words)
+        assert isinstance(command, Command), words
+        parse_options(command.config, options, prog=name)
 
 
 def test_every_command_and_file_that_is_named_exists() -> None:

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import specjax
 from specjax.drafters import DraftModel, EarlyExit, PromptLookup
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.evaluation import metrics
 from specjax.sampling import Sampling, perturbed, position_keys, position_noise
-from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree
 from tests.conftest import REAL_PAIRS, RealPair, outputs
 
 COUNT, LONGEST, NEW = 50, 60, 64
@@ -73,7 +74,7 @@ def _first_divergence(logits: np.ndarray, got: np.ndarray, best: np.ndarray) -> 
 def case(request) -> Case:
     torch.set_num_threads(1)  # the models are too small to gain from more, and the tests share the machine
     pair = request.param()
-    reference = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(pair.target_path, dtype=torch.float32, trust_remote_code=False)
     return Case(pair, *pair.prompts(COUNT, LONGEST), reference)
 
 
@@ -182,6 +183,7 @@ def _margin(target: specjax.Target, text: np.ndarray, at: int, sampling: Samplin
     return float(best - second)
 
 
+@pytest.mark.thorough  # a figure of one pair, and no claim of losslessness
 def test_the_draft_model_earns_its_keep(case) -> None:
     """Trained drafts are accepted far more often than random ones, greedy and sampled."""
     rows = np.arange(16)

@@ -6,15 +6,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import specjax
-from specjax import sharding
-from specjax.decoding import engine
+from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, EarlyExit
+from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.models import params
+from specjax.models.config import Layer
 from specjax.sampling import Sampling
-from specjax.tree import Chain, DynamicTree
-from tests.conftest import ASSETS, compilations, tiny_config, tiny_target
+from tests.conftest import ASSETS, LAYERED, compilations, tiny_config, tiny_target
 
 
 def test_an_axis_that_does_not_divide_stays_whole() -> None:
@@ -37,6 +37,30 @@ def test_every_parameter_has_a_sharding_of_its_own_rank() -> None:
         place.shard_shape(param.shape)  # raises where it does not divide
 
 
+def test_each_layer_is_split_by_its_own_heads() -> None:
+    config = tiny_config(num_heads=8, num_kv_heads=4, layers=(Layer(), Layer(num_kv_heads=2)))
+    mesh = sharding.make_mesh(2, 4)
+    first, second = params.shardings(params.declare(config), mesh, config.axis_units)["layers"]
+    assert first["k"].spec == PartitionSpec(None, "model") and second["k"].spec == PartitionSpec(None, None)
+    assert first["o"].spec == second["o"].spec == PartitionSpec("model", None)
+    assert (config.axis_units["heads"], config.axis_units["kv_heads"]) == (8, 2)
+
+
+@pytest.mark.parametrize("which", LAYERED)
+def test_logits_of_layers_that_differ_are_the_same_on_a_mesh(which) -> None:
+    target, mesh = tiny_target(**LAYERED[which]), sharding.make_mesh(2, 4)
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    split = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    tokens = np.random.default_rng(2).integers(0, 11, (2, 9))
+
+    @jax.jit
+    def logits(target):
+        _, cache = target.forward(tokens[:, :6], target.new_cache(2, 16))
+        return target.forward(tokens[:, 6:], cache)[0].logits
+
+    np.testing.assert_allclose(logits(split), logits(target), atol=1e-4)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("sharded")
@@ -45,8 +69,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
-    whole = specjax.Target.from_pretrained(checkpoint, np.float32)
-    split = specjax.Target.from_pretrained(checkpoint, np.float32, mesh=sharding.make_mesh(2, 4))
+    whole = specjax.Target.from_pretrained(checkpoint, dtype=np.float32)
+    split = specjax.Target.from_pretrained(checkpoint, dtype=np.float32, mesh=sharding.make_mesh(2, 4))
     q = split.params["layers"][0]["q"]
     assert q.addressable_shards[0].data.shape == (q.shape[0], q.shape[1] // 4)
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
@@ -60,11 +84,11 @@ def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which
     path, draft = (checkpoint, checkpoint) if which == "tiny" else (ASSETS / "target", ASSETS / "draft")
 
     def run(mesh):
-        target = specjax.Target.from_pretrained(path, np.float32, mesh=mesh)
+        target = specjax.Target.from_pretrained(path, dtype=np.float32, mesh=mesh)
         drafters = {
             None: None,
             "draft model": DraftModel.from_pretrained(draft, draft=Chain(3), dtype=np.float32, mesh=mesh),
-            "dynamic tree": DraftModel.from_pretrained(draft, DynamicTree(3, 3, 8), dtype=np.float32, mesh=mesh),
+            "dynamic tree": DraftModel.from_pretrained(draft, draft=DynamicTree(3, 3, 8), dtype=np.float32, mesh=mesh),
             "early exit": EarlyExit(layers=1, draft=Chain(2)),
         }
         prompts = np.arange(12).reshape(4, 3) % target.config.vocab_size
@@ -76,9 +100,9 @@ def test_greedy_tokens_are_the_same_on_one_device_and_on_eight(checkpoint, which
 
 def test_the_cache_is_sharded_and_streaming_compiles_once(checkpoint) -> None:
     mesh = sharding.make_mesh(2, 4)
-    target = specjax.Target.from_pretrained(checkpoint, np.float32, mesh=mesh)
+    target = specjax.Target.from_pretrained(checkpoint, dtype=np.float32, mesh=mesh)
     prompts = np.arange(12).reshape(4, 3)
-    _, state = engine.start(target, None, prompts, options=GenerationOptions(max_new_tokens=20))
+    _, state = decoding.start(target, None, prompts, options=GenerationOptions(max_new_tokens=20))
     keys = state.cache.layers[0][0]
     assert keys.sharding.shard_shape(keys.shape) == (2, 1, *keys.shape[2:])
     parts = specjax.stream(target, None, prompts, max_new_tokens=20, steps=3)

@@ -1,13 +1,18 @@
+import io
 import json
+import random
 import shutil
 import subprocess
 import sys
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from specjax import text
 from specjax.errors import InputError
-from tests.conftest import ASSETS
+from tests.conftest import ASSETS, SHARED
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +35,84 @@ def test_an_unfinished_character_is_let_go_at_the_end(tokenizer) -> None:
     stream = text.TextStream(tokenizer, ids[:1])
     assert stream.push(ids[1:-1]) in ("", "x")
     assert "\N{REPLACEMENT CHARACTER}" in stream.push([], last=True)
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def of_bytes_and_spaces(kind: str) -> PreTrainedTokenizerFast:
+    """As Llama 2's and T5's: spaces are part of the words, and the one that begins a text is dropped."""
+    words = ["\u2581", "\u2581a", "a", "b", "\u2581the", "the", "é", "\u2581日本", "\u2581.", "\u2581\u2581"]
+    if kind == "llama":
+        vocab = {token: number for number, token in enumerate(["<unk>", *BYTES, *words])}
+        made = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        made.decoder = decoders.Sequence(steps)
+    else:
+        made = tokenizers.Tokenizer(models.Unigram([(token, -1.0) for token in ["<unk>", *words]], 0, byte_fallback=False))
+        made.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", additional_special_tokens=["<tool>"]
+    )
+
+
+def any_tokenizer(kind: str):
+    if kind in ("llama", "unigram"):
+        return of_bytes_and_spaces(kind)
+    return text.load_tokenizer(SHARED / "stories260k" if kind == "stories" else ASSETS / "target")
+
+
+KINDS = ["byte-level", "llama", "unigram", *["stories"] * (SHARED / "stories260k").is_dir()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
+    """Any tokens: special ones alone in a piece or inside a character, bytes that are no text, prompts that end in such."""
+    tokenizer = any_tokenizer(kind)
+    rng = random.Random(0)
+    vocabulary = tokenizer.get_vocab()
+    pools = [[i for token, i in vocabulary.items() if token in BYTES], tokenizer.all_special_ids, list(vocabulary.values())]
+    pools += [tokenizer("日本 é 🎉 the\n\n a")["input_ids"]]
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    for _ in range(1500):
+        ids = [rng.choice(pool) for pool in rng.choices([pool for pool in pools if pool], k=rng.randrange(1, 16))]
+        if rng.random() < 0.3:  # whole characters, with something in between
+            ids += pools[3]
+            ids.insert(rng.randrange(len(ids)), rng.choice(tokenizer.all_special_ids))
+        start = rng.randrange(len(ids))
+        stream, pieces, at = text.TextStream(tokenizer, ids[:start]), [], start
+        while at < len(ids):
+            count = rng.choice([1, 1, 2, 5])
+            pieces.append(stream.push(ids[at : at + count]))
+            at += count
+        pieces.append(stream.push([], last=True))
+        whole = decode(ids)
+        before = decode(ids[:start])
+        while not whole.startswith(before):  # what the prompt does not end with after all
+            before = before[:-1]
+        assert before + "".join(pieces) == whole, (ids, start)
+
+
+def test_a_character_that_a_prompt_begins_is_whole_in_what_follows(tokenizer) -> None:
+    ids = text.encode(tokenizer, "x🎉y")
+    end = next(n for n in range(len(ids)) if tokenizer.decode(ids[:n]).endswith("\N{REPLACEMENT CHARACTER}"))
+    stream = text.TextStream(tokenizer, ids[:end])
+    assert "".join(stream.push([token]) for token in ids[end:]) == "🎉y"
+
+
+def test_a_text_is_not_decoded_again_with_every_piece(tokenizer) -> None:
+    """What a piece costs does not grow with the text, also behind special tokens."""
+    stream = text.TextStream(tokenizer, text.encode(tokenizer, "import os"))
+    for _ in range(50):
+        stream.push([*text.encode(tokenizer, "x = 1\n"), tokenizer.eos_token_id])
+        stream.push([tokenizer.eos_token_id])
+    decoded = []
+    stream._decode = lambda tokens: decoded.append(len(tokens)) or tokenizer.decode(tokens)
+    stream.push(text.encode(tokenizer, "y"))
+    assert max(decoded) < 24
 
 
 def test_prompts_begin_with_the_bos_token(tokenizer) -> None:
@@ -67,6 +150,41 @@ def test_a_damaged_tokenizer_is_one_line_that_names_the_file(tmp_path, content) 
     with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as a tokenizer .*download") as caught:
         text.load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("where", ["config.json", "tokenizer_config.json"])
+def test_a_checkpoint_cannot_offer_to_run_its_code(tmp_path, monkeypatch, capfd, where, known) -> None:
+    """Whoever answers what is asked on stdin: the plain tokenizer is read, where there is one of that name, or none."""
+    ran = tmp_path / "ran"
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    (directory / "tokenization_evil.py").write_text(
+        "from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        f"open({str(ran)!r}, 'w').close()\n"
+        "class EvilConfig(PretrainedConfig): model_type = 'evil'\n"
+        "class EvilTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    code = {"AutoConfig": "tokenization_evil.EvilConfig", "AutoTokenizer": [None, "tokenization_evil.EvilTokenizer"]}
+    contents = {
+        "config.json": {"model_type": "llama" if known else "evil"},
+        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast" if known else "EvilTokenizer"},
+    }
+    contents[where]["auto_map"] = code
+    for name, content in contents.items():
+        (directory / name).write_text(json.dumps(content))
+    shutil.copy(ASSETS / "target" / "tokenizer.json", directory)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
+    try:
+        assert text.load_tokenizer(directory).decode(text.encode(text.load_tokenizer(directory), "x = 1")).endswith("x = 1")
+    except InputError as error:
+        assert not known
+        assert "its own code, which is never run: give" in str(error)
+        assert "\n" not in str(error)
+    assert not ran.exists()
+    assert "[y/N]" not in capfd.readouterr().out
 
 
 class Tokenizer:

@@ -1,1 +1,1 @@
-"""The command line, one file a command; ``plan`` has one more for each way to reckon."""
+"""The command line, one file a command; ``plan`` is a folder of commands."""

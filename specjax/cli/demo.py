@@ -9,18 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specjax import pipeline, text
+from specjax import decoding, pipeline, text
 from specjax.assets import embedded
-from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, OnGrown, PromptLookup
+from specjax.demo import OnInflated, inflate
+from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, PromptLookup
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
-from specjax.models.growth import grow
 from specjax.models.params import count
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
-from specjax.tree import Chain, DynamicTree, SampledTree
 
 PROMPTS = (
     'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
@@ -31,13 +30,13 @@ PROMPTS = (
 )
 """Pieces of Python files. They end inside a line, where the tokenizer would not have joined what follows."""
 
-GROWN = {"hidden_size": 640, "intermediate_size": 1920, "num_layers": 12}
+INFLATED = {"hidden_size": 640, "intermediate_size": 1920, "num_layers": 12}
 """The target's size in the demo: at its own size a step would be mostly overhead."""
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Show the embedded pair at work, the target grown to a realistic cost.
+    """Show the embedded pair at work, the target inflated to a realistic cost.
 
     Attributes:
         max_new_tokens: for each prompt.
@@ -57,14 +56,14 @@ PLAIN, SHOWN = "plain", "EAGLE-3"
 
 
 def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
-    """The methods of the table, by name, for ``target``, which has grown from ``small``."""
+    """The methods of the table, by name, for ``target``, which was inflated from ``small``."""
     draft = Target.from_pretrained(embedded("draft"))
     eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
         PLAIN: None,
-        "EAGLE-3": OnGrown.of(replace(eagle3, draft=Chain(4)), small),
-        "EAGLE-3, tree": OnGrown.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
-        "MTP": OnGrown.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
+        "EAGLE-3": OnInflated.of(replace(eagle3, draft=Chain(4)), small),
+        "EAGLE-3, tree": OnInflated.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
+        "MTP": OnInflated.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
@@ -82,7 +81,7 @@ def run_demo(config: DemoConfig) -> None:
     console = Console(highlight=False)
     directory = embedded("target")
     small = Target.from_pretrained(directory)
-    target = grow(small, **GROWN)
+    target = inflate(small, **INFLATED)
     tokenizer = text.load_tokenizer(directory)
     drafters = methods(target, small)
     ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
@@ -113,7 +112,7 @@ def _coloured(
     shown, accepted = len(prompt), 0
     stream = text.TextStream(tokenizer, prompt)
     line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
-    for result in engine.stream(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options), steps=1):
+    for result in decoding.stream(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options), steps=1):
         new, length = result.tokens[0], int(result.lengths[0])
         drafts = int(result.stats.accepted[0]) - accepted
         accepted += drafts
@@ -139,8 +138,8 @@ def _measure(
     """Every method on all prompts, their runs interleaved."""
     tokens, lengths = text.pad(ids)
 
-    def run(drafter: Drafter | None, row: int) -> engine.Result:  # one width for all prompts: one compilation
-        return engine.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options))
+    def run(drafter: Drafter | None, row: int) -> decoding.Result:  # one width for all prompts: one compilation
+        return decoding.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options))
 
     for drafter in drafters.values():
         jax.block_until_ready(run(drafter, 0))  # compiles

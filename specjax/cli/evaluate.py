@@ -10,18 +10,17 @@ import jax
 from rich.console import Console
 from rich.progress import track
 
-from specjax import pipeline, text
-from specjax.decoding import engine
+from specjax import decoding, pipeline, text
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import load_drafter
+from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation.questions import Question, read_questions
 from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
 from specjax.sampling import Rule
-from specjax.tree import parse_shape
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class EvaluateConfig:
         max_new_tokens: of an answer.
         temperature: 0 is greedy.
         top_p: in (0, 1].
-        rule: how tokens are drawn and drafts verified; by default the one that suits each shape.
+        rule: how tokens are drawn and drafts verified, as in generate; by default the one that suits each shape.
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
@@ -87,9 +86,11 @@ def run_evaluate(config: EvaluateConfig) -> None:
     for name in config.drafter:
         where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
         made = parse_shape(shape) if at else None
-        methods[name] = load_drafter(
+        drafter = load_drafter(
             where if at else name, made, generator.target.config, generator.target.dtype, None, generator.tokenizer
         )
+        options.rule_for(drafter.draft_shape)  # refused before anything is timed
+        methods[name] = drafter
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     asking = _Asking(generator, methods, options, chat, config.repeats)
     answers = asking.all_of(questions)
@@ -147,7 +148,7 @@ class _Asking:
         else:
             ids = self._generator.encode("\n".join(message["content"] for message in history))
         target = self._generator.target
-        positions = min(engine.most_positions(target, drafter or NoDraft()) for drafter in self._methods.values())
+        positions = min(decoding.most_positions(target, drafter or NoDraft()) for drafter in self._methods.values())
         room = positions - int(self._options.max_new_tokens)
         if room < 1:
             raise InputError(f"max_new_tokens={self._options.max_new_tokens}: of {positions} positions nothing is left")
@@ -158,8 +159,8 @@ class _Asking:
         tokens, lengths = text.pad([prompt])
         options = vars(replace(self._options, key=key))
 
-        def run(drafter: Drafter | None) -> engine.Result:
-            return engine.generate(self._generator.target, drafter, tokens, lengths, **options)
+        def run(drafter: Drafter | None) -> decoding.Result:
+            return decoding.generate(self._generator.target, drafter, tokens, lengths, **options)
 
         found: dict[str, list[tuple[float, Stats]]] = {name: [] for name in self._methods}
         shape = bucket(len(prompt)), bucket(len(prompt) + int(self._options.max_new_tokens))

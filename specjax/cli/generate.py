@@ -12,6 +12,7 @@ import jax
 from specjax import pipeline, text
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
+from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
@@ -19,7 +20,6 @@ from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Rule
 from specjax.sharding import make_mesh
-from specjax.tree import parse_shape
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class GenerateConfig:
         min_p: in [0, 1].
         seed: of the random draws.
         rule: how tokens are drawn and drafts verified; every one is exact. By default the one that suits the shape of
-            the drafts; with "coupled" no drafter changes the text.
+            the drafts. With "coupled" no drafter changes the text; "independent" draws each token with random numbers of its
+            own, and verifies by the rule that fits the draft; "block" and "rejection" are two such rules for chains alone.
         ignore_eos: generate on after an end-of-sequence token.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.

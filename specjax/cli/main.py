@@ -1,11 +1,11 @@
-"""The command line: ``python -m specjax {demo,generate,train,regenerate,convert,evaluate,plan}``."""
+"""The command line: ``python -m specjax {demo,generate,train,regenerate,convert,evaluate,plan}``, and what each does."""
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import tyro
@@ -14,73 +14,121 @@ from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
 from specjax.cli.evaluate import EvaluateConfig, run_evaluate
 from specjax.cli.generate import GenerateConfig, run_generate
-from specjax.cli.plan import run_plan
-from specjax.cli.plan_options import PlanConfig
+from specjax.cli.plan.compile import CompileConfig, run_compile
+from specjax.cli.plan.compile_training import CompileTrainingConfig, run_compile_training
+from specjax.cli.plan.contexts import ContextsConfig, run_contexts
+from specjax.cli.plan.measure import MeasureConfig, run_measure
+from specjax.cli.plan.roofline import RooflineConfig, run_roofline
+from specjax.cli.plan.theory import TheoryConfig, run_theory
 from specjax.cli.regenerate import RegenerateConfig, run_regenerate
 from specjax.cli.train import run_train
 from specjax.config import load_yaml
 from specjax.errors import InputError
 from specjax.training.config import TrainConfig
 
+_Config = TypeVar("_Config")
+
 
 @dataclass(frozen=True)
 class Command:
-    """What the first word of a command line may be.
+    """What a command line may ask for.
 
     Attributes:
         about: what it does, in one line.
         config: its options, a dataclass.
         run: does it.
+        continues: whether the same command goes on where it was interrupted.
     """
 
     about: str
     config: type
     run: Callable[[Any], None]
+    continues: bool = False
 
 
-COMMANDS: dict[str, Command] = {
+@dataclass(frozen=True)
+class Group:
+    """Commands of which the next word of the command line names one.
+
+    Attributes:
+        about: what they do, in one line.
+        commands: by their names.
+    """
+
+    about: str
+    commands: "Mapping[str, Command | Group]"
+
+
+COMMANDS: dict[str, Command | Group] = {
     "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
     "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
-    "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train),
+    "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True),
     "regenerate": Command(
-        "write a data set anew in the target's own words, to train a drafter on", RegenerateConfig, run_regenerate
+        "write a data set anew in the target's own words, to train a drafter on",
+        RegenerateConfig,
+        run_regenerate,
+        continues=True,
     ),
-    "convert": Command("write an EAGLE-3 drafter in the layout of SGLang or of vLLM", ConvertConfig, run_convert),
+    "convert": Command("write a drafter in the layout of another engine: SGLang, vLLM", ConvertConfig, run_convert),
     "evaluate": Command("measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate),
-    "plan": Command("reckon what speculation should gain, or measure it here", PlanConfig, run_plan),
+    "plan": Group(
+        "say what speculation should gain, before anything is generated",
+        {
+            "theory": Command("from a cost and an acceptance rate, by closed forms", TheoryConfig, run_theory),
+            "roofline": Command("from the shapes of two models, on a chip", RooflineConfig, run_roofline),
+            "measure": Command("which chain or tree is fastest on this machine and your prompts", MeasureConfig, run_measure),
+            "contexts": Command("what a compressed cache gains on this machine, by context", ContextsConfig, run_contexts),
+            "compile": Command("compile decoding for chips that need not be here", CompileConfig, run_compile),
+            "compile-training": Command("compile a step of a training, likewise", CompileTrainingConfig, run_compile_training),
+        },
+    ),
 }
 
-USAGE = "\n".join(
-    [
-        "usage: specjax COMMAND [--config FILE.yaml] [--option VALUE …]",
-        "       specjax COMMAND --help",
+
+def find_command(words: Sequence[str]) -> tuple[str, Command | Group, Sequence[str]]:
+    """The command that the first of ``words`` name, or the group of which the next names none.
+
+    Returns:
+        Its name, such as ``specjax plan theory``; the command or group; and the words after those.
+    """
+    name, found = "specjax", Group("lossless speculative decoding", COMMANDS)
+    while isinstance(found, Group) and words and words[0] in found.commands:
+        name, found, words = f"{name} {words[0]}", found.commands[words[0]], words[1:]
+    return name, found, words
+
+
+def usage(name: str, group: Group) -> str:
+    """What is printed where the name of a command is missing."""
+    width = max(map(len, group.commands))
+    lines = [
+        f"usage: {name} COMMAND [--config FILE.yaml] [--option VALUE …]",
+        f"       {name} COMMAND --help",
         "",
-        "Lossless speculative decoding. The commands:",
-        *(f"  {name:<10} {command.about}" for name, command in COMMANDS.items()),
+        f"{group.about[0].upper()}{group.about[1:]}. The commands:",
+        *(f"  {command:<{width}} {found.about}" for command, found in group.commands.items()),
     ]
-)
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status (2 for input that cannot be used)."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else 2
-    if arguments[0] not in COMMANDS:
-        print(f"specjax: error: {arguments[0]!r} is not a command; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+    name, command, options = find_command(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(command, Group):
+        if not options or options[0] in ("-h", "--help"):
+            print(usage(name, command))
+            return 0 if options else 2
+        known = f"the commands of {name} are {', '.join(command.commands)}"
+        print(f"specjax: error: {options[0]!r} is not a command; {known}", file=sys.stderr)
         return 2
     _keep_compilations()
-    name, *options = arguments
-    command = COMMANDS[name]
     try:
         join_processes()
-        command.run(parse_options(command.config, options, prog=f"specjax {name}"))
+        command.run(parse_options(command.config, options, prog=name))
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        hint = "; the same command continues the run" if name == "train" else ""
+        hint = "; the same command continues the run" if command.continues else ""
         print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
     return 0
@@ -113,7 +161,7 @@ def _keep_compilations() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "specjax" / "compiled"))
 
 
-def parse_options(kind: type, options: Sequence[str], prog: str) -> Any:
+def parse_options(kind: type[_Config], options: Sequence[str], prog: str) -> _Config:
     """A config from ``--config FILE.yaml`` (optional) and the options that override it."""
     options = list(options)
     default = kind()

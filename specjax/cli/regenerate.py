@@ -5,8 +5,8 @@ A drafter has to guess what the target says, not what somebody else said. So it 
 
 import json
 import os
-import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,25 +15,31 @@ import jax
 import jax.numpy as jnp
 from rich.progress import track
 
-from specjax import pipeline
+from specjax import decoding, pipeline
 from specjax.config import differences, dump_yaml, load_yaml
+from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.sharding import make_mesh
-from specjax.training import chat
-from specjax.training.documents import Document, Message, read_documents
+from specjax.text import read_json_lines
+from specjax.training import chat, fingerprint
+from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
 
 
 @dataclass(frozen=True)
 class RegenerateConfig:
     """Write a data set anew: every answer of its conversations, turn by turn, or what follows the beginning of its texts.
 
-    The same command continues a run that was interrupted; its options are kept beside the output. What is written depends on
-    the batch size no more than rounding does.
+    The same command continues a run that was interrupted, and adds what has come to the source: documents are told by their
+    content. Its options and fingerprints of the target, its tokenizer and the chat template are kept beside the output. What is
+    written depends on the batch size no more than rounding does. What leaves no room for an answer is left out, of
+    conversations the turns from there on, and the command says how many.
 
     Attributes:
         target: directory or hub id of the model that writes.
         source: what to write anew, as ``data.source`` of a training: JSONL, Parquet, a directory, ``hf:OWNER/NAME``.
-        output: a .jsonl file; a line a document, in the order of the source.
+        output: a .jsonl file; a line a document and copy, with the document's identity (``document``), the number of the copy
+            (``copy``), and what both go back to (``regenerated_from``): a training holds out all copies of a document, and all
+            that is written after those, or none. So also documents that are equal.
         drafter: makes it faster, and changes nothing in its distribution; "none" is plain decoding.
         draft: shape of its drafts.
         prompt_tokens: of a text, how many tokens are kept as its beginning.
@@ -76,25 +82,64 @@ def run_regenerate(config: RegenerateConfig) -> None:
         raise InputError(f"limit={config.limit}: must be at least 0, which is all")
     if jax.process_count() > 1:
         raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
-    documents = _usable(read_documents(config.source)[: config.limit or None])
-    wanted = [(document, copy) for document in documents for copy in range(config.copies)]
     output = Path(config.output)
-    _claim(output, config)
+    _refuse_foreign(output, config)
     done = _written(output)
+    documents = _usable(read_documents(config.source)[: config.limit or None])
+    wanted = [
+        _Copy(*each, copy) for each in zip(documents, identities(documents), strict=True) for copy in range(config.copies)
+    ]
+    missing = [each for each in wanted if each.label not in done]
     mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
     generator = pipeline.load(config.target, drafter=drafter, draft=config.draft or None, mesh=mesh)
     chat.with_template(generator.tokenizer, config.chat_template)
+    claim = _claim(config, generator)
+    _refuse_other_model(output, config, claim)
     writer = _Writer(generator, config)
-    with output.open("a", encoding="utf-8") as file:
-        starts = range(done, len(wanted), config.batch)
-        for start in track(starts, description=f"{output.name} from document {done}"):
-            part = wanted[start : start + config.batch]
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in writer.write(part)]
-            file.write("".join(lines))
-            file.flush()
-            os.fsync(file.fileno())
-    print(f"{len(wanted)} documents in {output}")
+    written = 0
+    for start in track(range(0, len(missing), config.batch), description=f"{output.name}, {len(done)} written before"):
+        written += _append(output, claim, writer.write(missing[start : start + config.batch]))
+    if not written and not done:
+        reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in writer.left_out.items())
+        raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
+    for what, counts in (("left out", writer.left_out), ("cut before a turn", writer.cut)):
+        for why, count in counts.items():
+            print(f"{what}, as {why}: {count} of {len(wanted)}")
+    if gone := len(done - {each.label for each in wanted}):
+        print(f"kept, though no longer in the source: {gone}")
+    print(f"{len(done) + written} documents in {output}")
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """One writing of a document.
+
+    Attributes:
+        document: what is written anew.
+        identity: which it is, wherever in the source it lies (`identities`).
+        number: of the copy, from 0.
+    """
+
+    document: Document
+    identity: str
+    number: int
+
+    @property
+    def label(self) -> tuple[str, int]:
+        """What its record is known by."""
+        return self.identity, self.number
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What its record says beside its content: its label, and where it belongs when documents are held out."""
+        return {REGENERATED_FROM: find_origin(self.document), "document": self.identity, "copy": self.number}
+
+    def key(self, root: jax.Array) -> jax.Array:
+        """Its random key, the same wherever in the source it lies."""
+        for word in (self.identity[:8], self.identity[8:16]):
+            root = jax.random.fold_in(root, int(word, 16))
+        return jax.random.fold_in(root, self.number)
 
 
 def _usable(documents: list[Document]) -> list[Document]:
@@ -110,78 +155,173 @@ def _usable(documents: list[Document]) -> list[Document]:
     return usable
 
 
-def _claim(output: Path, config: RegenerateConfig) -> None:
-    """See that ``output`` is new, or was begun with the same options; they are kept beside it."""
+_CLAIM = "# written by the target of the fingerprint "
+"""How the file beside an output begins, in which its options are noted."""
+
+
+def _is_begun(output: Path) -> bool:
+    """Whether something has been written to ``output``. Until then what is noted beside it binds nobody."""
+    return output.exists() and output.stat().st_size > 0
+
+
+def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
+    """See that ``output`` is new, or was begun with the same options, which are noted beside it in place of no other file."""
     beside = output.with_suffix(".yaml")
-    if beside.exists():
-        earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
-        if changed := differences(earlier, config):
+    if not _is_begun(output):
+        # A claim that nothing came after, be it cut short, is written anew. Any other file is somebody's own.
+        if beside.exists() and not _CLAIM.startswith(beside.read_text(errors="replace")[: len(_CLAIM)]):
             raise InputError(
-                f"output={config.output!r} was begun with other options ({'; '.join(changed)}): choose another file"
+                f"output={config.output!r}: {beside.name}, where its options would be kept, is another file: choose another one"
             )
-    elif output.exists():
+        return
+    if not beside.exists():
         raise InputError(
             f"output={config.output!r} is there, and {beside.name}, which would say what it is, is not: choose another file"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(dump_yaml(config))
+    earlier = replace(load_yaml(RegenerateConfig, beside), output=config.output, batch=config.batch)
+    if changed := differences(earlier, config):
+        raise InputError(f"output={config.output!r} was begun with other options ({'; '.join(changed)}): choose another file")
 
 
-def _written(output: Path) -> int:
-    """How many lines of ``output`` are whole. What an interrupted run left of a line is cut off."""
+def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
+    """What is noted beside the output: what the target and its tokenizer are, a line of comment each, and the options."""
+    return (
+        f"{_CLAIM}{fingerprint.of_target(generator.target)}\n"
+        f"# with the tokenizer and the chat template of the fingerprint {fingerprint.of_tokenizer(generator.tokenizer)}\n"
+        f"{dump_yaml(config)}"
+    )
+
+
+def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> None:
+    """See that what is in ``output`` was written by this very target with this very tokenizer, wherever they lie."""
+    if not _is_begun(output):
+        return
+    noted, found = output.with_suffix(".yaml").read_text().splitlines(), claim.splitlines()
+    what = "the model there, or the data type it is read in,"
+    if noted[:1] == found[:1]:
+        what = f"its tokenizer, its chat template or the content of chat_template={config.chat_template!r}"
+    if noted[:2] != found[:2]:
+        raise InputError(
+            f"target={config.target!r}: {what} is another than what wrote the beginning of output={config.output!r}: "
+            "choose another file, or restore it"
+        )
+
+
+def _written(output: Path) -> set[tuple[str, int]]:
+    """The label of each record in ``output``. What an interrupted run left of a line is cut off."""
     if not output.exists():
-        return 0
+        return set()
     content = output.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
         os.truncate(output, len(whole))
-    return whole.count(b"\n")
+    labels = set()
+    for number, record in read_json_lines(output):
+        try:
+            labels.add((str(record["document"]), int(record["copy"])))
+        except (KeyError, TypeError, ValueError):
+            raise InputError(
+                f"{output}:{number}: says not which document it is of, as in older versions of specjax: choose another file"
+            ) from None
+    return labels
+
+
+def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
+    """Add ``records``, and say how many they are. The first ones make ``output`` this command's: ``claim`` goes beside it."""
+    if not records:
+        return 0
+    if not _is_begun(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        scratch = output.with_name(f".{output.stem}.yaml.tmp")
+        scratch.write_text(claim)
+        scratch.replace(output.with_suffix(".yaml"))  # whole or not at all
+    with output.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        file.flush()
+        os.fsync(file.fileno())
+    return len(records)
 
 
 class _Writer:
-    """Writes documents, a batch at a time."""
+    """Writes documents, a batch at a time.
+
+    Attributes:
+        left_out: how many it could not write, by reason.
+        cut: how many conversations it ended before a turn of theirs, by reason.
+    """
 
     def __init__(self, generator: pipeline.TextGenerator, config: RegenerateConfig) -> None:
         self._generator, self._config = generator, config
         self._root = pipeline.make_key(config.seed)
+        self._positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
+        self.left_out: Counter[str] = Counter()
+        self.cut: Counter[str] = Counter()
 
-    def write(self, part: Sequence[tuple[Document, int]]) -> list[dict[str, Any]]:
-        """The record of each document and copy."""
-        keys = [jax.random.fold_in(jax.random.fold_in(self._root, zlib.crc32(d.name.encode())), copy) for d, copy in part]
-        if part[0][0].messages is None:
-            encode = self._generator.encode
-            prompts = [encode(document.text or " ")[: self._config.prompt_tokens] for document, _ in part]
-            decode = self._generator.tokenizer.decode  # both together: a character may lie on either side of the cut
-            answers = self._answer(prompts, keys)
-            return [
-                {"text": decode([*prompt, *answer.tokens], skip_special_tokens=True)}
-                for prompt, answer in zip(prompts, answers, strict=True)
-            ]
+    def write(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
+        """The record of each copy that can be written, in their order; the others are counted in ``left_out``."""
+        write = self._write_texts if part[0].document.messages is None else self._write_chats
+        made = zip(part, write(part), strict=True)
+        return [{**content, **copy.provenance} for copy, content in made if content]
+
+    def _write_texts(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
+        contents: list[dict[str, Any]] = [{} for _ in part]
+        prompts = {}
+        for row, copy in enumerate(part):
+            prompt, why_not = self._prompt(copy.document.text or " ", self._config.prompt_tokens)
+            if why_not:
+                self.left_out[why_not] += 1
+            else:
+                prompts[row] = prompt
+        decode = self._generator.tokenizer.decode  # both together: a character may lie on either side of the cut
+        for row, answer in self._answer(prompts, {row: part[row].key(self._root) for row in prompts}).items():
+            contents[row] = {"text": decode([*prompts[row], *answer.tokens], skip_special_tokens=True)}
+        return contents
+
+    def _write_chats(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
         chats: list[list[Message]] = [[] for _ in part]
-        turns = [_turns(document) for document, _ in part]
+        turns = [_turns(copy.document) for copy in part]
+        keys = [copy.key(self._root) for copy in part]
         for number in range(max(map(len, turns))):
-            rows = [row for row, of_row in enumerate(turns) if number < len(of_row)]
-            for row in rows:
-                chats[row] += turns[row][number]
-            prompts = [self._generator.encode(chats[row]) for row in rows]
-            answers = self._answer(prompts, [jax.random.fold_in(keys[row], number) for row in rows])
-            for row, answer in zip(rows, answers, strict=True):
-                chats[row].append({"role": "assistant", "content": answer.text})
-        return [{"messages": messages} for messages in chats]
+            prompts = {}
+            for row, of_row in enumerate(turns):
+                if number >= len(of_row):
+                    continue
+                prompt, why_not = self._prompt([*chats[row], *of_row[number]])
+                if why_not:
+                    (self.cut if number else self.left_out)[why_not] += 1
+                    turns[row] = of_row[:number]
+                else:
+                    prompts[row] = prompt
+            for row, answer in self._answer(prompts, {row: jax.random.fold_in(keys[row], number) for row in prompts}).items():
+                chats[row] += [*turns[row][number], {"role": "assistant", "content": answer.text}]
+        return [{"messages": messages} if messages else {} for messages in chats]
 
-    def _answer(self, prompts: Sequence[list[int]], keys: Sequence[jax.Array]) -> list[pipeline.Generation]:
-        config = self._config
-        missing = config.batch - len(prompts)  # the same number of rows each time: one program
+    def _prompt(self, prompt: str | list[Message], most: int | None = None) -> tuple[list[int], str]:
+        """The tokens of ``prompt``, of which ``most`` are kept; and why they cannot be answered, or nothing."""
+        try:
+            tokens = self._generator.encode(prompt)[:most]
+        except InputError as error:  # this one document's: its characters, or the order of its roles
+            return [], f"it cannot be encoded ({error})"
+        if len(tokens) + self._config.max_new_tokens > self._positions:
+            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {self._positions} positions"
+        return tokens, ""
+
+    def _answer(self, prompts: Mapping[int, list[int]], keys: Mapping[int, jax.Array]) -> dict[int, pipeline.Generation]:
+        """What the target says after each of ``prompts``, by row."""
+        if not prompts:
+            return {}
+        config, given = self._config, list(prompts.values())
+        missing = config.batch - len(given)  # the same number of rows each time: one program
         options = pipeline.settings(
-            max_new_tokens=[config.max_new_tokens] * len(prompts) + [1] * missing,
+            max_new_tokens=[config.max_new_tokens] * len(given) + [1] * missing,
             temperature=config.temperature,
             top_p=config.top_p,
-            key=jnp.stack([*keys, *[keys[0]] * missing]),
+            key=jnp.stack([keys[row] for row in prompts] + [keys[next(iter(prompts))]] * missing),
         )
-        run = self._generator.start([*prompts, *[prompts[0]] * missing], options)
+        run = self._generator.start([*given, *[given[0]] * missing], options)
         for _ in run:
             pass
-        return run.generations[: len(prompts)]
+        return dict(zip(prompts, run.generations[: len(given)], strict=True))
 
 
 def _turns(document: Document) -> list[list[Message]]:

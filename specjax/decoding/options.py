@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.decoding.verification import CHAIN_RULES
+from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.sampling import RULES, Rule, Sampling
-from specjax.tree import DynamicTree, Shape, StaticTree
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class GenerationOptions:
         eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None:
             the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
+            "block" and "rejection" are for chains alone.
     """
 
     max_new_tokens: Any = 64
@@ -44,6 +46,15 @@ class GenerationOptions:
             keys=self._row_keys(batch),
             eos=self._end_tokens(config, batch),
         )
+
+    def rule_for(self, draft: DraftShape) -> Rule:
+        """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
+        if self.rule in CHAIN_RULES and draft.nodes > draft.depth + 1:
+            raise InputError(
+                f'rule={self.rule!r}: verifies chains, but the draft is a {draft}; give rule="independent" (each draft by the '
+                'rule that fits it), or rule="coupled"'
+            )
+        return self.rule or default_rule(draft)
 
     def _limits(self, batch: int) -> np.ndarray:
         limits = np.asarray(self.max_new_tokens)
@@ -79,13 +90,13 @@ class GenerationOptions:
         return key
 
 
-def default_rule(draft: Shape) -> Rule:
+def default_rule(draft: DraftShape) -> Rule:
     """The rule by which drafts of this shape are accepted most often.
 
     Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it
-    accepts. Drawn siblings come out even. The README, "Chains and trees", has the figures (`benchmarks.acceptance`).
+    accepts. Drawn siblings come out even. The README, "Chains and trees", has the figures of ``benchmarks.acceptance``.
     """
-    return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "block"
+    return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "independent"
 
 
 @dataclass(frozen=True)

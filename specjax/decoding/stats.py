@@ -38,9 +38,14 @@ class Stats:
 
         return cls(count(), count(), count(), count(), count(depth), count(depth), count(depth + 2))
 
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest draft that there is room for, D. Static."""
+        return self.drafted_at.shape[1]
+
     def add(self, info: "StepInfo") -> "Stats":
         """These statistics with one more step."""
-        depth = self.drafted_at.shape[1]
+        depth = self.depth
         return Stats(
             steps=self.steps + info.active,
             drafted=self.drafted + info.drafted,
@@ -61,7 +66,7 @@ class StepInfo:
         emitted: ``[B]`` tokens emitted.
         accepted: ``[B]`` drafted tokens among them.
         drafted: ``[B]`` tokens drafted.
-        drafted_at: ``[B, D]`` bool, the depths at which a token was drafted.
+        drafted_at: ``[B, D]`` bool, the depths at which a token was drafted; D is the state's, also for a shallower draft.
         scored: ``[B]`` nodes that the target's pass was wide.
         draft: what was proposed, a `specjax.drafters.Draft`.
         path: ``[B, D+1]`` the nodes that were accepted of it, the root first; the first ``emitted`` of them.

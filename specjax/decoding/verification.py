@@ -6,6 +6,7 @@ drafter's, x a drafted token, gamma the length of a chain.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax import tree
-from specjax.draft import Draft, Verdict
+from specjax.drafts import tree
+from specjax.drafts.draft import Draft, Verdict
 from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities, split_keys
 from specjax.shape_checks import shape_checked
 
@@ -27,7 +28,7 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     """Accept a path of the draft; consumes the keys.
 
     With coupled sampling, by `coupled`, whatever the draft. Otherwise by what the draft says of itself: a chain of drawn tokens
-    by ``sampling.rule``, drawn siblings by `recursive_rejection`, and tokens that were chosen by `matching`.
+    by `block`, or by what ``sampling.rule`` names, drawn siblings by `recursive_rejection`, and chosen tokens by `matching`.
 
     Args:
         draft: a tree of N nodes.
@@ -48,8 +49,8 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
     # max(0, p - q) is p itself there, and the bonus token falls out of it.
     q = jnp.where(jnp.pad(drafted, ((0, 0), (0, 1)))[..., None], draft.q, 0.0)
-    accepted, token = CHAIN_RULES[sampling.rule](p, q, x, drafted, keys)
-    path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1]), draft.tokens.shape)
+    accepted, token = CHAIN_RULES.get(sampling.rule, block)(p, q, x, drafted, keys)
+    path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
     return Verdict(path=path, count=accepted + 1, token=token)
 
 
@@ -219,7 +220,7 @@ def recursive_rejection(
 
     def judge(trial: _Trial) -> _Trial:
         child = jnp.maximum(trial.child, 0)
-        x, u = _at(draft.tokens, child), jax.vmap(jax.random.uniform)(_fold_in(accept_keys, child))
+        x, u = _at(draft.tokens, child), jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(_fold_in(accept_keys, child))
         # u < p/q without the division, for q(x) can be 0 in a greedy row. There q is one-hot: say it is (1, 0, 0), and the
         # children are tokens 0, 1 and 2 in this order. Token 0 rejected, q has nothing left and is 0 everywhere. Token 1 is
         # then accepted if 0 < p(1), and as p is one-hot too, that is if token 1 is the target's argmax.
@@ -299,12 +300,12 @@ def block(
     below = excess + (1.0 - ratios)
     h = jnp.where(below > 0, excess / jnp.where(below > 0, below, 1.0), 0.0)  # equation (5)
     passes = (_uniform(accept_keys, x.shape[1]) < h[:, 1:]) & drafted
-    accepted = jnp.max(jnp.where(passes, jnp.arange(1, x.shape[1] + 1), 0), axis=1, initial=0)
+    accepted = jnp.max(jnp.where(passes, jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), 0), axis=1, initial=0)
     return accepted, _draw_residual(_at(ratios, accepted), _at(p, accepted), _at(q, accepted), token_keys)
 
 
 CHAIN_RULES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"block": block, "rejection": rejection}
-"""The rules for chains whose tokens were drawn."""
+"""The rules for chains whose tokens were drawn, by the names that users give them."""
 
 
 def _draw_residual(ratio: jax.Array, p: jax.Array, q: jax.Array, keys: jax.Array) -> jax.Array:
@@ -316,7 +317,7 @@ def _draw_residual(ratio: jax.Array, p: jax.Array, q: jax.Array, keys: jax.Array
 
 def _leading(passed: jax.Array) -> jax.Array:
     """``[B]`` how many of ``passed [B, gamma]`` hold before the first that does not."""
-    return jnp.sum(jnp.cumprod(passed.astype(jnp.int32), axis=1), axis=1)
+    return jnp.sum(jnp.cumprod(passed, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
 def _at(values: jax.Array, node: jax.Array) -> jax.Array:
@@ -341,6 +342,6 @@ def _uniform(keys: jax.Array, count: int) -> jax.Array:
     """``[B, count]`` in [0, 1), the first of them the same for every ``count``; consumes the row keys."""
 
     def row(key: jax.Array) -> jax.Array:
-        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i)))(jnp.arange(count))
+        return jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32))(jnp.arange(count))
 
     return jax.vmap(row)(keys)

@@ -1,18 +1,19 @@
 """Drafters: one file a method."""
 
-from specjax.draft import Draft, Verdict
 from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.grown import OnGrown
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
 from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.trained import TrainedDrafter
+from specjax.drafts.draft import Draft, Verdict
 
 __all__ = [
     "MTP",
@@ -22,15 +23,16 @@ __all__ = [
     "Drafter",
     "Eagle",
     "Eagle3",
+    "EagleWithLayerAttention",
     "EarlyExit",
     "Medusa",
     "MixtureOfAttentions",
     "NoDraft",
-    "OnGrown",
     "PromptLookup",
     "Scheme",
     "SnapKV",
     "Streaming",
+    "TrainedDrafter",
     "Verdict",
     "check_vocabulary",
 ]

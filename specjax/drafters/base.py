@@ -1,29 +1,32 @@
 """What a drafter is, and what it is told of."""
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax import tree
-from specjax.draft import Draft, Verdict
+from specjax.drafts import tree
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.names import as_shape
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 
 @struct.dataclass
-class Seen:
+class Committed:
     """Tokens that have just been committed, T a row, as a drafter is told of them. What lies beyond ``count`` is filler.
 
     Attributes:
         tokens: ``[B, T]``.
         following: ``[B, T]`` the token after each: the next of ``tokens``, and after the last the row's new root.
-        output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``, no logits.
+        output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``.
         entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part.
         count: ``[B]`` how many of them count.
         cache: the target's, in which they are the newest ``count`` entries. To be read, not kept.
@@ -31,7 +34,7 @@ class Seen:
 
     tokens: jax.Array
     following: jax.Array
-    output: Output
+    output: States
     entries: tuple[Entry, ...]
     count: jax.Array
     cache: KVCache
@@ -43,26 +46,58 @@ class Seen:
         return jnp.where(self.count[:, None] > 0, newest.astype(before.dtype), before)
 
 
-class Drafter:
-    """Proposes tokens for the target to check. Subclass it as a ``flax.struct.dataclass``; every method is pure.
-
-    A state's leaves all have the row axis first: ``[B, …]``. So a row can be replaced by another request at any time.
+@dataclass(frozen=True)
+class DraftingReads:
+    """Arrays that drafting must read, in any pytrees: what a step of decoding costs at least is reckoned from them.
 
     Attributes:
-        draft: the shape of its drafts, see `specjax.tree`.
-        grows_trees: whether it drafts any shape of `specjax.tree`, and not chains alone.
-        reads_cache: whether `propose` is given the target's cache, as the keyword ``cache``, to read from.
+        level: in every level of a draft.
+        step: once for all of its levels together.
     """
 
-    draft: tree.Shape
+    level: Any = ()
+    step: Any = ()
+
+
+State = TypeVar("State")
+"""What a drafter remembers of a batch: any pytree. Its leaves all have the row axis first, ``[B, …]``, so that a row can be
+replaced by another request at any time."""
+
+
+class Drafter(Generic[State]):
+    """Proposes tokens for the target to check. Subclass it as a ``flax.struct.dataclass``; every method is pure.
+
+    Attributes:
+        draft: the shape of its drafts; ``draft=4`` is a chain of 4. Read it as `draft_shape`.
+        grows_trees: whether it drafts any shape of `specjax.drafts.shapes`, and not chains alone.
+    """
+
+    draft: DraftShape | int
     grows_trees: ClassVar[bool] = False
-    reads_cache: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """What was given as ``draft`` becomes a shape: equal drafters are equal, however their shape was said."""
+        if not isinstance(self.draft, DraftShape):
+            object.__setattr__(self, "draft", as_shape(self.draft))
+
+    @property
+    def draft_shape(self) -> DraftShape:
+        """``draft``, once the drafter is made: a shape, also where a number was given."""
+        assert isinstance(self.draft, DraftShape)
+        return self.draft
 
     def check(self, target: Target) -> None:
         """Refuse, with an InputError that names what is wrong, a target that this drafter cannot serve. Runs on the host."""
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        """The layers of a target so configured whose input `Output.taps` is to hold, ascending."""
+        """The layers of a target so configured whose input `States.taps` is to hold, ascending."""
+        return ()
+
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        """The layers of a target so configured whose committed entries `propose` reads, ascending.
+
+        Where there are any, it is given the target's cache of exactly these, as the keyword ``cache``. To be read, not kept.
+        """
         return ()
 
     @property
@@ -74,26 +109,26 @@ class Drafter:
     def node_counts(self) -> tuple[int, ...]:
         """Numbers of nodes, ascending, that a step on a CPU is compiled for; it takes the smallest that holds every row's
         draft. Elsewhere a step has room for the largest."""
-        return self.draft.node_counts
+        return self.draft_shape.node_counts
 
-    def start(self, target: Target, batch: int, capacity: int) -> Any:
-        """The state of ``batch`` rows of which nothing has been seen yet.
+    def start(self, target: Target, batch: int, capacity: int) -> State:
+        """The state of ``batch`` rows of which nothing has been committed yet.
 
         Args:
             target: the target model.
             batch: B.
             capacity: most tokens that a row may come to hold, its root included.
         """
-        return ()
+        return ()  # pyright: ignore[reportReturnType]
 
-    def absorb(self, target: Target, state: Any, seen: Seen) -> Any:
-        """The state after ``seen``: called for every chunk of the prompts, and from `update` after every verdict.
+    def absorb(self, target: Target, state: State, committed: Committed) -> State:
+        """The state after ``committed``: called for every chunk of the prompts, and from `update` after every verdict.
 
         A prompt's last token is its first root, so a prompt of n tokens has n - 1 to be absorbed.
         """
         return state
 
-    def prompts_read(self, target: Target, state: Any, tokens: jax.Array, cache: KVCache) -> Any:
+    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache) -> State:
         """The state once the prompts have been absorbed to their ends.
 
         Args:
@@ -107,12 +142,12 @@ class Drafter:
     def propose(
         self,
         target: Target,
-        state: Any,
+        state: State,
         root: jax.Array,
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
-    ) -> tuple[Draft, Any]:
+    ) -> tuple[Draft, State]:
         """Draft below ``root [B]``; consumes ``keys [D, B]``, one for each level and row.
 
         Rows that are not ``active [B]`` have finished: what they draft does not matter, and nothing may wait for them.
@@ -125,19 +160,29 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, seen: Seen) -> Any:
+    def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
         """The state after ``verdict``, of the same structure as `start` made.
 
-        Override it in a drafter that knows more than ``seen`` says: of the accepted path it has entries of its own, say.
+        Override it in a drafter that knows more than ``committed`` says: of the accepted path it has entries of its own, say.
 
         Args:
             target: the target model.
             state: as `propose` returned it.
             draft: what was proposed.
             verdict: what was accepted of it; ``count`` is 0 in rows that have finished.
-            seen: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
+            committed: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
         """
-        return self.absorb(target, state, seen)
+        return self.absorb(target, state, committed)
+
+    def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:
+        """What must be read to draft once: weights, and what is remembered. A drafter without either reads nothing.
+
+        Args:
+            target: the target model; its arrays, and all others, may be shapes.
+            state: as `start` makes it; without it the weights alone count.
+            cache: the target's entries, by layer; likewise.
+        """
+        return DraftingReads()
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:
@@ -154,18 +199,18 @@ def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: 
 
 
 @struct.dataclass
-class NoDraft(Drafter):
+class NoDraft(Drafter[tuple[()]]):
     """Plain autoregressive decoding: a tree that is a root and nothing else."""
 
     @property
-    def draft(self) -> tree.Shape:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
         return _RootOnly()
 
     def propose(
-        self, target: Target, state: Any, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
-    ) -> tuple[Draft, Any]:
+        self, target: Target, state: tuple[()], root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, tuple[()]]:
         return Draft.of_tree(root[:, None], tree.chain_parents(1)), state
 
 
-class _RootOnly(tree.Shape):
+class _RootOnly(DraftShape):
     depth, nodes, branching, width = 0, 1, 0, 0

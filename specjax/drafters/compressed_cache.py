@@ -5,6 +5,7 @@ any keys and values. Where reading these takes most of the time, with long conte
 of the target, and the more so the more rows there are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,22 +13,22 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.draft import Draft, Verdict
-from specjax.drafters.base import Drafter, Seen
+from specjax.drafters.base import Committed, Drafter, DraftingReads
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.expansion import draft_with
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import attention_paid
-from specjax.models.cache import KVCache, RingCache, gather_entries
+from specjax.models.cache import Entry, KVCache, RingCache, gather_entries
 from specjax.models.layers import queries, rms_norm
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
-from specjax.tree import Chain, Shape
 
 
 @struct.dataclass
-class CompressedCache(Drafter):
+class CompressedCache(Drafter[RingCache]):
     """Drafts with the target itself over a cache of few slots. Needs no weights of its own.
 
     Rows shorter than the budget keep everything, and their drafts are the target's own tokens. After every verdict the accepted
@@ -37,12 +38,12 @@ class CompressedCache(Drafter):
     Attributes:
         budget: slots of a row in each layer.
         scheme: which tokens have them: `Streaming` or `SnapKV`.
-        draft: the shape of its drafts, any of `specjax.tree`.
+        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
     """
 
     budget: int = struct.field(pytree_node=False, default=256)
     scheme: Scheme = struct.field(pytree_node=False, default=Streaming())
-    draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     grows_trees: ClassVar[bool] = True
 
     def check(self, target: Target) -> None:
@@ -67,8 +68,11 @@ class CompressedCache(Drafter):
             return replace(state, layers=gather_entries(cache.layers, places), length=length)
         paid = _paid_by_last(target, tokens, cache, self.scheme.window)
         layers = []
-        for entry, share in zip(cache.layers, paid, strict=True):
-            chosen = choose(share, length - self.scheme.window, state.kept, self.scheme.pool)
+        for layer, entry in enumerate(cache.layers):
+            if not entry:  # it reads another layer's
+                layers.append(entry)
+                continue
+            chosen = choose(paid[layer], length - self.scheme.window, state.kept, self.scheme.pool)
             newest = jnp.broadcast_to(places[:, None], (*chosen.shape[:2], self.budget))
             of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
             by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)[..., None]
@@ -78,29 +82,36 @@ class CompressedCache(Drafter):
     def propose(
         self, target: Target, state: RingCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
     ) -> tuple[Draft, RingCache]:
-        return draft_with(target, state, self.draft, root, sampling, keys, active), state
+        return draft_with(target, state, self.draft_shape, root, sampling, keys, active), state
 
-    def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, seen: Seen) -> RingCache:
-        return state.append(seen.entries, seen.count, after=seen.output.hidden)
+    def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed) -> RingCache:
+        return state.append(committed.entries, committed.count, after=committed.output.hidden)
+
+    def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+        """A level is a pass of the target over the small cache."""
+        return DraftingReads(level=(target.weights_of_pass, state))
 
 
-def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> list[jax.Array]:
-    """``[B, kv_heads, S]`` of each layer: the attention that the last ``window`` tokens read pay to the slots before them."""
+def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> dict[int, jax.Array]:
+    """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``window`` tokens read pay to the slots
+    before them, in all layers that read the entries."""
     config = target.config
     # They are read once more, behind a cache that ends before them.
     before = replace(cache, length=jnp.maximum(cache.length - window, 0))
     positions = before.length[:, None] + jnp.arange(window)[None]
     last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
     _, entering, own = target.run(target.embed(last), before, taps=range(config.num_layers))
-    turn = rotations(config.rope, config.head_dim, positions)
     causal = jnp.tril(jnp.ones((1, window, window), bool))
 
-    def of_layer(i: int) -> jax.Array:
-        params = target.params["layers"][i]
-        q = queries(params, config, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
-        return attention_paid(q, target.cache_piece(before, i, positions, config.window_of(i)), [(own[i], causal)])
-
-    return [of_layer(i) for i in range(config.num_layers)]
+    paid: dict[int, jax.Array] = {}
+    for i, params in enumerate(target.params["layers"]):
+        sizes, source = config.of_layer(i), config.entries_of(i)
+        turn = rotations(sizes.rope, sizes.head_dim, positions)
+        q = queries(params, sizes, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
+        filled = target.cache_piece(before, source, positions, config.window_of(i))
+        share = attention_paid(q, filled, [(own[source], causal)])
+        paid[source] = paid[source] + share if source in paid else share
+    return paid
 
 
 def choose(share: jax.Array, before: jax.Array, count: int, pool: int) -> jax.Array:

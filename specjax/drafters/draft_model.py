@@ -1,5 +1,6 @@
 """A smaller model of the same vocabulary as the drafter (Leviathan et al. 2023, arXiv 2211.17192)."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -8,17 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from specjax.draft import Draft, Verdict
-from specjax.drafters.base import Drafter, Seen, check_mesh
+from specjax.drafters.base import Committed, Drafter, DraftingReads, check_mesh
 from specjax.drafters.cache_schemes import Streaming
 from specjax.drafters.expansion import Frontier, expand, read_nodes
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
-from specjax.tree import Chain, Shape
 
 MOST_PADDING = 1024
 """Vocabularies whose sizes differ by fewer ids than this are taken to be one, padded to different widths."""
@@ -35,7 +37,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
 
 @struct.dataclass
 class Drafted:
-    """What a draft model worked out while drafting, from `propose` to `update`.
+    """What a draft model worked out while drafting, from `DraftModel.propose` to `DraftModel.update`.
 
     Attributes:
         entries: of the nodes that it read, in its own layers.
@@ -50,10 +52,10 @@ class Drafted:
 class DraftModelState:
     """Attributes:
     cache: the draft model's own.
-    last: ``[B]`` the last accepted token of the row's newest draft.
+    last: ``[B]`` the row's newest token but its root, where ``behind``.
     behind: ``[B]`` bool, ``last`` has never been read: the cache lacks one token more than the root. So it is after full
         acceptance, and wherever the path ends at a leaf.
-    drafted: None but between `propose` and `update`.
+    drafted: None but between `DraftModel.propose` and `DraftModel.update`.
     """
 
     cache: Cache
@@ -63,49 +65,49 @@ class DraftModelState:
 
 
 @struct.dataclass
-class DraftModel(Drafter):
+class DraftModel(Drafter[DraftModelState]):
     """Drafts with a second, cheaper model.
 
     Its vocabulary may be padded to another width than the target's: it drafts no id that the target lacks.
 
     Attributes:
         model: the draft model; it shares the target's tokenizer.
-        draft: the shape of its drafts, any of `specjax.tree`.
+        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
         cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all (MagicDec's second setting). By
             default all of it.
         budget: with ``cache``, slots of a row in each layer.
     """
 
     model: Target
-    draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     cache: Streaming | None = struct.field(pytree_node=False, default=None)
     budget: int = struct.field(pytree_node=False, default=256)
     grows_trees: ClassVar[bool] = True
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, draft: Shape = Chain(4), dtype: Any = None, mesh: Mesh | None = None
+        cls, path: str | Path, *, draft: DraftShape | int = Chain(4), dtype: DTypeLike | None = None, mesh: Mesh | None = None
     ) -> "DraftModel":
         """Load the draft model as `Target.from_pretrained` loads a target."""
-        return cls(model=Target.from_pretrained(path, dtype, mesh), draft=draft)
+        return cls(model=Target.from_pretrained(path, dtype=dtype, mesh=mesh), draft=draft)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: Shape = Chain(4), **sizes: Any) -> "DraftModel":
+    def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
         """A random draft model that fits ``target``; consumes ``key``.
 
         ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers.
         """
-        sizes = {"num_layers": max(1, target.config.num_layers // 4)} | sizes
-        config = ModelConfig(**(vars(target.config) | sizes))
+        layers = sizes.get("num_layers", max(1, target.config.num_layers // 4))
+        config = replace(target.config.first(layers), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+    def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the draft model as a Hugging Face checkpoint."""
-        self.model.save_pretrained(path, dtype)
+        self.model.save_pretrained(path, dtype=dtype)
 
     def check(self, target: Target) -> None:
         check_vocabulary(self.model.config, target.config)
-        self.draft.check(min(self.model.config.vocab_size, target.config.vocab_size))
+        self.draft_shape.check(min(self.model.config.vocab_size, target.config.vocab_size))
         check_mesh(self.model.mesh, target)
         if self.cache is not None:
             if not isinstance(self.cache, Streaming):
@@ -123,10 +125,13 @@ class DraftModel(Drafter):
             cache = self.model.new_ring(batch, self.budget, self.cache.kept(self.budget))
         return DraftModelState(cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool))
 
-    def absorb(self, target: Target, state: DraftModelState, seen: Seen) -> DraftModelState:
-        _, cache = self.model.forward(self._known(seen.tokens), state.cache, seen.count, with_logits=False)
-        assert cache is not None
-        return replace(state, cache=cache)
+    def absorb(self, target: Target, state: DraftModelState, committed: Committed) -> DraftModelState:
+        # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
+        before = jnp.concatenate([state.last[:, None], committed.tokens[:, :-1]], axis=1)
+        tokens = jnp.where(state.behind[:, None], before, committed.tokens)
+        wanted, room = committed.count + state.behind, tokens.shape[1]
+        _, cache = self.model.commit(self._known(tokens), state.cache, jnp.minimum(wanted, room))
+        return DraftModelState(cache=cache, last=committed.tokens[:, -1], behind=wanted > room)
 
     def propose(
         self,
@@ -141,7 +146,6 @@ class DraftModel(Drafter):
         unread = jnp.stack([jnp.where(state.behind, state.last, root), root], axis=1)
         count = jnp.where(active, 1 + state.behind, 0)
         output, cache = self.model.forward(self._known(unread), state.cache, count)
-        assert output.logits is not None and cache is not None
         at_root = state.behind.astype(jnp.int32)[:, None, None]
         logits = jnp.take_along_axis(output.logits, at_root, axis=1)[:, 0]  # by row: a mesh exchanges nothing
         vocab = target.config.vocab_size
@@ -151,20 +155,23 @@ class DraftModel(Drafter):
             logits, scratch = read_nodes(self.model, cache, known, scratch)
             return _fit(logits, vocab), scratch
 
-        scratch = self.model.new_scratch(root.shape[0], self.draft.read_slots)
-        draft, places, entries = expand(self.draft, read, _fit(logits, vocab), scratch, root, sampling, keys, active)
+        scratch = self.model.new_scratch(root.shape[0], self.draft_shape.read_slots)
+        draft, places, entries = expand(self.draft_shape, read, _fit(logits, vocab), scratch, root, sampling, keys, active)
         drafted = Drafted(entries, jnp.broadcast_to(places, draft.tokens.shape))
         return draft, replace(state, cache=cache, drafted=drafted)
 
-    def update(self, target: Target, state: DraftModelState, draft: Draft, verdict: Verdict, seen: Seen) -> DraftModelState:
+    def update(
+        self, target: Target, state: DraftModelState, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> DraftModelState:
         drafted = state.drafted
-        assert drafted is not None
+        if drafted is None:  # the draft is not this model's: of what was accepted it has read nothing
+            return self.absorb(target, state, committed)
         accepted = jnp.maximum(verdict.count - 1, 0)
         end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
         places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)
         behind = (accepted > 0) & (jnp.take_along_axis(drafted.places, end, axis=1)[:, 0] < 0)
         cache = state.cache
-        if self.draft.read_slots:
+        if self.draft_shape.read_slots:
             # A chain's nodes were read in the order of its path.
             path = drafted.entries if draft.is_chain else gather_entries(drafted.entries, places)
             cache = cache.append(path, accepted - behind, after=draft.tokens[:, -1:])
@@ -173,6 +180,12 @@ class DraftModel(Drafter):
             last=jnp.take_along_axis(draft.tokens, end, axis=1)[:, 0],
             behind=behind,
         )
+
+    def drafting_reads(
+        self, target: Target, state: DraftModelState | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
+        """A level is a pass of the draft model."""
+        return DraftingReads(level=(self.model.weights_of_pass, state))
 
     def _known(self, tokens: jax.Array) -> jax.Array:
         """``tokens`` with 0 for ids that the draft model lacks: it drafts on as if it had read another token there."""

@@ -4,9 +4,9 @@ Against EAGLE-1 it reads several of the target's layers and not the last alone; 
 own state is free; and it may draft from a small vocabulary of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,12 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters import eagle3_checkpoint
-from specjax.drafters.eagle3_checkpoint import Eagle3Config, Layout
+from specjax.drafters.base import DraftingReads
+from specjax.drafters.eagle3_checkpoint import Eagle3Config
 from specjax.drafters.expansion import Vocabulary
-from specjax.drafters.features import FeatureDrafter, layer_like
+from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.trained import Stored, layer_like
+from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
@@ -27,8 +30,10 @@ from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_nor
 from specjax.models.params import Params
 from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations
-from specjax.models.transformer import Output, Target
-from specjax.tree import DynamicTree, Shape
+from specjax.models.transformer import States, Target
+
+USUAL_VOCABULARY = 32_000
+"""Tokens that published drafters for targets of large vocabularies can draft."""
 
 
 @struct.dataclass
@@ -37,49 +42,83 @@ class Eagle3(FeatureDrafter):
 
     With g the feature, or the drafter's own state in its place, and e the embedding of the next token, the first layer is
     ``x = g + attention([norm(e), norm(g)])`` and then an ordinary MLP. The head reads ``norm(x)``; x itself is fed back.
+    Checkpoints are as SafeAILab, SpecForge, SGLang, speculators, vLLM or ModelOpt write them (see `eagle3_checkpoint`).
 
     Attributes:
         params: see `eagle3_checkpoint.declare`. ``d2t [Vd]``: its own token i is the target's ``i + d2t[i]``.
-        config: its shape.
+        config: its configuration.
         draft: the shape of its drafts.
         mesh: where the params live.
     """
 
     params: Params
     config: Eagle3Config = struct.field(pytree_node=False)
-    draft: Shape = struct.field(pytree_node=False, default=DynamicTree())
+    draft: DraftShape | int = struct.field(pytree_node=False, default=DynamicTree())
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    title: ClassVar[str] = "an EAGLE-3 drafter"
+    layouts: ClassVar[tuple[str, ...]] = eagle3_checkpoint.LAYOUTS
+
+    # --- its checkpoints ---
 
     @classmethod
-    def from_pretrained(
-        cls, path: str | Path, draft: Shape = DynamicTree(), dtype: Any = None, mesh: Mesh | None = None
-    ) -> "Eagle3":
-        """Load a checkpoint as SafeAILab, SpecForge, SGLang, speculators, vLLM or ModelOpt write it; told by what is in it.
+    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        named = raw.get("architectures")
+        by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+        return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
-        Args:
-            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.
-            draft: the shape of its drafts.
-            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
-            mesh: the target's.
+    @classmethod
+    def layout_of(cls, stored: Stored) -> str:
+        return eagle3_checkpoint.layout_of(stored)
 
-        Raises:
-            CheckpointError: a file, a field or a tensor is not as it must be.
-        """
-        params, config = eagle3_checkpoint.load(path, dtype, mesh)
-        return cls(params=params, config=config, draft=draft, mesh=mesh)
+    @classmethod
+    def read_config(cls, stored: Stored) -> Eagle3Config:
+        return eagle3_checkpoint.read_config(stored)
+
+    @classmethod
+    def declare(cls, config: Eagle3Config, layout: str = "eagle3") -> Params:
+        return eagle3_checkpoint.declare(config, layout)
+
+    @classmethod
+    def axis_units(cls, config: Eagle3Config) -> Mapping[str, int]:
+        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
+
+    @classmethod
+    def left_over(cls, config: Eagle3Config, stored: Stored) -> Collection[str]:
+        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
+
+    @classmethod
+    def declare_beside(cls, config: Eagle3Config) -> Params:
+        return eagle3_checkpoint.declare_t2d(config)
+
+    def beside(self) -> Params:
+        return eagle3_checkpoint.t2d_of(self.config, self.params)
+
+    @classmethod
+    def check_values(cls, config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
+        eagle3_checkpoint.check_ids(config, params, beside, directory)
+
+    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
+        return eagle3_checkpoint.format_config(self.config, layout, dtype, target)
+
+    def describe(self, layout: str) -> str:
+        return eagle3_checkpoint.describe(self.config, layout)
+
+    @classmethod
+    def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        return {"ids": np.arange(USUAL_VOCABULARY)} if target.config.vocab_size > USUAL_VOCABULARY else {}
 
     @classmethod
     def init(
         cls,
         target: Target,
         key: jax.Array,
-        draft: Shape = DynamicTree(),
+        draft: DraftShape | int = DynamicTree(),
         *,
         ids: np.ndarray | jax.Array | None = None,
         taps: tuple[int, ...] | None = None,
         variant: dict[str, bool] | None = None,
         **sizes: Any,
-    ) -> "Eagle3":
+    ) -> Self:
         """A drafter for ``target`` with random weights; consumes ``key``. Its head begins as the target's.
 
         Args:
@@ -104,18 +143,11 @@ class Eagle3(FeatureDrafter):
             own_ids=ids is not None,
             **(variant or {}),
         )
-        params = eagle3_checkpoint.init(config, key, target.dtype, target.mesh)
+        params = cls._initialise(config, key, target)
         if ids is not None:
             params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
         params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
-
-    def save_pretrained(self, path: str | Path, dtype: Any = None, layout: Layout = "eagle3", target: str = "") -> None:
-        """Write a checkpoint in ``layout`` (see `eagle3_checkpoint`), in ``dtype`` (by default its own). All or nothing.
-
-        ``target`` is the target's directory or hub id, which the layout ``speculators`` names.
-        """
-        eagle3_checkpoint.save(Path(path), self.params, self.config, layout, dtype, target)
 
     @property
     def sizes(self) -> ModelConfig:
@@ -143,7 +175,7 @@ class Eagle3(FeatureDrafter):
         ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
         return Vocabulary(ids=ids, size=target.config.vocab_size)
 
-    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
+    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         taps = [output.taps[:, :, i] for i in range(output.taps.shape[2])]
         if self.config.taps is not None:  # recorded in ascending order, each once
             recorded = sorted(set(self.config.taps))
@@ -194,3 +226,11 @@ class Eagle3(FeatureDrafter):
         """``logits [..., Vd]`` as the devices of the mesh share them."""
         units = {"vocab": logits.shape[-1]}
         return sharding.constrain(logits, ("batch", *(None,) * (logits.ndim - 2), "vocab"), units, self.mesh)
+
+    def drafting_reads(
+        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
+        """``fc`` and what stands before it read the target's layers once a step."""
+        own = self.own_weights
+        level = {name: own.pop(name) for name in ("layers", "norm", "lm_head")}
+        return DraftingReads(level=(level, state), step=own)

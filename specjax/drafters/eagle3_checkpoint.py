@@ -6,26 +6,23 @@ of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``trans
 *input* is read. ModelOpt writes the first kind of config.json and the second kind of names.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
+from specjax.drafters.trained import Stored
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import huggingface
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, read_json, whole
+from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Param, Params, matrix, norm
-from specjax.models.transformer import default_dtype
 
-Layout = Literal["eagle3", "speculators"]
-LAYOUTS: tuple[str, ...] = get_args(Layout)
+LAYOUTS = ("eagle3", "speculators")
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
 """How the names of the first layer's tensors begin."""
@@ -88,7 +85,7 @@ def default_taps(layers: int) -> tuple[int, ...]:
     return tuple(sorted({round(tap) for tap in np.linspace(1, layers, 3).tolist()}))
 
 
-def declare(config: Eagle3Config, layout: Layout = "eagle3") -> Params:
+def declare(config: Eagle3Config, layout: str) -> Params:
     """The `Param` declarations, with the names of ``layout``."""
     layer, hidden = config.layer, config.layer.hidden_size
     first, fused = _FIRST_LAYER[layout], config.tap_count * config.target_hidden_size
@@ -115,64 +112,12 @@ def declare(config: Eagle3Config, layout: Layout = "eagle3") -> Params:
     return tree
 
 
-def units(config: Eagle3Config) -> dict[str, int]:
-    """As `ModelConfig.axis_units`."""
-    return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
-
-
-def init(config: Eagle3Config, key: jax.Array, dtype: Any, mesh: Mesh | None) -> Params:
-    """Random parameters; consumes ``key``. ``d2t`` is 0: draft token i is the target's token i."""
-    return declarations.initialise(declare(config), key, dtype, mesh, units(config))
-
-
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 drafter."""
-    named = raw.get("architectures")
-    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
-    return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
-
-
-def load(path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> tuple[Params, Eagle3Config]:
-    """The parameters and the shape of a checkpoint in either layout.
-
-    Raises:
-        CheckpointError: a file, a field or a tensor is not as it must be; ``d2t`` or ``t2d`` is missing or wrong.
-    """
-    directory = huggingface.locate(path)
-    file = directory / "config.json"
-    shapes = checkpoint.stored_shapes(directory)
-    layout: Layout = "eagle3" if "midlayer.self_attn.q_proj.weight" in shapes else "speculators"
-    try:
-        config = _read_config(read_json(file), str(file), shapes, layout)
-    except CheckpointError:
-        raise
-    except InputError as error:
-        raise CheckpointError(f"{file}: {error}") from None
-    _check_tables(directory, config, shapes, layout)
-    declared = declare(config, layout)
-    if "t2d" in shapes:
-        declared["t2d"] = _t2d(config)
-    params = checkpoint.read(
-        directory,
-        declared,
-        dtype or default_dtype(),
-        what="an EAGLE-3 drafter with this config.json",
-        ignored=("*rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight"),
-        mesh=mesh,
-        units=units(config),
-    )
-    drafted = params.pop("t2d", None)
-    if config.own_ids:
-        _check_ids(directory, config, np.asarray(params["d2t"]), None if drafted is None else np.asarray(drafted))
-    return params, config
-
-
-def _t2d(config: Eagle3Config) -> Param:
-    """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
-    return Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")
+def layout_of(stored: Stored) -> str:
+    """By how the first layer's tensors are called."""
+    return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
 
 
 def _ids(default: Any = None) -> Field:
@@ -211,7 +156,13 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what eq
 }
 
 
-def _read_config(raw: dict[str, Any], source: str, shapes: Mapping[str, tuple[int, ...]], layout: Layout) -> Eagle3Config:
+def read_config(stored: Stored) -> Eagle3Config:
+    """The shape of a checkpoint in either layout.
+
+    Raises:
+        CheckpointError: a field is not as it must be, or counts what there are no tensors of; ``d2t`` or ``t2d`` is missing.
+    """
+    raw, source, shapes, layout = stored.raw, stored.file, stored.shapes, layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
     nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
@@ -228,6 +179,9 @@ def _read_config(raw: dict[str, Any], source: str, shapes: Mapping[str, tuple[in
             f"{source}: there is no 'midlayer.self_attn.q_proj.weight' and no 'layers.0.self_attn.q_proj.weight': "
             "these are not the weights of an EAGLE-3 drafter"
         )
+    # In the layout `eagle3` the first layer has a name in place of its number.
+    found = stored.numbered("layers.") + (layout == "eagle3")
+    stored.check_count("num_hidden_layers", layer.num_layers, found, "layers")
     layer = huggingface.with_switches(layer, shapes, first)
     target_hidden = fields["target_hidden_size"] or layer.hidden_size
     fused = shapes.get("fc.weight", (0, 0))[-1]
@@ -236,7 +190,7 @@ def _read_config(raw: dict[str, Any], source: str, shapes: Mapping[str, tuple[in
             f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
             "set target_hidden_size"
         )
-    return Eagle3Config(
+    config = Eagle3Config(
         layer=layer,
         draft_vocab_size=fields["draft_vocab_size"] or layer.vocab_size,
         target_hidden_size=target_hidden,
@@ -246,6 +200,13 @@ def _read_config(raw: dict[str, Any], source: str, shapes: Mapping[str, tuple[in
         own_embedding="embed_tokens.weight" in shapes,
         own_ids="d2t" in shapes,
     )
+    if config.fc_norm and (norms := stored.numbered("fc_norm.")) != config.tap_count:
+        raise CheckpointError(
+            f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are tensors of {norms} norms "
+            "fc_norm.*, one for each: give the configuration and the weights of one model"
+        )
+    _check_tables(config, stored, layout)
+    return config
 
 
 _NORM_TENSORS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
@@ -260,15 +221,15 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     return None if left is None else tuple(layer + 1 for layer in left)
 
 
-def _check_tables(directory: Path, config: Eagle3Config, names: Collection[str], layout: Layout) -> None:
+def _check_tables(config: Eagle3Config, stored: Stored, layout: str) -> None:
     """See that the files say which of the target's tokens the drafter's are."""
-    if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in names and "t2d" not in names:
+    if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in stored.shapes and "t2d" not in stored.shapes:
         return
     # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
     for name in ("d2t", "t2d") if layout == "eagle3" else ("d2t",):
-        if name not in names:
+        if name not in stored.shapes:
             raise CheckpointError(
-                f"{directory}: {name!r} is missing: it says which of the target's {config.layer.vocab_size} tokens the "
+                f"{stored.directory}: {name!r} is missing: it says which of the target's {config.layer.vocab_size} tokens the "
                 f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
             )
 
@@ -278,34 +239,44 @@ def are_different_tokens(ids: np.ndarray, vocab: int) -> bool:
     return bool(ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids))
 
 
-def _check_ids(directory: Path, config: Eagle3Config, d2t: np.ndarray, t2d: np.ndarray | None) -> None:
-    ids = np.arange(len(d2t)) + d2t
+def declare_t2d(config: Eagle3Config) -> Params:
+    """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
+    if not config.own_ids:
+        return {}
+    return {"t2d": Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")}
+
+
+def t2d_of(config: Eagle3Config, params: Params) -> Params:
+    """What `declare_t2d` declares, from ``d2t``."""
+    if not config.own_ids:
+        return {}
+    ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
+    return {"t2d": jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)}
+
+
+def check_ids(config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
+    """Refuse, with a CheckpointError, tables that give no tokens of the target's, or contradict each other."""
+    if not config.own_ids:
+        return
+    ids = np.arange(config.draft_vocab_size) + np.asarray(params["d2t"])
     if not are_different_tokens(ids, config.layer.vocab_size):
         raise CheckpointError(
             f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, "
             "to each another"
         )
-    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), np.sort(ids)):
+    if "t2d" in beside and not np.array_equal(np.flatnonzero(np.asarray(beside["t2d"])), np.sort(ids)):
         raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def save(
-    directory: Path, params: Params, config: Eagle3Config, layout: Layout = "eagle3", dtype: Any = None, target: str = ""
-) -> None:
-    """Write a checkpoint in ``layout``, which `load` reads back bit for bit. All of it or nothing.
+def format_config(config: Eagle3Config, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """The fields of config.json in ``layout``.
 
-    ``target`` names the target, a directory or hub id: speculators and vLLM read from config.json what to draft for.
+    ``target`` names the target, a directory or hub id: speculators and vLLM read there what to draft for.
     """
-    declared, arrays = declare(config, layout), dict(params)
-    if config.own_ids:
-        ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
-        declared["t2d"], arrays["t2d"] = _t2d(config), jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)
-    kept = checkpoint.float_type(dtype or params["fc"].dtype).name
-    content = _speculators_config(config, kept, target) if layout == "speculators" else _eagle3_config(config, kept)
-    checkpoint.write(directory, declared, arrays, {"config.json": content}, dtype)
+    return _speculators_config(config, dtype, target) if layout == "speculators" else _eagle3_config(config, dtype)
 
 
 def _flags(config: Eagle3Config) -> dict[str, bool]:
@@ -345,8 +316,8 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
     }
 
 
-def describe(config: Eagle3Config, layout: Layout) -> str:
-    """One line on what `save` writes: which layers' ids, and what they mean."""
+def describe(config: Eagle3Config, layout: str) -> str:
+    """One line on what `format_config` writes: which layers' ids, and what they mean."""
     if layout == "speculators":
         return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
     return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"

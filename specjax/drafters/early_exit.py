@@ -3,52 +3,58 @@
 As in Draft & Verify (Zhang et al. 2023, arXiv 2309.08168) and LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710).
 """
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 from flax import struct
 
-from specjax.draft import Draft
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, DraftingReads
 from specjax.drafters.expansion import draft_with
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
+from specjax.models.cache import Entry, KVCache
+from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
-from specjax.tree import Chain, Shape
 
 
 @struct.dataclass
-class EarlyExit(Drafter):
+class EarlyExit(Drafter[tuple[()]]):
     """Drafts with the target's first ``layers`` layers, then its own final norm and head. Needs no weights of its own.
 
     It reads the target's cache: what those layers remember of the committed tokens is the target's own.
 
     Attributes:
         layers: at least 1 and fewer than the target has.
-        draft: the shape of its drafts, any of `specjax.tree`.
+        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
     """
 
     layers: int = struct.field(pytree_node=False)
-    draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     grows_trees: ClassVar[bool] = True
-    reads_cache: ClassVar[bool] = True
 
     def check(self, target: Target) -> None:
         if not 1 <= self.layers < target.config.num_layers:
             raise InputError(f"EarlyExit(layers={self.layers}): the target has {target.config.num_layers}; give 1 to one less")
 
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(range(self.layers))
+
     def propose(
         self,
         target: Target,
-        state: Any,
+        state: tuple[()],
         root: jax.Array,
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[Draft, Any]:
+    ) -> tuple[Draft, tuple[()]]:
         assert cache is not None
-        layers = (0, self.layers)
-        own = cache.of_layers(*layers)
-        return draft_with(target, own, self.draft, root, sampling, keys, active, layers=layers), state
+        return draft_with(target, cache, self.draft_shape, root, sampling, keys, active, layers=(0, self.layers)), state
+
+    def drafting_reads(self, target: Target, state: tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+        """A level is a pass of the first layers, over the target's own cache."""
+        return DraftingReads(level=(target.params["layers"][: self.layers], cache[: self.layers], target.head_as_stored))

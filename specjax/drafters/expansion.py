@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from specjax.draft import Draft
-from specjax.models.cache import Cache, Entry, place_entries
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape, SampledTree
+from specjax.models.cache import Cache, Entry, place_entries, slots_of
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling, argmax, draw, likeliest, perturbed, position_noise, probabilities
-from specjax.tree import Chain, DynamicTree, FixedShape, SampledTree, Shape
 
 
 @struct.dataclass
@@ -30,14 +30,14 @@ class Frontier:
         tokens: ``[B, F]``.
         depth: scalar, steps below the root, from 1.
         parents: ``[B, F]`` which node of the frontier before each hangs below; 0 where that is the root.
-        seen: ``[B, F, R]`` bool, which of the nodes read before each hangs below. The f-th node of depth d is number
-            ``(d - 1) * F + f``; R is `Shape.read_slots`.
+        visible: ``[B, F, R]`` bool, which of the nodes read before each hangs below. The f-th node of depth d is number
+            ``(d - 1) * F + f``; R is `DraftShape.read_slots`.
     """
 
     tokens: jax.Array
     depth: jax.Array
     parents: jax.Array
-    seen: jax.Array
+    visible: jax.Array
 
     @property
     def offset(self) -> jax.Array:
@@ -72,7 +72,7 @@ class Vocabulary:
 
 @struct.dataclass
 class _Growth:
-    """A draft while it grows. C = F * k candidates a level; see `specjax.tree.Template` for their numbers.
+    """A draft while it grows. C = F * k candidates a level; see `specjax.drafts.shapes.Template` for their numbers.
 
     Attributes:
         depth: scalar, levels of candidates so far.
@@ -97,7 +97,7 @@ class _Growth:
 
 
 def expand(
-    shape: Shape,
+    shape: DraftShape,
     read: Read,
     logits: jax.Array,
     state: Any,
@@ -132,7 +132,23 @@ def expand(
     is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
 
     def offer(growth: _Growth, logits: jax.Array, above: jax.Array) -> _Growth:
-        """The children of nodes with ``logits [B, n, V]`` and scores ``above [B, n]``, and which of them to read."""
+        """The children of nodes with ``logits [B, n, V]`` and scores ``above [B, n]``, and which of them to read.
+
+        For example, one row of the tree that `specjax.drafts.shapes.Template` numbers, with a drafter whose likeliest token
+        after t is t + 1, of probability 1/2, and then t + 2, of 1/4. The root is token 0. Scores are shown as probabilities::
+
+            after level         0             1                     2
+            tokens              1 2 0 0       2 3 3 4               4 5 3 4
+            scores              1/2 1/4 0 0   1/4 1/8 1/8 1/16      1/16 1/32 1/8 1/16
+            picked              0 1           2 0                   0 0
+            frontier.tokens     1 2           3 2
+            frontier.parents    0 0           1 0
+            frontier.visible       0000 0000     0100 1000
+
+        Level 0 has the root's children, and fillers without a score. Both are read: their parent is the root, and they have
+        visible nothing else that was read. Of level 1 candidate 2 is read, node 4 with token 3: its parent is at place 1 of the
+        frontier before, which is also the only place that it has visible. Beside it candidate 0 is read as a filler.
+        """
         logits, count = logits.astype(jnp.float32), logits.shape[1]
         if sampling.coupled:
             # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
@@ -175,7 +191,7 @@ def expand(
         return offer(replace(growth, state=state), logits, above)
 
     seed = _seed(shape, vocab if is_drawn else None, state, active)
-    growth = offer(seed, logits[:, None], jnp.zeros((batch, 1)))
+    growth = offer(seed, logits[:, None], jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1:
         growth = _repeat(deepen, shape, growth)
     assert isinstance(shape, DynamicTree | FixedShape)
@@ -185,7 +201,7 @@ def expand(
     return draft, places, growth.state
 
 
-def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
+def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
     """Before anything is offered; ``vocab`` is None where tokens are chosen, not drawn."""
     batch = active.shape[0]
     width, candidates = shape.width, shape.width * shape.branching
@@ -193,7 +209,7 @@ def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Gr
     return _Growth(
         depth=jnp.zeros((), jnp.int32),
         tokens=jnp.zeros((shape.depth, batch, candidates), jnp.int32),
-        scores=jnp.full((shape.depth, batch, candidates), -jnp.inf),
+        scores=jnp.full((shape.depth, batch, candidates), -jnp.inf, jnp.float32),
         q=None if vocab is None else jnp.zeros((shape.depth, batch, width, vocab), jnp.float32),
         picked=jnp.zeros((shape.depth, batch, width), jnp.int32),
         going=active,
@@ -202,7 +218,7 @@ def _seed(shape: Shape, vocab: int | None, state: Any, active: jax.Array) -> _Gr
     )
 
 
-def _repeat(deepen: Callable[[_Growth], _Growth], shape: Shape, growth: _Growth) -> _Growth:
+def _repeat(deepen: Callable[[_Growth], _Growth], shape: DraftShape, growth: _Growth) -> _Growth:
     """``deepen`` until the draft is as deep as its shape, or, of a chain that may stop early, until the last row has stopped.
 
     Where the number of turns is known a GPU takes them without asking its host after each: so they are counted here, from 0,
@@ -227,12 +243,12 @@ def _next_frontier(growth: _Growth, tokens: jax.Array, picked: jax.Array, branch
     newest = growth.frontier
     parents = picked // branching
     number = newest.offset + parents  # of the parents among the nodes read, if they are not the root
-    own = (number[..., None] == jnp.arange(newest.seen.shape[-1])) & (growth.depth > 0)
+    own = (number[..., None] == jnp.arange(newest.visible.shape[-1])) & (growth.depth > 0)
     return Frontier(
         tokens=jnp.take_along_axis(tokens, picked, axis=1),
         depth=growth.depth + 1,
         parents=parents,
-        seen=jnp.take_along_axis(newest.seen, parents[..., None], axis=1) | own,
+        visible=jnp.take_along_axis(newest.visible, parents[..., None], axis=1) | own,
     )
 
 
@@ -259,17 +275,17 @@ def _children(
     if sampling is None:
         if count == 1:
             token = argmax(logits)[..., None]
-            return token, jnp.zeros(token.shape), None
+            return token, jnp.zeros(token.shape, jnp.float32), None
         best, tokens = likeliest(logits, count)
         return tokens, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True), None
     q = probabilities(logits, sampling)
     if count == 1:
         node_keys = keys if nodes == 1 else jax.vmap(lambda key: jax.random.split(key, nodes))(keys).reshape(-1)
         token = draw(q.reshape(-1, vocab), node_keys).reshape(batch, nodes, 1)
-        return token, jnp.zeros(token.shape), q
+        return token, jnp.zeros(token.shape, jnp.float32), q
     # Gumbel top-k: the k largest of log q + Gumbel noise are a draw of k without replacement, in their order (Kool et al. 2019,
     # arXiv 1903.06059). A greedy row takes the k likeliest, and its q is one-hot.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), mode="high"))(keys)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), jnp.float32, mode="high"))(keys)
     greedy = (sampling.temperature == 0)[:, None, None]
     scores, tokens = likeliest(jnp.where(greedy, logits, jnp.log(q) + noise), count)
     return tokens, jnp.where(scores > -jnp.inf, 0.0, -jnp.inf), q
@@ -285,7 +301,7 @@ def _at(values: jax.Array, token: jax.Array) -> jax.Array:
     return jnp.take_along_axis(values, token[:, None], axis=1)[:, 0]
 
 
-def _pick(shape: Shape, scores: jax.Array, level: jax.Array) -> jax.Array:
+def _pick(shape: DraftShape, scores: jax.Array, level: jax.Array) -> jax.Array:
     """``[B, F]`` the candidates to read next, of a level with ``scores [B, C]``."""
     if isinstance(shape, DynamicTree):
         return jax.lax.top_k(scores, shape.width)[1]
@@ -359,7 +375,7 @@ def _dynamic(shape: DynamicTree, growth: _Growth, root: jax.Array) -> tuple[Draf
 def draft_with(
     model: Target,
     cache: Cache,
-    shape: Shape,
+    shape: DraftShape,
     root: jax.Array,
     sampling: RowSampling,
     keys: jax.Array,
@@ -379,7 +395,6 @@ def draft_with(
         layers: as in `Target.run`.
     """
     at_root, new = model.score(root[:, None], cache, layers=layers)
-    assert at_root.logits is not None
     # The root has the first slot of the scratch, of which nothing was read yet.
     scratch = place_entries(model.new_scratch(root.shape[0], 1 + shape.read_slots, layers), new, 0, after=at_root.hidden)
     read = partial(read_nodes, model, cache, layers=layers)
@@ -392,7 +407,7 @@ def read_nodes(
     """A `Read` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
 
     The first slots of ``scratch`` may hold tokens that every node hangs below and that are not in the cache yet (the root):
-    as many as it has more than the nodes to be read, `Shape.read_slots`. Node number i lies in the i-th slot after those.
+    as many as it has more than the nodes to be read, `DraftShape.read_slots`. Node number i lies in the i-th slot after those.
 
     Args:
         model: the drafting model.
@@ -401,16 +416,15 @@ def read_nodes(
         scratch: entries of what was read since, of the layers that run.
         layers: as in `Target.run`.
     """
-    count, read_slots = frontier.tokens.shape[1], frontier.seen.shape[-1]
-    above = scratch[0][0].shape[2] - read_slots
-    seen = jnp.pad(frontier.seen, ((0, 0), (0, 0), (above, 0)), constant_values=True)
+    count, read_slots = frontier.tokens.shape[1], frontier.visible.shape[-1]
+    above = slots_of(scratch) - read_slots
+    visible = jnp.pad(frontier.visible, ((0, 0), (0, 0), (above, 0)), constant_values=True)
     output, new = model.score(
         frontier.tokens,
         cache,
         positions=jnp.broadcast_to(cache.length[:, None] + above + frontier.depth - 1, frontier.tokens.shape),
         mask=np.eye(count, dtype=bool)[None],
-        scratch=[(scratch, seen)],
+        scratch=[(scratch, visible)],
         layers=layers,
     )
-    assert output.logits is not None
     return output.logits, place_entries(scratch, new, above + frontier.offset, after=output.hidden)

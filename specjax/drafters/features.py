@@ -11,7 +11,6 @@ draft have none, and module m reads them as it reads the text. Beyond, the last 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,36 +20,18 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.draft import Draft
-from specjax.drafters.base import Drafter, Seen, check_mesh
+from specjax.drafters.base import Committed, check_mesh
 from specjax.drafters.expansion import Frontier, Vocabulary, expand
+from specjax.drafters.trained import TrainedDrafter
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
-from specjax.tree import Shape
-
-
-def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
-    """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``."""
-    switches = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "tie_embeddings": False}
-    plain = {"model_type": "llama", "num_layers": 1, "mla": None, "moe": None}
-    plain |= switches | {"sliding_window": None, "windowed_layers": ()}
-    return replace(config, **(plain | _plain_heads(config) | sizes))
-
-
-def _plain_heads(config: ModelConfig) -> dict[str, int]:
-    """Heads of ordinary attention where the target's are latent, and too many for one layer: of the size of its values, as many
-    as fit the hidden size, in up to 8 groups. For DeepSeek-V3 that is 56 heads of 128 and 8 key/value heads."""
-    if config.mla is None:
-        return {}
-    head_dim = config.mla.v_head_dim + config.mla.v_head_dim % 2
-    heads = max(config.hidden_size // head_dim, 1)
-    kv_heads = max(count for count in range(1, 9) if heads % count == 0)
-    return {"head_dim": head_dim, "num_heads": heads, "num_kv_heads": kv_heads}
 
 
 @struct.dataclass
@@ -64,17 +45,17 @@ class FeatureState:
     newest: jax.Array
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(TrainedDrafter[FeatureState]):
     """A drafter that is fed by the target's features. Subclasses say what a feature is, and how pairs are read.
 
     Attributes:
         params: its own parameters; ``embed``, if it is among them, takes the place of the target's embedding.
-        draft: the shape of its drafts, any of `specjax.tree`.
+        draft: the shape of its drafts, any of `specjax.drafts.shapes`.
         mesh: where the params live; None is the default device.
     """
 
     params: Params
-    draft: Shape
+    draft: DraftShape | int
     mesh: Mesh | None
     grows_trees: ClassVar[bool] = True
 
@@ -95,7 +76,7 @@ class FeatureDrafter(Drafter):
         """Of the target's states that it reads."""
         return self.sizes.hidden_size
 
-    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
+    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         """``[B, T, H]`` the features in the target's ``output`` at T tokens, and in what its layers remember of them."""
         raise NotImplementedError
 
@@ -115,7 +96,7 @@ class FeatureDrafter(Drafter):
             embedded: ``[B, T, H]`` the embeddings of the pairs' tokens.
             positions: ``[B, T]``.
             mask: ``[B|1, T, T]`` bool, which pairs of the call see each other; None: each sees itself alone.
-            past: for each of its layers, the pieces that the pairs see beside each other (see `layers.attend`).
+            past: for each of its layers, the pieces that the pairs see beside each other (see `attention.attend`).
             module: its number.
 
         Returns:
@@ -150,7 +131,7 @@ class FeatureDrafter(Drafter):
                 f"{target.config.hidden_size}: give the target that it was trained with"
             )
         vocabulary = self.vocabulary(target)
-        self.draft.check(own.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
+        self.draft_shape.check(own.vocab_size if vocabulary is None else vocabulary.ids.shape[0])
         check_mesh(self.mesh, target)
 
     def start(self, target: Target, batch: int, capacity: int) -> FeatureState:
@@ -158,21 +139,21 @@ class FeatureDrafter(Drafter):
         newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
         return FeatureState(cache=cache, newest=self._by_row(newest))
 
-    def absorb(self, target: Target, state: FeatureState, seen: Seen) -> FeatureState:
-        count = seen.tokens.shape[1]
+    def absorb(self, target: Target, state: FeatureState, committed: Committed) -> FeatureState:
+        count = committed.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = self.embed(target, seen.following), self.features(seen.output, seen.entries)
+        embedded, states = self.embed(target, committed.following), self.features(committed.output, committed.entries)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest, new, first_states = [], [], []
         for module in range(self.modules):
             if module:
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)
-            states, entries = self.run(states, embedded, positions, seen_by(module, positions, causal), past, module)
-            newest.append(seen.newest(states, state.newest[:, module]))
+            states, entries = self.run(states, embedded, positions, visible_in(module, positions, causal), past, module)
+            newest.append(committed.newest(states, state.newest[:, module]))
             new += entries
             first_states.append(states[:, 0])
-        cache = state.cache.append(new, seen.count, after=sum(first_states[1:], first_states[0]))
+        cache = state.cache.append(new, committed.count, after=sum(first_states[1:], first_states[0]))
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest, axis=1)))
 
     def propose(
@@ -184,11 +165,28 @@ class FeatureDrafter(Drafter):
         keys: jax.Array,
         active: jax.Array,
     ) -> tuple[Draft, FeatureState]:
-        # The root's own pair was read when the root was committed: `newest` is the state there. Module 0 reads features alone,
-        # and a draft needs it no more, unless it is the last one, which goes on with its own states.
+        """See `Drafter.propose`. Which state each module reads, in place of a feature, and at which position.
+
+        An example with M = 3 modules. The target has read n tokens, those at positions 0 to n - 1; the root is the token at n,
+        and a node of depth d the token at n + d. Its pair is that of position n + d - 1, and the root's is that of n - 1, which
+        was read by all modules when the root was committed: ``newest`` holds their states there. Then, level by level:
+
+            node, its pair     module 0   module 1 reads        module 2 reads        its children come from
+            root,    n - 1     newest     newest                newest                module 0, at n - 1
+            depth 1, n         -          module 0's at n - 1   module 1's at n - 1   module 1, at n
+            depth 2, n + 1     -          -                     module 1's at n       module 2, at n + 1
+            depth 3, n + 2     -          -                     module 2's at n + 1   module 2, at n + 2
+            depth d, n + d - 1 -          -                     module 2's at n + d - 2, and so on
+
+        A module reads what the one before it came to at the position before. Module 0 has nothing to read below the root, for
+        there the target's features end; and so module 1 has nothing from depth 2 on, and every module but the last ends one
+        level after the one before it. Module 2, the last, would end after depth 2: from there it reads its own state at the
+        position before. With one module, which is the last, that begins at depth 1: so EAGLE drafts.
+        """
+        # Module 0 reads features alone: a draft needs it no more, unless it is the last one.
         layers, last, batch = self.sizes.num_layers, self.modules - 1, root.shape[0]
         modules = range(min(1, last), self.modules)
-        depths = jnp.arange(self.draft.read_slots) // self.draft.width + 1  # of the nodes in scratch
+        depths = jnp.arange(self.draft_shape.read_slots) // self.draft_shape.width + 1  # of the nodes in scratch
 
         def read(
             frontier: Frontier, carried: tuple[tuple[Entry, ...], jax.Array]
@@ -200,10 +198,10 @@ class FeatureDrafter(Drafter):
 
             def read_with(module: int, states: jax.Array) -> tuple[jax.Array, tuple[Entry, ...]]:
                 kept, at = self._past(state.cache, module), (module - modules.start) * layers
-                # As in the cache: the first pairs of a text are nothing to be seen.
-                seen = frontier.seen & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
+                # As in the cache: the first pairs of a text are nothing to look at.
+                visible = frontier.visible & (state.cache.length[:, None] + depths - 1 >= module)[:, None]
                 drafted = scratch[at : at + layers]
-                past = tuple((*pieces, (entry, seen)) for pieces, entry in zip(kept, drafted, strict=True))
+                past = tuple((*pieces, (entry, visible)) for pieces, entry in zip(kept, drafted, strict=True))
                 return self.run(states, embedded, positions, None, past, module)
 
             # Below a node of depth d the draft goes on with module d, or the last one. Only it and those after it are run.
@@ -223,10 +221,10 @@ class FeatureDrafter(Drafter):
             logits = self.logits(target, jnp.take(of_modules, current, axis=2), current)
             return logits, (place_entries(scratch, new, frontier.offset, after=of_modules), of_modules)
 
-        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft.width, *state.newest.shape[1:]))
-        carried = (self._empty(batch, self.draft.read_slots, len(modules)), above)
+        above = jnp.broadcast_to(state.newest[:, None], (batch, self.draft_shape.width, *state.newest.shape[1:]))
+        carried = (self._empty(batch, self.draft_shape.read_slots, len(modules)), above)
         logits = self.logits(target, state.newest[:, 0])
-        draft, _, _ = expand(self.draft, read, logits, carried, root, sampling, keys, active, self.vocabulary(target))
+        draft, _, _ = expand(self.draft_shape, read, logits, carried, root, sampling, keys, active, self.vocabulary(target))
         return draft, state
 
     def _past(self, cache: KVCache, module: int) -> tuple[tuple[Piece, ...], ...]:
@@ -236,29 +234,19 @@ class FeatureDrafter(Drafter):
         entries = cache.layers[module * layers : (module + 1) * layers]
         return tuple((Filled(entry, cache.filled, since, self.mesh),) for entry in entries)
 
-    @property
-    def _dtype(self) -> Any:
-        return next(leaf.dtype for leaf in jax.tree.leaves(self.params) if jnp.issubdtype(leaf.dtype, jnp.floating))
-
     def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
         sizes = self.sizes
-        return empty_entries(
-            sizes.entry_parts,
-            layers=modules * sizes.num_layers,
-            batch=batch,
-            slots=slots,
-            dtype=self._dtype,
-            mesh=self.mesh,
-        )
+        layers = [sizes.entry_parts(layer) for layer in range(sizes.num_layers)] * modules
+        return empty_entries(layers, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh)
 
     def _by_row(self, x: jax.Array) -> jax.Array:
         return sharding.constrain(x, ("batch", *(None,) * (x.ndim - 1)), {}, self.mesh)
 
 
-def seen_by(module: int, places: jax.Array, causal: jax.Array) -> jax.Array:
+def visible_in(module: int, places: jax.Array, causal: jax.Array) -> jax.Array:
     """``[B|1, T, T]`` bool, which pairs see each other in ``module``.
 
-    The first pairs of a text have no state of the module before that could be read in place of a feature: they are seen by
+    The first pairs of a text have no state of the module before that could be read in place of a feature: they are visible to
     nobody but themselves.
 
     Args:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax.drafters.features import layer_like
+from specjax.drafters.trained import layer_like
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
@@ -30,13 +30,13 @@ class LayerAttention:
 
     Attributes:
         block: of the block; its ``hidden_size``, E, is the numbers that a layer of the target remembers of a token.
-        target_layers: layers of the target.
+        target_layers: layers of the target; None: a checkpoint did not say, and it does not matter to the weights.
         target_kv_heads: heads of their keys, and of their values.
         target_head_dim: numbers in each.
     """
 
     block: ModelConfig
-    target_layers: int
+    target_layers: int | None
     target_kv_heads: int
     target_head_dim: int
 
@@ -47,18 +47,16 @@ class LayerAttention:
         It has the target's numbers of heads, or as many as divide E into heads of an even size, and an MLP of 1.5 times E. For
         Llama-3-8B that is the authors': 2048 wide, 32 heads, 8 of keys and values, and an MLP of 3072.
         """
-        _refuse_latents(target)
-        reads = (target.num_layers, target.num_kv_heads, target.head_dim)
-        size = target.entry_size
+        reads, size = _sizes_read(target), target.entry_size(0)
         heads = max(count for count in range(1, target.num_heads + 1) if size % (2 * count) == 0)
-        kv_heads = max(count for count in range(1, target.num_kv_heads + 1) if heads % count == 0)
-        return cls(_block(target, size, heads, kv_heads, size * 3 // 2), *reads)
+        kv_heads = max(count for count in range(1, reads[1] + 1) if heads % count == 0)
+        return cls(block_like(target, size, heads, kv_heads, size * 3 // 2), *reads)
 
     def check(self, target: ModelConfig) -> None:
         """Refuse, with an InputError, a target that it was not made for."""
-        _refuse_latents(target)
-        own = (self.target_layers, self.target_kv_heads, self.target_head_dim)
-        theirs = (target.num_layers, target.num_kv_heads, target.head_dim)
+        theirs = _sizes_read(target)
+        layers = target.num_layers if self.target_layers is None else self.target_layers
+        own = (layers, self.target_kv_heads, self.target_head_dim)
         if own != theirs:
             raise InputError(
                 f"drafter: its layer self-attention was made for a target with (layers, key/value heads, head size) {own}, and "
@@ -66,15 +64,29 @@ class LayerAttention:
             )
 
 
-def _refuse_latents(target: ModelConfig) -> None:
+def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
+    """Layers of ``target``, heads of the keys that each of them remembers, and numbers in a head; of the values likewise.
+
+    Raises:
+        InputError: its layers do not all remember keys and values of one size.
+    """
     if target.mla is not None:
         raise InputError(
             "target: layer self-attention reads keys and values, and this target remembers latents (MLA): give one with "
             "ordinary attention"
         )
+    parts = [target.entry_parts(layer) for layer in range(target.num_layers)]
+    if other := [layer for layer, own in enumerate(parts) if own != parts[0]]:
+        raise InputError(
+            f"target: layer self-attention reads keys and values of one size, and layer {other[0]} remembers (heads, size) "
+            f"{parts[other[0]]}, layer 0 {parts[0]}: give a target whose layers are alike"
+        )
+    (heads, head_dim), _ = parts[0]
+    return target.num_layers, heads, head_dim
 
 
-def _block(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
+def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate_size: int) -> ModelConfig:
+    """The shape of a block that reads ``size`` numbers of each layer; the rest is as in ``like``. Raises `InputError`."""
     if size % heads:
         raise InputError(f"num_attention_heads={heads} does not divide {size}, what a layer of the target remembers of a token")
     return layer_like(
@@ -89,7 +101,7 @@ def _block(like: ModelConfig, size: int, heads: int, kv_heads: int, intermediate
 
 
 _FIELDS = {
-    "target_num_hidden_layers": whole(1, 10_000),
+    "target_num_hidden_layers": whole(1, 10_000, default=None),
     "target_num_key_value_heads": whole(1, 10_000),
     "target_head_dim": whole(1, 100_000),
     "num_attention_heads": whole(1, 10_000),
@@ -106,12 +118,12 @@ def parse(raw: dict[str, Any], like: ModelConfig, source: str) -> LayerAttention
     """
     layers, kv_heads, head_dim, *block = (check_fields(raw, _FIELDS, source)[name] for name in _FIELDS)
     try:
-        return LayerAttention(_block(like, 2 * kv_heads * head_dim, *block), layers, kv_heads, head_dim)
+        return LayerAttention(block_like(like, 2 * kv_heads * head_dim, *block), layers, kv_heads, head_dim)
     except InputError as error:
         raise CheckpointError(f"{source}: {error}") from None
 
 
-def format_fields(lsa: LayerAttention) -> dict[str, int]:
+def format_fields(lsa: LayerAttention) -> dict[str, int | None]:
     """The fields that `parse` reads."""
     reads, block = (lsa.target_layers, lsa.target_kv_heads, lsa.target_head_dim), lsa.block
     return dict(zip(_FIELDS, (*reads, block.num_heads, block.num_kv_heads, block.intermediate_size), strict=True))
@@ -124,6 +136,11 @@ def declare(lsa: LayerAttention, hidden_size: int) -> Params:
         "ekv2e": matrix("Ekv2E", (lsa.block.hidden_size, None), (hidden_size, None)),
         "ekv2e_bias": Param((hidden_size,), (None,), "Ekv2E.bias", "zeros"),
     }
+
+
+def weights_of(params: Params) -> Params:
+    """Those of a drafter's ``params`` that make summaries."""
+    return {name: params[name] for name in ("layer_self_attention", "ekv2e", "ekv2e_bias") if name in params}
 
 
 def mean_over_layers(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:

@@ -6,109 +6,37 @@ summaries with *cross-attention* (CA). So it needs nothing new from the target, 
 just what it will see. With *target layer inference* (TLI) the target's own last layers finish what it has begun.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from specjax.draft import Draft
-from specjax.drafters import layer_attention
-from specjax.drafters.base import Drafter, Seen, check_mesh
+from specjax.drafters import layer_attention, moa_checkpoint
+from specjax.drafters.base import Committed, DraftingReads, check_mesh
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.features import layer_like
 from specjax.drafters.layer_attention import LayerAttention
+from specjax.drafters.moa_checkpoint import MoAConfig
+from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
-from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece, attend
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
-from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, check_fields, mapping, read_json, whole
+from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
 from specjax.models.params import Params
 from specjax.models.rope import rotations
-from specjax.models.transformer import Output, Target, default_dtype
+from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
-from specjax.tree import DynamicTree, Shape
 
 DEFAULT_DRAFT = DynamicTree(top_k=8, depth=6, nodes=63)
 """The authors' tree: 62 drafted nodes, and the root."""
-
-
-@dataclass(frozen=True)
-class MoAConfig:
-    """The shape of a `MixtureOfAttentions`.
-
-    Attributes:
-        layer: of the blocks of self-attention and cross-attention; ``vocab_size`` and ``hidden_size`` are the target's.
-        target_layers: layers of the target.
-        lsa: layer self-attention. None: there is none, and the summary of a token is the target's last hidden state.
-        tli: how many of the target's last layers finish a prediction.
-    """
-
-    layer: ModelConfig
-    target_layers: int
-    lsa: LayerAttention | None
-    tli: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.tli < self.target_layers:
-            raise InputError(f"tli={self.tli}: the target has {self.target_layers} layers; give 0 to one less")
-
-    @property
-    def cross_layer(self) -> ModelConfig:
-        """The block of cross-attention: as ``layer``, but its positions are never stretched."""
-        return replace(self.layer, rope=Rope(theta=self.layer.rope.theta))
-
-    @property
-    def tli_layers(self) -> tuple[int, int]:
-        """The target's layers that finish a prediction, as `Target.run` takes them."""
-        return self.target_layers - self.tli, self.target_layers
-
-
-def declare(config: MoAConfig) -> Params:
-    """The `Param` declarations, named as the authors name them."""
-    tree: Params = {
-        "self_attention": declarations.declare_layer(config.layer, "self_attention."),
-        "cross_attention": declarations.declare_layer(config.cross_layer, "cross_attention."),
-    }
-    if config.lsa is not None:
-        tree |= layer_attention.declare(config.lsa, config.layer.hidden_size)
-    return tree
-
-
-def is_moa(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a `MixtureOfAttentions`."""
-    return "moa_config" in raw
-
-
-_FIELDS = {
-    "target_layer_inference": whole(0, 10_000),
-    "target_num_hidden_layers": whole(1, 10_000),
-    "layer_self_attention": mapping(default=None),
-}
-
-
-def _read_config(directory: Path) -> MoAConfig:
-    file = directory / "config.json"
-    raw = read_json(file)
-    outer = check_fields(raw, {"moa_config": mapping()}, str(file))["moa_config"]
-    fields = check_fields(outer, _FIELDS, f"{file}: moa_config")
-    layer = huggingface.with_switches(
-        huggingface.parse_config(raw, str(file)), checkpoint.stored_names(directory), "self_attention."
-    )
-    own = fields["layer_self_attention"]
-    lsa = None if own is None else layer_attention.parse(own, layer, f"{file}: layer_self_attention")
-    try:
-        return MoAConfig(layer, fields["target_num_hidden_layers"], lsa, fields["target_layer_inference"])
-    except InputError as error:
-        raise CheckpointError(f"{file}: {error}") from None
 
 
 def _default_sizes(target: ModelConfig) -> dict[str, int]:
@@ -119,67 +47,90 @@ def _default_sizes(target: ModelConfig) -> dict[str, int]:
 
 
 @struct.dataclass
-class MixtureOfAttentions(Drafter):
+class MixtureOfAttentions(TrainedDrafter[KVCache]):
     """Self-attention to all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
 
     The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The
     newest token, a draft's root, has not been read by the target yet: every prediction sees the summaries of the tokens before
-    the root, and of the root and what is drafted below it the embeddings alone.
+    the root, and of the root and what is drafted below it the embeddings alone. Checkpoints are our own, or as the authors
+    publish them (see `moa_checkpoint`).
 
     Attributes:
-        params: its own parameters (see `declare`). Embedding, final norm and head are the target's.
-        config: its shape.
+        params: its own parameters (see `moa_checkpoint.declare`). Embedding, final norm and head are the target's.
+        config: its configuration.
         draft: the shape of its drafts.
         mesh: where the params live.
-        reads_cache: for target layer inference, whose layers go on behind what they remember; nothing else reads it.
     """
 
     params: Params
     config: MoAConfig = struct.field(pytree_node=False)
-    draft: Shape = struct.field(pytree_node=False, default=DEFAULT_DRAFT)
+    draft: DraftShape | int = struct.field(pytree_node=False, default=DEFAULT_DRAFT)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     grows_trees: ClassVar[bool] = True
-    reads_cache: ClassVar[bool] = True
+
+    title: ClassVar[str] = "a Mixture of Attentions drafter"
+    layouts: ClassVar[tuple[str, ...]] = moa_checkpoint.LAYOUTS
+
+    # --- its checkpoints ---
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, draft: Shape = DEFAULT_DRAFT, dtype: Any = None, mesh: Mesh | None = None
-    ) -> "MixtureOfAttentions":
-        """Load what ``save_pretrained`` wrote; the tensors have the authors' names.
+        cls,
+        path: str | Path,
+        *,
+        draft: DraftShape | int | None = None,
+        dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+        tli: int | None = None,
+    ) -> Self:
+        """Load a checkpoint of our own or of the authors; told by its config.json.
 
         Args:
             path: directory, or hub id, with config.json and safetensors.
-            draft: the shape of its drafts.
+            draft: the shape of its drafts; None: `DEFAULT_DRAFT`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
+            tli: how many of the target's last layers finish a prediction. A published checkpoint does not say: None is 0. Our
+                own does, and ``tli`` must agree with it: save a published one again to name it on a command line.
 
         Raises:
-            CheckpointError: a file, a field or a tensor is not as it must be.
+            CheckpointError: a file, a field or a tensor is not as it must be, or ``tli`` is not.
         """
-        directory = huggingface.locate(path)
-        config = _read_config(directory)
-        params = checkpoint.read(
-            directory,
-            declare(config),
-            dtype or default_dtype(),
-            what="a Mixture of Attentions drafter with this config.json",
-            ignored=("*rotary_emb.inv_freq",),
-            mesh=mesh,
-            units=config.layer.axis_units,
-        )
-        return cls(params=params, config=config, draft=draft, mesh=mesh)
+        return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, tli=tli)
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        return moa_checkpoint.recognises(raw, tensors)
+
+    @classmethod
+    def read_config(cls, stored: Stored, tli: int | None = None) -> MoAConfig:
+        return moa_checkpoint.read_config(stored, tli)
+
+    @classmethod
+    def declare(cls, config: MoAConfig, layout: str = "specjax") -> Params:
+        return moa_checkpoint.declare(config)
+
+    @classmethod
+    def axis_units(cls, config: MoAConfig) -> Mapping[str, int]:
+        return config.axis_units
+
+    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
+        return moa_checkpoint.format_config(self.config, layout, dtype, target)
+
+    def describe(self, layout: str) -> str:
+        return moa_checkpoint.describe(self.config, layout)
 
     @classmethod
     def init(
         cls,
         target: Target,
         key: jax.Array,
-        draft: Shape = DEFAULT_DRAFT,
+        draft: DraftShape | int = DEFAULT_DRAFT,
         *,
         tli: int = 0,
         lsa: bool = True,
         **sizes: Any,
-    ) -> "MixtureOfAttentions":
+    ) -> Self:
         """A drafter for ``target`` with random weights; consumes ``key``.
 
         Args:
@@ -192,44 +143,45 @@ class MixtureOfAttentions(Drafter):
         """
         of_target = target.config
         layer = layer_like(of_target, **(_default_sizes(of_target) | sizes))
-        config = MoAConfig(layer, of_target.num_layers, LayerAttention.for_target(of_target) if lsa else None, tli)
-        params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
-        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
-
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
-        """Write its own parameters, in ``dtype`` (by default their own). All of it or nothing."""
-        config = self.config
-        own: dict[str, Any] = {
-            "target_layer_inference": config.tli,
-            "target_num_hidden_layers": config.target_layers,
-        }
-        if config.lsa is not None:
-            own["layer_self_attention"] = layer_attention.format_fields(config.lsa)
-        content = huggingface.format_config(config.layer, checkpoint.float_type(dtype or self._dtype).name)
-        content |= {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
-        checkpoint.write(Path(path), declare(config), self.params, {"config.json": content}, dtype)
+        config = MoAConfig(
+            self_layer=layer,
+            cross_layer=moa_checkpoint.cross_like(layer),
+            target_layers=of_target.num_layers,
+            lsa=LayerAttention.for_target(of_target) if lsa else None,
+            tli=tli,
+            target=of_target,
+        )
+        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
 
     def check(self, target: Target) -> None:
-        own = (self.config.layer.vocab_size, self.config.layer.hidden_size, self.config.target_layers)
-        theirs = (target.config.vocab_size, target.config.hidden_size, target.config.num_layers)
+        config, layers = self.config, target.config.num_layers
+        made_for = layers if config.target_layers is None else config.target_layers
+        own = (config.self_layer.vocab_size, config.self_layer.hidden_size, made_for)
+        theirs = (target.config.vocab_size, target.config.hidden_size, layers)
         if own != theirs:
             raise InputError(
                 f"drafter: this Mixture of Attentions was made for a target with (vocabulary, hidden size, layers) {own}, and "
                 f"target has {theirs}: give the target that it was trained with"
             )
-        if self.config.lsa is not None:
-            self.config.lsa.check(target.config)
-        if windowed := set(range(*self.config.tli_layers)) & set(target.config.windowed_layers):
+        if config.lsa is not None:
+            config.lsa.check(target.config)
+        first, last = self.tli_layers(target)
+        if windowed := set(range(first, last)) & set(target.config.windowed_layers):
             raise InputError(
-                f"drafter: target layer inference (tli={self.config.tli}) runs layers {sorted(windowed)}, which have a sliding "
+                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(windowed)}, which have a sliding "
                 "window, and it was not made for those: give one with tli=0"
             )
-        self.draft.check(self.config.layer.vocab_size)
+        if outside := [layer for layer in range(first, last) if target.config.entries_of(layer) < first]:
+            raise InputError(
+                f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which read the entries "
+                f"of layers before layer {first}: give one with tli=0"
+            )
+        self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
 
     # --- its parts ---
 
-    def summarise(self, output: Output, entries: Sequence[Entry]) -> jax.Array:
+    def summarise(self, output: States, entries: Sequence[Entry]) -> jax.Array:
         """``[B, T, H]`` a summary of each token that the target has read.
 
         Args:
@@ -242,7 +194,7 @@ class MixtureOfAttentions(Drafter):
 
     def remember_tokens(self, embedded: jax.Array, positions: jax.Array) -> Entry:
         """What self-attention remembers of tokens with embeddings ``[B, T, H]`` at ``positions [B, T]``."""
-        return self._remember(self.config.layer, "self_attention", embedded, positions)
+        return self._remember(self.config.self_layer, "self_attention", embedded, positions)
 
     def remember_summaries(self, summaries: jax.Array, positions: jax.Array) -> Entry:
         """What cross-attention remembers of summaries ``[B, T, H]`` at ``positions [B, T]``."""
@@ -256,7 +208,7 @@ class MixtureOfAttentions(Drafter):
         self, embedded: jax.Array, positions: jax.Array, mask: jax.Array | None, past: Sequence[Piece] = ()
     ) -> tuple[jax.Array, Entry]:
         """Self-attention over embedded tokens: the states ``[B, T, H]``, and what is to be remembered; see `decoder_layer`."""
-        layer = self.config.layer
+        layer = self.config.self_layer
         turn = rotations(layer.rope, layer.head_dim, positions)
         return decoder_layer(self.params["self_attention"], layer, embedded, turn, mask, past, self.mesh)
 
@@ -268,10 +220,14 @@ class MixtureOfAttentions(Drafter):
             positions: ``[B, T]``.
             summaries: what `remember_summaries` gave, and which of it each state sees: none, at the beginning of a text.
         """
-        config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.layer.norm_eps
+        config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.cross_layer.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
         x = x + linear(own, "o", attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [summaries]))
         return x + mlp(own, rms_norm(x, own["post_norm"], eps))
+
+    def tli_layers(self, target: Target) -> tuple[int, int]:
+        """The target's layers that finish a prediction, as `Target.run` takes them."""
+        return self.config.tli_layers_of(target.config.num_layers)
 
     def finish(
         self,
@@ -298,22 +254,25 @@ class MixtureOfAttentions(Drafter):
         """
         if not self.config.tli:
             return x, ()
-        layers = self.config.tli_layers
+        layers = self.tli_layers(target)
         x, _, new = target.run(x, cache, layers=layers, positions=positions, mask=mask, scratch=scratch)
         return target.norm(x), new
 
     # --- the contract ---
 
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        return tuple(range(*self.config.tli_layers_of(config.num_layers)))  # these go on behind what they remember
+
     def start(self, target: Target, batch: int, capacity: int) -> KVCache:
         """What self-attention and cross-attention remember of the tokens that the target has read."""
-        parts = self.config.layer.entry_parts
-        return KVCache.create(parts, layers=2, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+        blocks = [self.config.self_layer.entry_parts(0), self.config.cross_layer.entry_parts(0)]
+        return KVCache.create(blocks, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
 
-    def absorb(self, target: Target, state: KVCache, seen: Seen) -> KVCache:
-        positions = state.length[:, None] + jnp.arange(seen.tokens.shape[1])[None]
-        summaries = self.summarise(seen.output, seen.entries)
-        of_tokens = self.remember_tokens(target.embed(seen.tokens), positions)
-        return state.append((of_tokens, self.remember_summaries(summaries, positions)), seen.count, after=summaries)
+    def absorb(self, target: Target, state: KVCache, committed: Committed) -> KVCache:
+        positions = state.length[:, None] + jnp.arange(committed.tokens.shape[1])[None]
+        summaries = self.summarise(committed.output, committed.entries)
+        of_tokens = self.remember_tokens(target.embed(committed.tokens), positions)
+        return state.append((of_tokens, self.remember_summaries(summaries, positions)), committed.count, after=summaries)
 
     def propose(
         self,
@@ -325,38 +284,41 @@ class MixtureOfAttentions(Drafter):
         active: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[Draft, KVCache]:
-        assert cache is not None
         tokens_read, summaries = (Filled(entry, state.filled, mesh=self.mesh) for entry in state.layers)
-        verified = cache.of_layers(*self.config.tli_layers)
 
         def read(
-            tokens: jax.Array, depth: Any, seen: jax.Array, scratch: tuple[Entry, ...]
+            tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
         ) -> tuple[jax.Array, tuple[Entry, ...]]:
             """Tokens ``[B, F]`` of one depth: the target's last states of each, and the new entries."""
             positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
-            past = [tokens_read, (scratch[0], seen)]
+            past = [tokens_read, (scratch[0], visible)]
             x, own = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
             alone = np.eye(tokens.shape[1], dtype=bool)[None]
-            hidden, new = self.finish(target, x, positions, alone, cache=verified, scratch=[(scratch[1:], seen)])
+            hidden, new = self.finish(target, x, positions, alone, cache=cache, scratch=[(scratch[1:], visible)])
             return hidden, (own, *new)
 
         def read_frontier(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
-            below_root = jnp.pad(frontier.seen, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            below_root = jnp.pad(frontier.visible, ((0, 0), (0, 0), (1, 0)), constant_values=True)
             hidden, new = read(frontier.tokens, frontier.depth, below_root, scratch)
             return target.head(hidden), place_entries(scratch, new, 1 + frontier.offset, after=hidden)
 
         # The root has the first slot of the scratch.
-        batch, slots = root.shape[0], 1 + self.draft.read_slots
+        batch, slots = root.shape[0], 1 + self.draft_shape.read_slots
         own = empty_entries(
-            self.config.layer.entry_parts, layers=1, batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
+            [self.config.self_layer.entry_parts(0)], batch=batch, slots=slots, dtype=self._dtype, mesh=self.mesh
         )
-        scratch = own + target.new_scratch(batch, slots, self.config.tli_layers)
+        scratch = own + target.new_scratch(batch, slots, self.tli_layers(target))
         hidden, new = read(root[:, None], 0, jnp.zeros((batch, 1, slots), bool), scratch)
         scratch = place_entries(scratch, new, 0, after=hidden)
-        draft, _, _ = expand(self.draft, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
+        draft, _, _ = expand(self.draft_shape, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
         return draft, state
 
-    @property
-    def _dtype(self) -> Any:
-        return self.params["self_attention"]["input_norm"].dtype
+    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+        """Summaries are made once a step. A level is self-attention, cross-attention, the target's last layers over what they
+        remember where these finish a prediction, and its head."""
+        of_summaries = layer_attention.weights_of(self.params)
+        blocks = {name: value for name, value in self.params.items() if name not in of_summaries}
+        first, _ = self.tli_layers(target)
+        of_target = (target.params["layers"][first:], cache[first:], target.head_as_stored)
+        return DraftingReads(level=(blocks, state, of_target), step=of_summaries)

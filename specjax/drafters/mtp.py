@@ -6,31 +6,33 @@ Models that were trained with it bring the modules in their own checkpoints. `MT
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters.features import FeatureDrafter, layer_like
+from specjax.drafters.base import DraftingReads
+from specjax.drafters.features import FeatureDrafter, FeatureState
+from specjax.drafters.trained import Stored, layer_like, number_after
+from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import huggingface
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, check_fields, read_json, whole
+from specjax.models.families.qwen2 import MIMO_MODULES
+from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.layers import decoder_layer, linear, rms_norm
 from specjax.models.params import Params, matrix, norm
 from specjax.models.rope import rotations
-from specjax.models.transformer import Output, Target, default_dtype
-from specjax.tree import Chain, Shape
+from specjax.models.transformer import States, Target
 
 Layout = Literal["mimo", "deepseek"]
 
-_PREFIX: dict[Layout, str] = {"mimo": huggingface.MIMO_MODULES, "deepseek": "model.layers."}
+_PREFIX: dict[Layout, str] = {"mimo": MIMO_MODULES, "deepseek": "model.layers."}
 _NAMES: dict[Layout, dict[str, str]] = {
     "mimo": {
         "hidden_norm": "hidden_layernorm",
@@ -69,43 +71,15 @@ class MTPConfig:
         return f"{_PREFIX[self.layout]}{self.first_layer + module if self.layout == 'deepseek' else module}."
 
 
-def declare(config: MTPConfig) -> Params:
-    """The `Param` declarations, with the names of the layout."""
-    hidden, names = config.layer.hidden_size, _NAMES[config.layout]
-
-    def declare_module(prefix: str) -> Params:
-        return {
-            "hidden_norm": norm(prefix + names["hidden_norm"], hidden),
-            "embed_norm": norm(prefix + names["embed_norm"], hidden),
-            "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
-            "layers": [declarations.declare_layer(config.layer, prefix, config.first_layer)],  # which has experts, if any do
-            "norm": norm(prefix + names["norm"], hidden),
-        }
-
-    return {"modules": [declare_module(config.prefix(module)) for module in range(config.modules)]}
-
-
-def is_mtp(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Whether a checkpoint has MTP modules: its config.json says how many, and ``tensors`` names theirs, unless it is empty."""
-    named = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
-    return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
-
-
-def _read_config(directory: Path, names: Collection[str]) -> MTPConfig:
-    file = directory / "config.json"
-    raw = read_json(file)
-    count = check_fields(raw, {"num_nextn_predict_layers": whole(1, 100)}, str(file))["num_nextn_predict_layers"]
-    layer = huggingface.parse_config(raw, str(file))
-    layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
-    config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
-    if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
-        raise CheckpointError(
-            f"{directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
-            f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
-        )
-    own = replace(layer, num_layers=1)
-    is_plain = own.mla is None and own.moe is None
-    return replace(config, layer=huggingface.with_switches(own, names, config.prefix(0)) if is_plain else own)
+def _check_counts(stored: Stored, config: MTPConfig) -> None:
+    """Compare the counts of config.json with the tensors' headers, before declarations are made after them."""
+    found = stored.numbered(_PREFIX[config.layout], config.first_layer)
+    stored.check_count("num_nextn_predict_layers", config.modules, found, "modules")
+    if (moe := config.layer.moe) is None or not config.layer.is_sparse(config.first_layer):
+        return
+    for module in range(config.modules):
+        found = stored.numbered(f"{config.prefix(module)}mlp.experts.")
+        stored.check_count("the number of experts", moe.num_experts, found, f"experts in module {module}")
 
 
 def _not_of_modules(config: MTPConfig, names: Collection[str]) -> list[str]:
@@ -116,8 +90,8 @@ def _not_of_modules(config: MTPConfig, names: Collection[str]) -> list[str]:
     def is_foreign(name: str) -> bool:
         if not name.startswith(own):
             return name.startswith(("model.", "lm_head."))
-        number = name.removeprefix(own).partition(".")[0]
-        is_layer = config.layout == "deepseek" and number.isdecimal() and int(number) < config.first_layer
+        number = number_after(own, name)
+        is_layer = config.layout == "deepseek" and number is not None and number < config.first_layer
         return is_layer or name.endswith(copies) or name.endswith("rotary_emb.inv_freq")
 
     return [name for name in names if is_foreign(name)]
@@ -129,56 +103,85 @@ class MTP(FeatureDrafter):
 
     With h the target's last hidden state after the final norm, or the state of the module before at the token before, and e the
     embedding of the next token, a module is ``layer(fc([norm(h), norm(e)]))``. The target's own head reads its normed state.
+    Checkpoints hold the target too, or the modules alone; these are what is written.
 
     Attributes:
         params: of the modules (see `declare`).
-        config: its shape.
+        config: its configuration.
         draft: the shape of its drafts; they may be deeper than there are modules.
         mesh: where the params live.
     """
 
     params: Params
     config: MTPConfig = struct.field(pytree_node=False)
-    draft: Shape = struct.field(pytree_node=False, default=Chain(4))
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
-    @classmethod
-    def from_pretrained(cls, path: str | Path, draft: Shape = Chain(4), dtype: Any = None, mesh: Mesh | None = None) -> "MTP":
-        """Load the modules of a checkpoint: of one that holds the target too, or of one that ``save_pretrained`` wrote.
-
-        Args:
-            path: directory, or hub id, with config.json and safetensors.
-            draft: the shape of its drafts.
-            dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
-            mesh: the target's.
-
-        Raises:
-            CheckpointError: a file, a field or a tensor is not as it must be.
-        """
-        directory = huggingface.locate(path)
-        names = checkpoint.stored_shapes(directory)
-        config = _read_config(directory, names)
-        params = checkpoint.read(
-            directory,
-            declare(config),
-            dtype or default_dtype(),
-            what="the MTP modules with this config.json",
-            ignored=_not_of_modules(config, names),
-            mesh=mesh,
-            units=config.layer.axis_units,
-        )
-        return cls(params=params, config=config, draft=draft, mesh=mesh)
+    title: ClassVar[str] = "the MTP modules"
+    layouts: ClassVar[tuple[str, ...]] = ("mtp",)
 
     @classmethod
-    def init(cls, target: Target, key: jax.Array, draft: Shape = Chain(4), *, modules: int = 1, **sizes: Any) -> "MTP":
+    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        """Its config.json says how many modules there are, and ``tensors`` names theirs, unless it is empty."""
+        named = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
+        return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
+
+    @classmethod
+    def read_config(cls, stored: Stored) -> MTPConfig:
+        names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
+        count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
+        layer = huggingface.parse_config(stored.raw, stored.file)
+        layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
+        config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
+        if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
+            raise CheckpointError(
+                f"{stored.directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
+                f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
+            )
+        _check_counts(stored, config)
+        own = replace(layer, num_layers=1)
+        is_plain = own.mla is None and own.moe is None
+        return replace(config, layer=huggingface.with_switches(own, names, config.prefix(0)) if is_plain else own)
+
+    @classmethod
+    def declare(cls, config: MTPConfig, layout: str = "mtp") -> Params:
+        """With the names of the configuration's own layout."""
+        hidden, names = config.layer.hidden_size, _NAMES[config.layout]
+
+        def declare_module(prefix: str) -> Params:
+            return {
+                "hidden_norm": norm(prefix + names["hidden_norm"], hidden),
+                "embed_norm": norm(prefix + names["embed_norm"], hidden),
+                "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
+                "layers": [declarations.declare_layer(config.layer, prefix, config.first_layer)],  # with experts, if any has
+                "norm": norm(prefix + names["norm"], hidden),
+            }
+
+        return {"modules": [declare_module(config.prefix(module)) for module in range(config.modules)]}
+
+    @classmethod
+    def axis_units(cls, config: MTPConfig) -> Mapping[str, int]:
+        return config.layer.axis_units
+
+    @classmethod
+    def left_over(cls, config: MTPConfig, stored: Stored) -> Collection[str]:
+        return _not_of_modules(config, stored.shapes)
+
+    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
+        layers = self.config.first_layer if self.config.layout == "deepseek" else 1
+        content = huggingface.format_config(replace(self.config.layer, num_layers=layers), dtype)
+        return content | {"architectures": ["MTPDrafter"], "num_nextn_predict_layers": self.modules}
+
+    @classmethod
+    def init(
+        cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), *, modules: int = 1, **sizes: Any
+    ) -> Self:
         """Modules for ``target`` with random weights; consumes ``key``.
 
         Their layers are plain Llama layers of the target's sizes; ``sizes`` override fields of their `ModelConfig`.
         """
-        layer = layer_like(target.config, **sizes)
-        config = MTPConfig(layer, modules)
-        params = declarations.initialise(declare(config), key, target.dtype, target.mesh, layer.axis_units)
-        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+        config = MTPConfig(layer_like(target.config, **sizes), modules)
+        return cls(params=cls._initialise(config, key, target), config=config, draft=draft, mesh=target.mesh)
 
     def first(self, count: int) -> "MTP":
         """The same with its first ``count`` modules alone; the last of them goes on with its own states."""
@@ -186,14 +189,6 @@ class MTP(FeatureDrafter):
             raise InputError(f"count={count}: there are {self.modules} modules; give 1 to {self.modules}")
         kept = {"modules": self.params["modules"][:count]}
         return replace(self, params=kept, config=replace(self.config, modules=count))
-
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
-        """Write the modules alone, in ``dtype`` (by default their own). All of it or nothing."""
-        kept = checkpoint.float_type(dtype or self._dtype).name
-        layers = self.config.first_layer if self.config.layout == "deepseek" else 1
-        content = huggingface.format_config(replace(self.config.layer, num_layers=layers), kept)
-        content |= {"architectures": ["MTPDrafter"], "num_nextn_predict_layers": self.modules}
-        checkpoint.write(Path(path), declare(self.config), self.params, {"config.json": content}, dtype)
 
     @property
     def sizes(self) -> ModelConfig:
@@ -203,7 +198,7 @@ class MTP(FeatureDrafter):
     def modules(self) -> int:
         return self.config.modules
 
-    def features(self, output: Output, entries: Sequence[Entry] = ()) -> jax.Array:
+    def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         return output.hidden
 
     def run(
@@ -227,6 +222,13 @@ class MTP(FeatureDrafter):
             return target.head(states)
         norms = jnp.stack([own["norm"] for own in self.params["modules"]])
         return target.head(rms_norm(states, norms[module], self.sizes.norm_eps))
+
+    def drafting_reads(
+        self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
+        """A level runs one of the modules, over what that one remembers."""
+        held = (state.cache.layers[: self.sizes.num_layers], state.cache.length, state.newest) if state else ()
+        return DraftingReads(level=(self.params["modules"][-1], held, target.head_as_stored))
 
     @property
     def _is_mimo(self) -> bool:

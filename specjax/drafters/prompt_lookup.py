@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.draft import Draft
-from specjax.drafters.base import Drafter, Seen, append_tokens
+from specjax.drafters.base import Committed, Drafter, append_tokens
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import Chain, halvings
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
-from specjax.tree import Chain, halvings
 
 LONGEST_NGRAM = 64
 """Each token of the suffix that is looked for is a comparison of its own in the compiled program."""
@@ -30,7 +30,7 @@ class PromptLookupState:
 
 
 @struct.dataclass
-class PromptLookup(Drafter):
+class PromptLookup(Drafter[PromptLookupState]):
     """Drafts by copying. The longest suffix of at most ``max_ngram`` tokens that occurs earlier wins; of its occurrences
     the latest. Without an occurrence nothing is drafted.
 
@@ -40,11 +40,11 @@ class PromptLookup(Drafter):
     """
 
     max_ngram: int = struct.field(pytree_node=False, default=3)
-    draft: Chain = struct.field(pytree_node=False, default=Chain(8))
+    draft: Chain | int = struct.field(pytree_node=False, default=Chain(8))
 
     @property
     def node_counts(self) -> tuple[int, ...]:
-        return (1, *halvings(self.draft.nodes))  # 1: nothing was found
+        return (1, *halvings(self.draft_shape.nodes))  # 1: nothing was found
 
     def check(self, target: Target) -> None:
         if not 1 <= self.max_ngram <= LONGEST_NGRAM:
@@ -53,21 +53,21 @@ class PromptLookup(Drafter):
 
     def check_draft(self) -> None:
         """Refuse, with an InputError, a draft that copying cannot make."""
-        if not isinstance(self.draft, Chain):
-            raise InputError(f"PromptLookup(draft={self.draft}): prompt lookup copies one continuation; give a Chain")
-        if self.draft.stop_below:
+        if not isinstance(self.draft_shape, Chain):
+            raise InputError(f"PromptLookup(draft={self.draft_shape}): prompt lookup copies one continuation; give a Chain")
+        if self.draft_shape.stop_below:
             raise InputError(
-                f"PromptLookup(draft=Chain(stop_below={self.draft.stop_below:g})): copied tokens have no probability; "
+                f"PromptLookup(draft=Chain(stop_below={self.draft_shape.stop_below:g})): copied tokens have no probability; "
                 "leave it out"
             )
 
     def start(self, target: Target, batch: int, capacity: int) -> PromptLookupState:
         return PromptLookupState(tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
 
-    def absorb(self, target: Target, state: PromptLookupState, seen: Seen) -> PromptLookupState:
+    def absorb(self, target: Target, state: PromptLookupState, committed: Committed) -> PromptLookupState:
         return PromptLookupState(
-            tokens=append_tokens(state.tokens, state.lengths, seen.tokens, seen.count),
-            lengths=state.lengths + seen.count,
+            tokens=append_tokens(state.tokens, state.lengths, committed.tokens, committed.count),
+            lengths=state.lengths + committed.count,
         )
 
     def propose(
@@ -94,6 +94,6 @@ class PromptLookup(Drafter):
         best = jnp.argmax(overlap * tokens.shape[1] + position * (overlap > 0), axis=1)[:, None]
         # What followed may end with the text itself: the copy then begins again, as a text that repeats itself does.
         period = jnp.maximum(lengths[:, None] - best, 1)
-        source = best + jnp.arange(self.draft.length)[None] % period
+        source = best + jnp.arange(self.draft_shape.depth)[None] % period
         found = jnp.broadcast_to(overlap[rows, best] > 0, source.shape) & active[:, None]
         return Draft.chain(root, tokens[rows, source], valid=found), state

@@ -10,24 +10,27 @@ from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from specjax import text
 from specjax.drafters.base import Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
-from specjax.drafters.eagle import Eagle, is_eagle
+from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
-from specjax.drafters.eagle3_checkpoint import is_eagle3
+from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
 from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.medusa import Medusa, is_medusa
-from specjax.drafters.mixture_of_attentions import MixtureOfAttentions, is_moa
-from specjax.drafters.mtp import MTP, is_mtp
+from specjax.drafters.medusa import Medusa
+from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
+from specjax.drafters.mtp import MTP
 from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.trained import TrainedDrafter
+from specjax.drafts.names import as_shape
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
-from specjax.tree import Shape
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,18 @@ class Request:
     name: str
     where: str
     target: ModelConfig
-    draft: Shape | None = None
-    dtype: Any = None
+    draft: DraftShape | None = None
+    dtype: DTypeLike | None = None
     mesh: Mesh | None = None
 
     @property
-    def shape(self) -> dict[str, Any]:
+    def draft_given(self) -> dict[str, Any]:
         """``draft`` as a keyword argument, where there is one."""
         return {} if self.draft is None else {"draft": self.draft}
 
 
 @dataclass(frozen=True)
-class Method:
+class DraftingMethod:
     """A way to draft.
 
     Attributes:
@@ -66,11 +69,22 @@ class Method:
         recognises: whether a checkpoint is one of its own, by the fields of its config.json, and by the names of its tensors
             where they are at hand (of the hub's the weights have not been fetched by then). None: it has none, and WHERE is no
             place.
+        trained: the class of its drafters, where these are trained for their target.
     """
 
     usage: str
     make: Callable[[Request], Drafter]
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
+    trained: type[TrainedDrafter] | None = None
+
+    @classmethod
+    def of(cls, name: str, kind: type[TrainedDrafter]) -> "DraftingMethod":
+        """The method called ``name`` whose drafters are checkpoints of ``kind``."""
+
+        def make(request: Request) -> Drafter:
+            return kind.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
+
+        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME", make, kind.recognises, kind)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------
@@ -78,31 +92,27 @@ class Method:
 
 def _make_prompt_lookup(request: Request) -> Drafter:
     longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")} if request.where else {}
-    drafter = PromptLookup(**longest, **request.shape)
+    drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter
 
 
 def _make_early_exit(request: Request) -> Drafter:
-    return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.shape)
+    return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.draft_given)
 
 
 def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
     method = request.name.partition(":")[0]
     usage = f"{method}:BUDGET, the slots of a row, such as {method}:256"
     budget = {"budget": _whole(request, usage)} if request.where else {}
-    return CompressedCache(scheme=scheme, **budget, **request.shape)
+    return CompressedCache(scheme=scheme, **budget, **request.draft_given)
 
 
 def _make_draft_model(request: Request) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
     check_vocabulary(huggingface.read_config(huggingface.locate(request.where, weights=False)), request.target)
-    return DraftModel.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
-
-
-def _make_trained(kind: type[Eagle | Eagle3 | MTP | Medusa | MixtureOfAttentions], request: Request) -> Drafter:
-    return kind.from_pretrained(request.where, **request.shape, dtype=request.dtype, mesh=request.mesh)
+    return DraftModel.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
 
 
 def _whole(request: Request, usage: str) -> int:
@@ -112,25 +122,18 @@ def _whole(request: Request, usage: str) -> int:
     return int(request.where)
 
 
-METHODS: dict[str, Method] = {
-    "prompt-lookup": Method("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
-    "early-exit": Method("early-exit:LAYERS", _make_early_exit),
-    "streaming": Method("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
-    "snapkv": Method("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
-    "eagle3": Method(
-        "eagle3:DIRECTORY or eagle3:OWNER/NAME", partial(_make_trained, Eagle3), recognises=lambda config, _: is_eagle3(config)
-    ),
-    "eagle": Method("eagle:DIRECTORY or eagle:OWNER/NAME", partial(_make_trained, Eagle), recognises=is_eagle),
-    "mtp": Method("mtp:DIRECTORY or mtp:OWNER/NAME", partial(_make_trained, MTP), recognises=is_mtp),
-    "medusa": Method(
-        "medusa:DIRECTORY or medusa:OWNER/NAME", partial(_make_trained, Medusa), recognises=lambda config, _: is_medusa(config)
-    ),
-    "moa": Method(
-        "moa:DIRECTORY or moa:OWNER/NAME",
-        partial(_make_trained, MixtureOfAttentions),
-        recognises=lambda config, _: is_moa(config),
-    ),
-    "draft-model": Method(
+METHODS: dict[str, DraftingMethod] = {
+    "prompt-lookup": DraftingMethod("prompt-lookup or prompt-lookup:MAX_NGRAM", _make_prompt_lookup),
+    "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
+    "streaming": DraftingMethod("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
+    "snapkv": DraftingMethod("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
+    "eagle3": DraftingMethod.of("eagle3", Eagle3),
+    "eagle-lsa": DraftingMethod.of("eagle-lsa", EagleWithLayerAttention),
+    "eagle": DraftingMethod.of("eagle", Eagle),
+    "moa": DraftingMethod.of("moa", MixtureOfAttentions),
+    "mtp": DraftingMethod.of("mtp", MTP),
+    "medusa": DraftingMethod.of("medusa", Medusa),
+    "draft-model": DraftingMethod(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,
         recognises=lambda config, _: config.get("model_type") in huggingface.SUPPORTED,
@@ -145,9 +148,9 @@ METHODS: dict[str, Method] = {
 
 def load_drafter(
     name: str,
-    draft: Shape | None,
+    draft: DraftShape | int | None,
     target: ModelConfig,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     tokenizer: Any = None,
 ) -> Drafter:
@@ -164,20 +167,20 @@ def load_drafter(
     Raises:
         InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
     """
-    method, where = _resolve(name)
-    if method.recognises is not None and not where:
-        raise InputError(f"drafter={name!r}: write {method.usage}")
+    method, where = resolve(name)
     if tokenizer is not None and method.recognises is not None:
         directory = huggingface.locate(where, weights=False)
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
-    return method.make(Request(name, where, target, draft, dtype, mesh))
+    return method.make(Request(name, where, target, None if draft is None else as_shape(draft), dtype, mesh))
 
 
-def _resolve(name: str) -> tuple[Method, str]:
-    """The method that ``name`` means, and its WHERE."""
+def resolve(name: str) -> tuple[DraftingMethod, str]:
+    """The method that ``name`` means, and its WHERE. Raises `InputError` where it means none."""
     kind, colon, where = name.partition(":")
     if kind in METHODS:
+        if METHODS[kind].recognises is not None and not where:
+            raise InputError(f"drafter={name!r}: write {METHODS[kind].usage}")
         return METHODS[kind], where
     known = "; ".join(method.usage for method in METHODS.values())
     is_place = kind == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))

@@ -1,4 +1,4 @@
-"""How good a draft is: divergences between distributions, and statistics of accepted tokens."""
+"""How good a draft is: the chance that its tokens are accepted, and statistics of those that were."""
 
 from dataclasses import dataclass
 
@@ -12,29 +12,11 @@ from specjax.shape_checks import shape_checked
 
 @shape_checked
 def overlap(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """beta = sum_x min(p(x), q(x)): the chance that rejection sampling accepts a token drawn from q.
+    """beta = sum_x min(p(x), q(x)): the chance that rejection sampling accepts a token drawn from q; 1 - their total variation.
 
-    Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.5.
+    Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.5 and Lemma 3.3.
     """
     return jnp.sum(jnp.minimum(p, q), axis=-1)
-
-
-@shape_checked
-def d_lk(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """D_LK(p, q) = sum_x |p(x) - (p(x) + q(x)) / 2| = 1 - beta (Leviathan et al. 2023, Definition 3.2, Lemma 3.3)."""
-    return 1.0 - overlap(p, q)
-
-
-@shape_checked
-def total_variation(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """Half the sum of absolute differences. Of two distributions this equals `d_lk`; computed by its own definition."""
-    return 0.5 * jnp.sum(jnp.abs(p - q), axis=-1)
-
-
-@shape_checked
-def kl(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:
-    """KL(p || q) in nats; infinite where q is 0 and p is not."""
-    return jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - jnp.log(q)), 0.0), axis=-1)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """What attention remembers: the cache of committed tokens, and small scratch arrays for drafted ones.
 
 A layer remembers one or more arrays of every token: its *entry*. For ordinary attention these are keys and values; the model
-declares how many parts an entry has and how large they are (`ModelConfig.entry_parts`).
+declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
+of another one remembers nothing: its entry has no parts.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import sharding
@@ -25,16 +26,25 @@ Other = tuple[Entry, jax.Array]
 of R queries sees."""
 
 
+Parts = Sequence[tuple[int, int]]
+"""``(heads, dim)`` of each part of a layer's entry."""
+
+
 def empty_entries(
-    parts: Sequence[tuple[int, int]], *, layers: int, batch: int, slots: int, dtype: Any = jnp.float32, mesh: Mesh | None = None
+    layers: Sequence[Parts], *, batch: int, slots: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[Entry, ...]:
-    """Zeros for ``slots`` tokens a row in each of ``layers`` layers; ``parts`` are the ``(heads, dim)`` of an entry's parts."""
+    """Zeros for ``slots`` tokens a row; ``layers`` gives the parts of each layer's entry."""
 
     def buffer(heads: int, dim: int) -> jax.Array:
         empty = jnp.zeros((batch, heads, slots, dim), dtype)
         return sharding.constrain(empty, ("batch", "kv_heads", None, None), {"kv_heads": heads}, mesh)
 
-    return tuple(tuple(buffer(heads, dim) for heads, dim in parts) for _ in range(layers))
+    return tuple(tuple(buffer(heads, dim) for heads, dim in parts) for parts in layers)
+
+
+def slots_of(entries: Sequence[Entry]) -> int:
+    """How many tokens a row the entries of some layers are of, S; at least one layer has an entry of its own."""
+    return jax.tree.leaves(tuple(entries))[0].shape[2]
 
 
 def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B n"]) -> tuple[Entry, ...]:
@@ -46,15 +56,26 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B n"]) -> tuple
     return jax.tree.map(gather, tuple(entries))
 
 
-def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: Any, after: jax.Array) -> tuple[Entry, ...]:
+def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array) -> tuple[Entry, ...]:
     """``scratch`` with ``new`` entries at slots ``offset …`` of every row.
+
+    For example, a draft model has read the nodes of depth 1, two of them in slots 0 and 1 of a scratch of 4, and now reads
+    the two of depth 2. Their pass attends to slots 0 and 1, and comes to ``hidden`` and to the entries ``new``::
+
+        slots before        a    b    -    -
+        the pass reads      a    b                 and gives hidden, new = (c, d)
+        slots afterwards    a    b    c    d       place_entries(scratch, new, offset=2, after=hidden)
+
+    ``hidden`` is the end of the pass: when it is known, every layer has read what it wanted of the slots. ``new`` alone does
+    not say so. A layer's entry is known before its own attention has read the scratch, and the first layer's before all others.
 
     Args:
         scratch: each layer's, of drafted tokens.
         new: each layer's, of further ones.
         offset: one number for all rows.
-        after: any array that was worked out from everything that was read of ``scratch`` before. XLA then writes in place;
-            otherwise it copies all of it first, and does so before anything else, which keeps a TPU from fetching weights.
+        after: any array that was worked out from everything that was read of ``scratch`` before. XLA then writes in place. With
+            a wrong one it may copy all of the scratch at every call, and does so before anything else, which keeps a TPU from
+            fetching weights; what comes out is the same. See `_known_after` for how it is noticed.
     """
     offset, _ = jax.lax.optimization_barrier((offset, after))
 
@@ -72,8 +93,8 @@ class KVCache:
     be finite, as zeros are.
 
     Attributes:
-        layers: one `Entry` of ``S`` slots a layer. A tuple of separate buffers and not one stacked array: XLA updates those in
-            place in a donated loop, and copies the stacked one.
+        layers: one `Entry` of ``S`` slots a layer, whose parts may differ by layer. A tuple of separate buffers and not
+            one stacked array: XLA updates those in place in a donated loop, and copies the stacked one.
         length: ``[B]`` int32, the number of committed tokens of each row.
     """
 
@@ -83,31 +104,30 @@ class KVCache:
     @classmethod
     def create(
         cls,
-        parts: Sequence[tuple[int, int]],
+        layers: Sequence[Parts],
         *,
-        layers: int,
         batch: int,
         capacity: int,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         mesh: Mesh | None = None,
     ) -> "KVCache":
-        """An empty cache of ``capacity`` slots a row for ``batch`` rows; ``parts`` as in `empty_entries`."""
-        entries = empty_entries(parts, layers=layers, batch=batch, slots=capacity, dtype=dtype, mesh=mesh)
+        """An empty cache of ``capacity`` slots a row for ``batch`` rows; ``layers`` as in `empty_entries`."""
+        entries = empty_entries(layers, batch=batch, slots=capacity, dtype=dtype, mesh=mesh)
         return cls(layers=entries, length=jnp.zeros(batch, jnp.int32))
 
     @property
     def capacity(self) -> int:
         """Number of slots of a row, S."""
-        return self.layers[0][0].shape[2]
+        return slots_of(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
         """How many slots of each row may be read: the first ones."""
         return self.length
 
-    def of_layers(self, start: int, stop: int) -> "KVCache":
-        """The cache of the layers from ``start`` up to, and without, ``stop``."""
-        return replace(self, layers=self.layers[start:stop])
+    def of_layers(self, layers: Sequence[int]) -> "KVCache":
+        """The cache of the layers of those numbers alone, in that order."""
+        return replace(self, layers=tuple(self.layers[layer] for layer in layers))
 
     def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
         """Commit the first ``count [B]`` of each row's ``new`` entries, ``n`` a row.
@@ -118,10 +138,10 @@ class KVCache:
             new: by layer.
             count: 0 leaves a row as it is.
             after: ``[B, …]`` any array whose first element in each row was worked out from everything that was read of this
-                cache: the write waits for it.
+                cache: the write waits for it. A wrong one costs time alone, see `_known_after`.
         """
         count = _known_after(count, after)
-        step = jnp.arange(new[0][0].shape[2])[None]
+        step = jnp.arange(slots_of(new))[None]
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
         layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
@@ -151,13 +171,13 @@ class RingCache:
     @classmethod
     def around(cls, empty: tuple[Entry, ...], kept: int) -> "RingCache":
         """A cache of the slots of ``empty`` entries, by layer, of which the first ``kept`` stay."""
-        batch = empty[0][0].shape[0]
+        batch = jax.tree.leaves(empty)[0].shape[0]
         return cls(layers=empty, length=jnp.zeros(batch, jnp.int32), base=jnp.full(batch, kept, jnp.int32), kept=kept)
 
     @property
     def slots(self) -> int:
         """Number of slots of a row, S."""
-        return self.layers[0][0].shape[2]
+        return slots_of(self.layers)
 
     @property
     def filled(self) -> Int[Array, " B"]:
@@ -185,7 +205,7 @@ class RingCache:
         Of more than the ring can hold, the newest stay.
         """
         count = _known_after(count, after)
-        step = jnp.arange(new[0][0].shape[2])[None]
+        step = jnp.arange(slots_of(new))[None]
         positions = self.length[:, None] + step
         is_newest = step >= count[:, None] - (self.slots - self.kept)
         slots = jnp.where((step < count[:, None]) & ((positions < self.kept) | is_newest), self.slot_of(positions), self.slots)
@@ -212,6 +232,22 @@ def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:
 
     XLA updates a buffer in place where the write waits for every read of it, and otherwise copies the whole buffer first.
     What is written depends on ``count``, and what was read is in ``read``: this makes the one wait for the other.
+
+    For example, one step of plain decoding, with a cache of 3 tokens and room for 8::
+
+        layer 0     entry 0 of the root     attention reads slots 0 to 2 of buffer 0
+        layer 1     entry 1 of the root     attention reads slots 0 to 2 of buffer 1
+        the end     hidden                  append(entries, count=1, after=hidden) writes slot 3 of both buffers
+
+    By the data alone the write of entry 0 into buffer 0 may come before layer 0 has read that buffer, for an entry is known
+    before its attention begins. XLA may then keep both versions, and copies buffer 0 for the one or the other. With ``count``
+    worked out from ``hidden`` there is one order left, and one version. An entry in the place of ``hidden`` would be known too
+    early, and so would the states in the middle of the layers: the later ones have not read yet.
+
+    A wrong ``after`` never makes a wrong text. It leaves to the compiler whether there are copies of whole buffers in every
+    step, each read and written from end to end, where attention reads the filled part once. They are noticed in the compiled
+    program, as a ``copy`` of an array of the buffer's shape: tests/decoding/test_loop.py looks for these on a CPU, and
+    ``specjax plan compile`` counts them ("copies of the cache") for the device that it compiles for.
     """
     first = read.reshape(read.shape[0], -1)[:, 0]
     return count + (jnp.abs(jnp.sign(first)) > 1)  # which is never true

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -73,10 +74,10 @@ def stored_type(directory: Path) -> Any:
     return jnp.dtype(types[kinds[0]])
 
 
-def read(
+def load(
     directory: Path,
     declared: Any,
-    dtype: Any,
+    dtype: DTypeLike,
     what: str,
     ignored: Collection[str] = (),
     mesh: Mesh | None = None,
@@ -126,13 +127,13 @@ def read(
         def load(param: Param) -> jax.Array:
             if mesh is None:
                 return jnp.asarray(values(param, (slice(None),) * len(param.shape)))
-            place = sharding.named(mesh, param.axes, units or {})
+            place = param.place(mesh, units or {})
             return jax.make_array_from_callback(param.shape, place, lambda part: values(param, part or ()))
 
         return jax.tree.map(load, declared)
 
 
-def write(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: Any = None) -> None:
+def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: DTypeLike | None = None) -> None:
     """Write ``params`` under their published names, and small JSON ``files`` beside them. All of it or nothing.
 
     Other files in the directory stay. Of several processes, which must all call this, the first one writes.

@@ -1,6 +1,7 @@
-"""The shape of a decoder: everything about a model that is not a parameter."""
+"""The configuration of a decoder: everything about a model that is not a parameter."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from specjax.errors import InputError
@@ -115,14 +116,34 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """In what the attention of one layer differs from what `ModelConfig` says of all layers; None: in nothing.
+
+    Attributes:
+        num_heads: of its queries.
+        num_kv_heads: of its keys and values.
+        head_dim: numbers in each head.
+        rope: its rotary embedding.
+        entries_of: the number of an earlier layer. This one has no keys and values of its own, and attends to that layer's.
+    """
+
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    rope: Rope | None = None
+    entries_of: int | None = None
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-shaped decoder. The defaults are Llama's; the families differ only in the switches below.
+    """A decoder like Llama. The defaults are Llama's; the families differ only in the switches below.
 
     ``qkv_bias`` Qwen2 (and ``attention_bias`` elsewhere), ``output_bias`` the bias of the attention's output projection,
     ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens. ``mla`` takes the place of
     ordinary attention; ``head_dim`` is then its ``qk_rope_head_dim``, as `transformers` has it. ``moe`` gives the layers
     experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the newest
-    ``sliding_window`` tokens, their own among them.
+    ``sliding_window`` tokens, their own among them. ``layers`` says, one by one, how layers differ in their attention; empty:
+    all are alike.
     """
 
     vocab_size: int
@@ -147,6 +168,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mla: MLA | None = None
     moe: MoE | None = None
+    layers: tuple[Layer, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -167,6 +189,43 @@ class ModelConfig:
                 f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and every one of the num_heads={self.num_heads} query heads "
                 "has keys of its own"
             )
+        if self.layers:
+            self._check_layers()
+
+    def _check_layers(self) -> None:
+        if self.mla is not None:
+            raise InputError("layers: with latent attention all layers are alike: leave them out")
+        if len(self.layers) != self.num_layers:
+            raise InputError(f"layers: {len(self.layers)} of num_layers={self.num_layers} are described: describe all or none")
+        for number, layer in enumerate(self.layers):
+            try:
+                own = self.of_layer(number)
+            except InputError as error:
+                raise InputError(f"layers[{number}]: {error}") from None
+            if (source := layer.entries_of) is None:
+                continue
+            if not 0 <= source < number or self.layers[source].entries_of is not None:
+                raise InputError(f"layers[{number}]: entries_of={source}: must be an earlier layer that has entries of its own")
+            theirs = self.of_layer(source)
+            if (own.num_kv_heads, own.head_dim) != (theirs.num_kv_heads, theirs.head_dim):
+                raise InputError(
+                    f"layers[{number}]: entries_of={source}, which has {theirs.num_kv_heads} key/value heads of "
+                    f"{theirs.head_dim}, and this layer is made for {own.num_kv_heads} of {own.head_dim}"
+                )
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The configuration with what the layer of that number has in place of what is said of all: for whoever works with one
+        layer. Where all are alike it is this one."""
+        if not self.layers:
+            return self
+        names = (field.name for field in fields(Layer) if field.name != "entries_of")
+        own = {name: value for name in names if (value := getattr(self.layers[layer], name)) is not None}
+        return replace(self, **own, layers=())
+
+    def first(self, count: int) -> "ModelConfig":
+        """The configuration of the first ``count`` layers alone."""
+        windowed = tuple(layer for layer in self.windowed_layers if layer < count)
+        return replace(self, num_layers=count, windowed_layers=windowed, layers=self.layers[:count])
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens, up to its own, a query of the layer of that number sees; None: all."""
@@ -176,26 +235,33 @@ class ModelConfig:
         """Whether the layer of that number has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
-    @property
-    def entry_parts(self) -> tuple[tuple[int, int], ...]:
-        """``(heads, dim)`` of each array that a layer remembers of a token (see `specjax.models.cache`): keys and values, or
-        the latent and the rotated key."""
+    def entries_of(self, layer: int) -> int:
+        """The number of the layer whose entries the layer of that number attends to: its own, or an earlier one's."""
+        source = self.layers[layer].entries_of if self.layers else None
+        return layer if source is None else source
+
+    def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
+        """``(heads, dim)`` of each array that the layer of that number remembers of a token (see `specjax.models.cache`): keys
+        and values, or the latent and the rotated key; nothing where it reads the entries of another layer."""
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
-        return ((self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim))
+        if self.entries_of(layer) != layer:
+            return ()
+        own = self.of_layer(layer)
+        return ((own.num_kv_heads, own.head_dim), (own.num_kv_heads, own.head_dim))
 
-    @property
-    def entry_size(self) -> int:
-        """Numbers that a layer remembers of a token."""
-        return sum(heads * dim for heads, dim in self.entry_parts)
+    def entry_size(self, layer: int) -> int:
+        """Numbers that the layer of that number remembers of a token."""
+        return sum(heads * dim for heads, dim in self.entry_parts(layer))
 
     @property
     def axis_units(self) -> dict[str, int]:
-        """How many indivisible units each logical axis has: what a mesh axis must divide to shard it."""
+        """How many indivisible units each logical axis has: what a mesh axis must divide to shard it, in every layer."""
+        layers = [self.of_layer(layer) for layer in range(len(self.layers))] or [self]
         units = {
             "vocab": self.vocab_size,
-            "heads": self.num_heads,
-            "kv_heads": self.num_kv_heads,
+            "heads": math.gcd(*(layer.num_heads for layer in layers)),
+            "kv_heads": math.gcd(*(layer.num_kv_heads for layer in layers)),
             "mlp": self.intermediate_size,
         }
         if self.moe is not None:

@@ -1,7 +1,8 @@
 """Hugging Face checkpoints of whole models: where they lie, and what their config.json says.
 
 Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
-the field, its value and the mend. The tensors themselves are read and written by `specjax.models.checkpoint`.
+the field, its value and the mend. What the model types differ in is said by `specjax.models.families`; the tensors themselves
+are read and written by `specjax.models.checkpoint`.
 """
 
 import re
@@ -10,13 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.models import checkpoint, expert_fields, float8
+from specjax.models import checkpoint, float8
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
+from specjax.models.families import FAMILIES, REFUSED, Family
 from specjax.models.fields import (
     CheckpointError,
     Field,
@@ -32,27 +36,8 @@ from specjax.models.fields import (
 )
 from specjax.models.params import Params
 
-_ARCHITECTURES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-_SAME_AS: dict[str, str] = {"mimo": "qwen2"}
-"""Model types that are another one with modules beside it which the target does not need."""
-MIMO_MODULES = "model.mtp_layers."
-"""How the names of MiMo's MTP modules begin."""
-SUPPORTED = (*_ARCHITECTURES, *_SAME_AS)
+SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
-_REFUSED: dict[str, str] = {
-    "qwen3_next": "its linear-attention layers keep a state that cannot be taken back when a drafted token is rejected",
-}
-_QWEN = ("qwen2", "qwen3", "qwen3_moe")
-"""Where ``use_sliding_window`` decides whether ``sliding_window`` has a meaning."""
-_WINDOWS_FROM_A_LAYER = ("qwen2", "qwen3")
-"""Where, without ``layer_types``, the layers from ``max_window_layers`` on have windows."""
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -115,8 +100,8 @@ def _is_readable(quantisation: dict[str, Any]) -> bool:
     return kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
 
 
-_FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small enough to reckon with
-    "model_type": text(*SUPPORTED),
+# What every family's config.json may say. The bounds are far beyond any model, and small enough to reckon with.
+_FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),
     "intermediate_size": whole(1, 10_000_000),
@@ -150,15 +135,6 @@ _FIELDS: dict[str, Field] = {  # the bounds are far beyond any model, and small 
         default=None,
     ),
 }
-_FAMILY: dict[str, dict[str, Any]] = {  # what transformers takes where a family leaves a field out
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "sliding_window": 4096},
-    "qwen2": {"max_position_embeddings": 32_768, "sliding_window": 4096},
-    "qwen3": {"max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
-    "qwen3_moe": {"max_position_embeddings": 32_768, "sliding_window": 4096},
-    "deepseek_v3": {"max_position_embeddings": 4096},
-}
-_WITH_ATTENTION_BIAS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 _ROPE_NUMBERS: dict[str, tuple[str, Field]] = {  # Hugging Face's name -> ours
@@ -205,63 +181,63 @@ def read_config(directory: Path) -> ModelConfig:
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """`ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
-    model_type = _model_type(raw, source)
-    fields = check_fields(_FAMILY[model_type] | raw, _FIELDS, source)
-    fields["model_type"] = model_type
-    mla = expert_fields.parse_latent_attention(raw, model_type, source)
-    moe = expert_fields.parse_experts(raw, model_type, fields["num_hidden_layers"], source)
+    family = _family(raw, source)
+    fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
+    try:
+        own = family.parse(fields)
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        if fields["head_dim"] is None and "head_dim" not in own and hidden % heads:
+            raise InputError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
+        return ModelConfig(**_parse_common(fields, family, source) | own)
+    except CheckpointError:
+        raise
+    except InputError as error:
+        raise CheckpointError(f"{source}: {error}") from None
+
+
+def _family(raw: dict[str, Any], source: str) -> Family:
+    """The family that a config.json names."""
+    asked = raw.get("model_type")
+    if type(asked) is str and asked in REFUSED:
+        raise CheckpointError(
+            f"{source}: model_type={asked!r} is not supported: {REFUSED[asked]}: give a model of one of the types "
+            f"{', '.join(SUPPORTED)}"
+        )
+    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]]
+
+
+def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that follow from the fields of config.json in one way for all families."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    head_dim = fields["head_dim"] if mla is None else mla.qk_rope_head_dim
-    if head_dim is None and hidden % heads:
-        raise CheckpointError(f"{source}: hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
     rope = _parse_rope(fields, source)
     max_positions = fields["max_position_embeddings"]
     if rope.kind == "yarn" and rope.original_max_positions is not None:
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
-    windows = _parse_windows(fields, max_positions, source)
+    windows = _parse_windows(fields, family, max_positions, source)
     eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
-    attention_bias = bool(fields["attention_bias"]) and model_type in _WITH_ATTENTION_BIAS
-    try:
-        return ModelConfig(
-            model_type=model_type,
-            vocab_size=fields["vocab_size"],
-            hidden_size=hidden,
-            intermediate_size=fields["intermediate_size"],
-            num_layers=fields["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=fields["num_key_value_heads"] or heads,
-            head_dim=head_dim or hidden // heads,
-            max_positions=max_positions,
-            norm_eps=fields["rms_norm_eps"],
-            rope=rope,
-            tie_embeddings=bool(fields["tie_word_embeddings"]),
-            qkv_bias=model_type == "qwen2" or attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=bool(fields["mlp_bias"]) and model_type == "llama",
-            qk_norm=model_type in ("qwen3", "qwen3_moe"),
-            bos_token_id=bos,
-            eos_token_ids=eos,
-            mla=mla,
-            moe=moe,
-            **windows,
-        )
-    except InputError as error:
-        raise CheckpointError(f"{source}: {error}") from None
-
-
-def _model_type(raw: dict[str, Any], source: str) -> str:
-    """The model type that the model is here."""
-    asked = raw.get("model_type")
-    if type(asked) is str and asked in _REFUSED:
-        raise CheckpointError(
-            f"{source}: model_type={asked!r} is not supported: {_REFUSED[asked]}: give a model of one of the types "
-            f"{', '.join(SUPPORTED)}"
-        )
-    model_type: str = check_fields(raw, {"model_type": _FIELDS["model_type"]}, source)["model_type"]
-    return _SAME_AS.get(model_type, model_type)
+    biases = {switch: bool(fields[name]) for name, switches in family.biases.items() for switch in switches}
+    return {
+        "model_type": family.model_type,
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": fields["intermediate_size"],
+        "num_layers": fields["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": fields["num_key_value_heads"] or heads,
+        "head_dim": fields["head_dim"] or hidden // heads,
+        "max_positions": max_positions,
+        "norm_eps": fields["rms_norm_eps"],
+        "rope": rope,
+        "tie_embeddings": bool(fields["tie_word_embeddings"]),
+        "bos_token_id": bos,
+        "eos_token_ids": eos,
+        **family.switches,
+        **biases,
+        **windows,
+    }
 
 
 def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
@@ -270,9 +246,9 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
     Drafters' config.json often says nothing of them, or repeats what the target's says.
 
     Raises:
-        CheckpointError: the layer has latent attention or experts.
+        CheckpointError: the layer has latent attention or experts, or is one of several kinds.
     """
-    if config.mla is not None or config.moe is not None:
+    if config.mla is not None or config.moe is not None or config.layers:
         raise CheckpointError(
             f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
             "whose config.json is that of a dense model"
@@ -301,11 +277,11 @@ def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tu
     return tokens
 
 
-def _parse_windows(fields: dict[str, Any], max_positions: int, source: str) -> dict[str, Any]:
+def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, source: str) -> dict[str, Any]:
     """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
 
-    Layers are named by ``layer_types``, in Qwen's older files by ``max_window_layers``: those from that number on. In the other
-    families a window is one of all layers.
+    Where any layers may have a window these are named by ``layer_types``, in older files by ``max_window_layers``: those from
+    that number on. Elsewhere a window is one of all layers.
     """
     window, kinds, layers = fields["sliding_window"], fields["layer_types"], fields["num_hidden_layers"]
     if others := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):
@@ -314,9 +290,7 @@ def _parse_windows(fields: dict[str, Any], max_positions: int, source: str) -> d
         )
     if kinds is not None and len(kinds) != layers:
         raise CheckpointError(f"{source}: layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
-    if fields["model_type"] in _QWEN and not fields["use_sliding_window"]:
-        window = None
-    if fields["model_type"] not in (*_QWEN, "mistral"):  # which have no windows, whatever the field says
+    if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
         window = None
     if kinds is not None:
         windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -325,12 +299,12 @@ def _parse_windows(fields: dict[str, Any], max_positions: int, source: str) -> d
                 f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
                 "needs its size, and Qwen's use_sliding_window, too"
             )
-        if 0 < len(windowed) < layers and fields["model_type"] not in _WINDOWS_FROM_A_LAYER:
+        if 0 < len(windowed) < layers and family.windows != "any":
             raise CheckpointError(
-                f"{source}: layer_types mixes kinds, but in a {fields['model_type']} model all layers are of one: leave it out"
+                f"{source}: layer_types mixes kinds, but in a {family.model_type} model all layers are of one: leave it out"
             )
     else:
-        windowed = tuple(range(fields["max_window_layers"] if fields["model_type"] in _WINDOWS_FROM_A_LAYER else 0, layers))
+        windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
     if window is None or window >= max_positions or not windowed:
         return {}
     return {"sliding_window": window, "windowed_layers": windowed}
@@ -359,22 +333,17 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The fields of config.json; `parse_config` reads them back to an equal `ModelConfig`.
 
     Raises:
-        CheckpointError: the layers have windows that a model of this type cannot have.
+        CheckpointError: the layers differ, or have windows, as those of a model of this type cannot.
     """
-    windows = len(config.windowed_layers)
-    if windows and not (
-        config.model_type in _WINDOWS_FROM_A_LAYER
-        or (config.model_type in ("mistral", *_QWEN) and windows == config.num_layers)
-    ):
-        raise CheckpointError(
-            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot say this: qwen2 and qwen3 have "
-            "windows in any layers, mistral and qwen3_moe in all or none"
-        )
+    family = FAMILIES[config.model_type]
+    if config.layers:
+        raise CheckpointError(f"layers: a {config.model_type} checkpoint cannot say that layers differ in their attention")
+    _check_windows(config, family)
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":
         rope |= {name: value for name, (ours, _) in _ROPE_NUMBERS.items() if (value := getattr(config.rope, ours)) is not None}
     raw = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
+        "architectures": [family.architecture],
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -396,44 +365,60 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    if config.model_type in _WITH_ATTENTION_BIAS:
-        raw["attention_bias"] = config.qkv_bias
-    if config.model_type == "llama":
-        raw["mlp_bias"] = config.mlp_bias
-    if config.model_type == "mistral":
+    raw |= {name: getattr(config, switches[0]) for name, switches in family.biases.items()}
+    return raw | _format_windows(config, family) | family.format(config)
+
+
+def _check_windows(config: ModelConfig, family: Family) -> None:
+    windows = len(config.windowed_layers)
+    if windows and not (family.windows == "any" or (family.windows == "all" and windows == config.num_layers)):
+        those = "all of its layers have one, or none" if family.windows == "all" else "its layers have none"
+        raise CheckpointError(
+            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot say this: {those}"
+        )
+
+
+def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The fields of config.json that `_parse_windows` reads."""
+    raw: dict[str, Any] = {}
+    if family.windows != "none":
         raw["sliding_window"] = config.sliding_window
-    if config.model_type in _QWEN:
-        raw |= {"use_sliding_window": bool(config.windowed_layers), "sliding_window": config.sliding_window}
-    if config.model_type in _WINDOWS_FROM_A_LAYER:
+    if family.window_switch:
+        raw[family.window_switch] = bool(config.windowed_layers)
+    if family.windows == "any":
         kinds = ("full_attention", "sliding_attention")
         raw["layer_types"] = [kinds[i in config.windowed_layers] for i in range(config.num_layers)]
-    return raw | expert_fields.format_parts(config)
+    return raw
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def load_params(directory: Path, config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> Params:
+def load_params(directory: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> Params:
     """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
-    raw = read_json(directory / "config.json")
-    _compare_sizes(directory, config, raw)
-    return checkpoint.read(
+    file = directory / "config.json"
+    raw = read_json(file)
+    family = _family(raw, str(file))
+    modules = _modules_behind(raw, family)
+    _compare_sizes(directory, config, family, modules)
+    left_over = [f"{family.name_of('model.layers.')}{config.num_layers + i}.*" for i in range(modules)]
+    return checkpoint.load(
         directory,
-        declarations.declare(config),
+        _declare(config, family),
         dtype,
         what=f"a {config.model_type} model with this config.json",
-        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *_prediction_modules(raw, config)),
+        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *family.left_over, *left_over),
         mesh=mesh,
         units=config.axis_units,
     )
 
 
-def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None) -> None:
+def save(directory: Path, config: ModelConfig, params: Params, dtype: DTypeLike | None = None) -> None:
     """Write config.json, generation_config.json and model.safetensors; other files there stay.
 
     Raises:
@@ -442,30 +427,25 @@ def save(directory: Path, config: ModelConfig, params: Params, dtype: Any = None
     content = format_config(config, checkpoint.float_type(dtype or params["embed"].dtype).name)
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     files = {"generation_config.json": generation, "config.json": content}
-    checkpoint.write(directory, declarations.declare(config), params, files, dtype)
+    checkpoint.save(directory, _declare(config, FAMILIES[config.model_type]), params, files, dtype)
 
 
-def _prediction_modules(raw: dict[str, Any], config: ModelConfig) -> list[str]:
-    """Patterns of the tensors of modules that predict further tokens (MTP): the target does not need them.
-
-    DeepSeek's are numbered on from the last layer, MiMo's have names of their own.
-    """
-    if raw.get("model_type") == "mimo":
-        return [f"{MIMO_MODULES}*"]
-    return [f"model.layers.{config.num_layers + i}.*" for i in range(_prediction_module_count(raw, config))]
+def _declare(config: ModelConfig, family: Family) -> Params:
+    """The declarations of a model, with the names that its tensors have in the family's checkpoints."""
+    return jax.tree.map(lambda param: replace(param, name=family.name_of(param.name)), declarations.declare(config))
 
 
-def _prediction_module_count(raw: dict[str, Any], config: ModelConfig) -> int:
-    """How many of them are numbered on from the last layer; ``raw`` has been checked by `parse_config`."""
-    return (raw.get("num_nextn_predict_layers") or 0) if config.model_type == "deepseek_v3" else 0
+def _modules_behind(raw: dict[str, Any], family: Family) -> int:
+    """How many modules are numbered on from the last layer; ``raw`` has been checked by `parse_config`."""
+    return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
 
 
-def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) -> None:
+def _compare_sizes(directory: Path, config: ModelConfig, family: Family, modules: int) -> None:
     """Compare config.json's main sizes with the tensors' headers, before declarations are made after them."""
     stored = checkpoint.stored_shapes(directory)
-    matches = (re.match(r"model\.layers\.([0-9]{1,9})\.", name) for name in stored)
-    layers = max((int(match[1]) + 1 for match in matches if match), default=0)
-    if layers and not 0 <= layers - config.num_layers <= _prediction_module_count(raw, config):
+    layer = re.compile(re.escape(family.name_of("model.layers.")) + r"([0-9]{1,9})\.")
+    layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
+    if layers and not 0 <= layers - config.num_layers <= modules:
         raise CheckpointError(
             f"{directory / 'config.json'}: num_hidden_layers={config.num_layers}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
@@ -477,7 +457,7 @@ def _compare_sizes(directory: Path, config: ModelConfig, raw: dict[str, Any]) ->
             f"{directory / 'config.json'}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
-    embedding = stored.get("model.embed_tokens.weight", ())
+    embedding = stored.get(family.name_of("model.embed_tokens.weight"), ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
             f"{directory / 'config.json'}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "

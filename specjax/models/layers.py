@@ -29,6 +29,16 @@ def attention(
     ``past`` is only read: what the call adds is returned. So a pass may run inside a conditional, where XLA copies whatever
     is written.
 
+    A layer without keys of its own adds nothing: what it sees of the call's own tokens is the last piece of ``past``.
+
+    Args:
+        params: of the layer.
+        config: its own (`ModelConfig.of_layer`).
+        x: ``[B, T, H]``.
+        rotations: of its RoPE at the tokens' positions.
+        mask: which of the call's own tokens see each other.
+        past: what came before.
+
     Returns:
         The attention output ``[B, T, H]``, and the call's own entry: its keys and values, or latents and rotated keys.
     """
@@ -38,7 +48,10 @@ def attention(
         latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
-    q, own = queries(params, config, x, rotations), keys_values(params, config, x, rotations)
+    q = queries(params, config, x, rotations)
+    if "k" not in params:
+        return linear(params, "o", attend(q, past)), ()
+    own = keys_values(params, config, x, rotations)
     return linear(params, "o", attend(q, [*past, (own, mask)])), own
 
 
@@ -70,7 +83,8 @@ def decoder_layer(
 ) -> tuple[jax.Array, Entry]:
     """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
 
-    ``mesh`` is where ``params`` live: experts that are split over it are run where they lie.
+    ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is where ``params`` live: experts that are split over it
+    are run where they lie.
     """
     normed = rms_norm(x, params["input_norm"], config.norm_eps)
     attended, own = attention(params, config, normed, rotations, mask, past)

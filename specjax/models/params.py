@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.models.config import ModelConfig
@@ -36,6 +37,8 @@ class Param:
         transposed: the checkpoint holds the transpose.
         dtype: of this parameter, whatever the others' is: an index table is "int32". None: that of the model.
         stored_dtype: in the checkpoint, where it is another one than ``dtype``.
+        units: how many indivisible units its sharded axis has, where that is this parameter's own affair: layers may differ in
+            heads. None: as many as the axis has elsewhere.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +49,7 @@ class Param:
     transposed: bool = False
     dtype: str | None = None
     stored_dtype: str | None = None
+    units: int | None = None
 
     @property
     def stacked(self) -> bool:
@@ -63,7 +67,12 @@ class Param:
         shape = self.shape[1:] if self.stacked else self.shape
         return shape[::-1] if self.transposed else shape
 
-    def initialise(self, key: jax.Array, dtype: Any) -> jax.Array:
+    def place(self, mesh: Mesh, units: Mapping[str, int]) -> NamedSharding:
+        """Where it lies on ``mesh``; ``units`` as in `sharding.partition`, but for its own."""
+        own = {} if self.units is None else {axis: self.units for axis in self.axes if axis is not None}
+        return sharding.named(mesh, self.axes, {**units, **own})
+
+    def initialise(self, key: jax.Array, dtype: DTypeLike) -> jax.Array:
         """A random value of this parameter, in ``dtype`` unless it has its own; consumes ``key``."""
         dtype = self.dtype or dtype
         if self.init == "normal":
@@ -83,20 +92,27 @@ def declare(config: ModelConfig) -> Params:
     return tree
 
 
-def matrix(name: str, inputs: tuple[int, str | None], outputs: tuple[int, str | None], stddev: float = 0.02) -> Param:
-    """The weight ``(in, out)`` of a linear layer, from the size and the logical axis of either side."""
+def matrix(
+    name: str,
+    inputs: tuple[int, str | None],
+    outputs: tuple[int, str | None],
+    stddev: float = 0.02,
+    units: int | None = None,
+) -> Param:
+    """The weight ``(in, out)`` of a linear layer, from size and logical axis of either side; ``units`` as in `Param`."""
     shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
-    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True)
+    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True, units=units)
 
 
 def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
     """The parameters of one decoder layer.
 
     Args:
-        config: its shape.
+        config: the model's configuration.
         prefix: starts their Hugging Face names.
-        index: the number of the layer in the model, which decides whether it has experts.
+        index: the number of the layer in the model, which decides whether it has experts, and in what it differs from others.
     """
+    has_entries, config = config.entries_of(index) == index, config.of_layer(index)
     attention = _declare_attention if config.mla is None else _declare_latent_attention
     mlp = _declare_experts if config.is_sparse(index) else _declare_mlp
     layer = {
@@ -110,10 +126,13 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     for weight in biased:
         if (declared := layer.get(weight)) is not None:
             name = declared.name.removesuffix("weight") + "bias"
-            layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros")
+            layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units)
     if config.qk_norm:
         layer["q_norm"] = norm(f"{prefix}self_attn.q_norm", config.head_dim)
         layer["k_norm"] = norm(f"{prefix}self_attn.k_norm", config.head_dim)
+    if not has_entries:  # its queries meet another layer's keys and values
+        for name in ("k", "v", "k_bias", "v_bias", "k_norm"):
+            layer.pop(name, None)
     return layer
 
 
@@ -129,13 +148,13 @@ def _residual_stddev(config: ModelConfig) -> float:
 
 def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
     hidden = (config.hidden_size, None)
-    heads = (config.num_heads * config.head_dim, "heads")
-    kv_heads = (config.num_kv_heads * config.head_dim, "kv_heads")
+    count, kv_count = config.num_heads, config.num_kv_heads
+    heads, kv_heads = (count * config.head_dim, "heads"), (kv_count * config.head_dim, "kv_heads")
     return {
-        "q": matrix(f"{prefix}q_proj", hidden, heads),
-        "k": matrix(f"{prefix}k_proj", hidden, kv_heads),
-        "v": matrix(f"{prefix}v_proj", hidden, kv_heads),
-        "o": matrix(f"{prefix}o_proj", heads, hidden, _residual_stddev(config)),
+        "q": matrix(f"{prefix}q_proj", hidden, heads, units=count),
+        "k": matrix(f"{prefix}k_proj", hidden, kv_heads, units=kv_count),
+        "v": matrix(f"{prefix}v_proj", hidden, kv_heads, units=kv_count),
+        "o": matrix(f"{prefix}o_proj", heads, hidden, _residual_stddev(config), units=count),
     }
 
 
@@ -200,7 +219,11 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
 
 
 def initialise(
-    declared: Any, key: jax.Array, dtype: Any = jnp.float32, mesh: Mesh | None = None, units: Mapping[str, int] | None = None
+    declared: Any,
+    key: jax.Array,
+    dtype: DTypeLike = jnp.float32,
+    mesh: Mesh | None = None,
+    units: Mapping[str, int] | None = None,
 ) -> Any:
     """Random values of whatever is ``declared``, any pytree of `Param`, in its structure; consumes ``key``.
 
@@ -214,7 +237,7 @@ def initialise(
 
 def shardings(declared: Any, mesh: Mesh, units: Mapping[str, int]) -> Any:
     """The `NamedSharding` on ``mesh`` of whatever is ``declared``; ``units`` as in `sharding.partition`."""
-    return jax.tree.map(lambda param: sharding.named(mesh, param.axes, units), declared)
+    return jax.tree.map(lambda param: param.place(mesh, units), declared)
 
 
 def count(params: Params) -> int:

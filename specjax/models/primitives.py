@@ -8,7 +8,7 @@ from specjax.models.params import Params
 from specjax.shape_checks import shape_checked
 
 LEAST = float(jnp.finfo(jnp.float32).min) / 2
-"""The largest attention score of who has seen nothing yet: below every score, and above what hides one."""
+"""The largest attention score of a query that has met no key yet: below every score, and above what hides one."""
 
 
 @shape_checked

@@ -52,11 +52,11 @@ class TorchFile:
                 f"{path} is not a PyTorch file of version 1.6 or newer, or is damaged ({type(error).__name__}): "
                 "convert it to safetensors, or download it again"
             ) from None
-        if not isinstance(found, dict) or not all(
-            type(name) is str and isinstance(tensor, _Tensor) for name, tensor in found.items()
-        ):
+        # `dict.items`: a pickle may give its dictionary attributes, one called "items" among them.
+        named = dict(dict.items(found)) if isinstance(found, dict) else None
+        if named is None or not all(type(name) is str and isinstance(tensor, _Tensor) for name, tensor in named.items()):
             raise CheckpointError(f"{path} holds a {type(found).__name__}, and not tensors by name: save model.state_dict()")
-        self.tensors: dict[str, TorchTensor] = {name: TorchTensor(self, tensor) for name, tensor in found.items()}
+        self.tensors: dict[str, TorchTensor] = {name: TorchTensor(self, tensor) for name, tensor in named.items()}
 
     def close(self) -> None:
         """Close the file."""
@@ -128,10 +128,6 @@ class _StorageKind(str):
     __slots__ = ()
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
 class _Unpickler(pickle.Unpickler):
     """Knows tensors and their containers, and nothing else."""
 
@@ -140,10 +136,17 @@ class _Unpickler(pickle.Unpickler):
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
+        # New functions every time: a pickle may set attributes of what it is given, and the module's stay as they are.
+        def tensor(*arguments: Any) -> _Tensor:
+            return _tensor(*arguments)
+
+        def parameter(tensor: Any, *_: Any) -> Any:
+            return tensor
+
         known = {
             ("collections", "OrderedDict"): collections.OrderedDict,
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_tensor_v2"): tensor,
+            ("torch._utils", "_rebuild_parameter"): parameter,
         }
         if (module, name) in known:
             return known[module, name]

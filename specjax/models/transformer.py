@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import sharding
+from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, RingCache, empty_entries
+from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, rms_norm
 from specjax.models.params import Params
@@ -24,18 +26,32 @@ from specjax.models.rope import rotations
 
 
 @struct.dataclass
-class Output:
-    """What one forward pass gives.
+class States:
+    """What one forward pass comes to before the head.
 
     Attributes:
-        logits: ``[B, T, V]`` float32, or None when they were not asked for.
         hidden: ``[B, T, H]`` the residual stream after the final norm: what the head reads.
         taps: ``[B, T, n, H]`` the residual stream *entering* each of the n asked layers, before any norm.
     """
 
-    logits: jax.Array | None
     hidden: jax.Array
     taps: jax.Array
+
+
+@struct.dataclass
+class Output(States):
+    """What one forward pass gives: its `States`, and what the head makes of them.
+
+    Attributes:
+        logits: ``[B, T, V]`` float32.
+    """
+
+    logits: jax.Array
+
+    @property
+    def states(self) -> States:
+        """The same without the logits."""
+        return States(hidden=self.hidden, taps=self.taps)
 
 
 @struct.dataclass
@@ -44,7 +60,7 @@ class Target:
 
     Attributes:
         params: nested dicts of arrays, declared in `specjax.models.params`.
-        config: the model's shape.
+        config: the model's configuration.
         mesh: where its params live; None is the default device.
     """
 
@@ -53,12 +69,11 @@ class Target:
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> "Target":
-        """Load a Hugging Face checkpoint (a directory or a hub id) of a family that is known here.
+    def from_pretrained(cls, path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> "Target":
+        """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
-        These are Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 (and R1), and MiMo. Weights in FP8 with a scale for each
-        block, as DeepSeek publishes them, are converted to ``dtype``. Modules that predict further tokens (MTP) are no part of
-        the target and are left out.
+        Weights in FP8 with a scale for each block, as DeepSeek publishes them, are converted to ``dtype``. Modules that predict
+        further tokens (MTP) are no part of the target and are left out.
 
         Args:
             path: directory with config.json and safetensors, or a hub id.
@@ -71,34 +86,27 @@ class Target:
         """
         directory = huggingface.locate(path)
         config = huggingface.read_config(directory)
-        params = huggingface.load_params(directory, config, dtype or default_dtype(), mesh)
+        params = huggingface.load_params(directory, config, default_dtype() if dtype is None else dtype, mesh)
         return cls(params=params, config=config, mesh=mesh)
 
     @classmethod
-    def init(cls, config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> "Target":
+    def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
         """A model with random weights; consumes ``key``."""
         params = declarations.initialise(declarations.declare(config), key, dtype, mesh, config.axis_units)
         return cls(params=params, config=config, mesh=mesh)
 
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+    def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the model as a Hugging Face checkpoint, in ``dtype`` (by default its own). All of it or nothing."""
         huggingface.save(Path(path), self.config, self.params, dtype)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Data type of the params, and so of the activations and the cache."""
         return self.params["embed"].dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
-        return KVCache.create(
-            self.config.entry_parts,
-            layers=self.config.num_layers,
-            batch=batch,
-            capacity=capacity,
-            dtype=self.dtype,
-            mesh=self.mesh,
-        )
+        return KVCache.create(self._entry_parts(None), batch=batch, capacity=capacity, dtype=self.dtype, mesh=self.mesh)
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
@@ -106,9 +114,11 @@ class Target:
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
+        return empty_entries(self._entry_parts(layers), batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
+
+    def _entry_parts(self, layers: tuple[int, int] | None) -> list[Parts]:
         start, stop = (0, self.config.num_layers) if layers is None else layers
-        parts = self.config.entry_parts
-        return empty_entries(parts, layers=stop - start, batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
+        return [self.config.entry_parts(layer) for layer in range(start, stop)]
 
     # --- slices of the model, for drafters that run a part of it ---
 
@@ -144,7 +154,10 @@ class Target:
 
         Returns:
             The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs of the n ``taps``; and each
-            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part.
+            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none.
+
+        Raises:
+            InputError: a layer of the slice reads the entries of one before it.
         """
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
@@ -154,24 +167,39 @@ class Target:
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
         mask = jnp.asarray(mask)
-        turn = rotations(self.config.rope, self.config.head_dim, positions)
+        sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
+        turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}
         tapped, new = [], []
-        for i, layer in enumerate(self.params["layers"][start:stop]):
+        for i, config in enumerate(sizes):
             if start + i in taps:
                 tapped.append(x)
+            source = self._source(start + i, start) - start
             past: list[Piece] = []
             window = self.config.window_of(start + i)
             if cache is not None:
-                past.append(self.cache_piece(cache, i, positions, window))
-            past += [(entries[i], visible) for entries, visible in scratch]
-            seen = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
-            x, own = decoder_layer(layer, self.config, x, turn, seen, past, self.mesh)
+                past.append(self.cache_piece(cache, source, positions, window))
+            past += [(entries[source], visible) for entries, visible in scratch]
+            visible = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
+            if source < i:
+                past.append((new[source], visible))
+            turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
+            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh)
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:
             tapped.append(x)
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
         return x, recorded, tuple(new)
+
+    def _source(self, layer: int, first: int) -> int:
+        """The layer whose entries ``layer`` reads, in a slice that begins with the layer ``first``."""
+        source = self.config.entries_of(layer)
+        if source < first:
+            raise InputError(
+                f"layers: the slice begins with layer {first}, and its layer {layer} reads the entries of layer {source}: "
+                "begin with that one"
+            )
+        return source
 
     def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
         """What queries at ``positions [B, T]`` see of a cache's layer. In a ring a ``window`` changes nothing."""
@@ -195,46 +223,73 @@ class Target:
         """``[H, V]`` the head's matrix, for drafters whose own head begins as the target's."""
         return self.params["lm_head"] if "lm_head" in self.params else self.params["embed"].T
 
+    @property
+    def head_as_stored(self) -> jax.Array:
+        """The head's matrix as it lies in memory, for whoever counts what is read: the embedding ``[V, H]`` where the two are
+        one."""
+        return self.params["lm_head" if "lm_head" in self.params else "embed"]
+
+    @property
+    def weights_of_pass(self) -> Params:
+        """The params that a pass reads: all of them, but for an embedding of which a few rows are looked up."""
+        return {name: value for name, value in self.params.items() if name != "embed" or self.config.tie_embeddings}
+
     # --- the whole model ---
 
-    def score(
-        self,
-        tokens: Int[Array, "B T"],
-        cache: Cache | None = None,
-        *,
-        with_logits: bool = True,
-        **options: Any,
-    ) -> tuple[Output, tuple[Entry, ...]]:
-        """Read T tokens a row and leave the cache as it is.
+    def read(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[States, tuple[Entry, ...]]:
+        """Read T tokens a row, and leave the cache as it is.
 
         Args:
             tokens: token ids.
             cache: what came before, or None.
-            with_logits: False spares the product with the vocabulary.
-            options: as in `run`; with ``layers=(0, k)`` the first k layers, then the final norm and head (early exit).
+            options: as in `run`; with ``layers=(0, k)`` the first k layers, then the final norm (early exit).
 
         Returns:
-            `Output`, and each layer's entries of the call, which `KVCache.append` commits.
+            The states, and each layer's entries of the call, which `KVCache.append` commits.
         """
         x, taps, new = self.run(self.embed(tokens), cache, **options)
-        hidden = self.norm(x)
-        return Output(logits=self.head(hidden) if with_logits else None, hidden=hidden, taps=taps), new
+        return States(hidden=self.norm(x), taps=taps), new
+
+    def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Entry, ...]]:
+        """`read`, and what the head makes of it: the logits after each token."""
+        states, new = self.read(tokens, cache, **options)
+        return Output(hidden=states.hidden, taps=states.taps, logits=self.head(states.hidden)), new
+
+    def commit(
+        self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
+    ) -> tuple[States, Cache]:
+        """`read`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
+        states, new = self.read(tokens, cache, **options)
+        return states, _append(cache, new, count, states)
+
+    @overload
+    def forward(
+        self, tokens: Int[Array, "B T"], cache: None = None, count: None = None, **options: Any
+    ) -> tuple[Output, None]: ...
+
+    @overload
+    def forward(
+        self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
+    ) -> tuple[Output, Cache]: ...
 
     def forward(
         self, tokens: Int[Array, "B T"], cache: Cache | None = None, count: jax.Array | None = None, **options: Any
     ) -> tuple[Output, Any]:
-        """`score`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
+        """`score`, and commit as in `commit`; without a cache nothing is committed."""
         output, new = self.score(tokens, cache, **options)
-        if cache is None:
-            return output, None
-        count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
-        return output, cache.append(new, count, after=output.hidden)
+        return output, None if cache is None else _append(cache, new, count, output)
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
 
 
-def default_dtype() -> Any:
+def _append(cache: Cache, new: tuple[Entry, ...], count: jax.Array | None, states: States) -> Cache:
+    """``cache`` with the first ``count [B]`` entries of a call that came to ``states``; None: all."""
+    count = jnp.full_like(cache.length, states.hidden.shape[1]) if count is None else count
+    return cache.append(new, count, after=states.hidden)
+
+
+def default_dtype() -> DTypeLike:
     """float32 on CPU, bfloat16 elsewhere."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16

@@ -12,16 +12,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
-from specjax import sharding
-from specjax.decoding import engine
+from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions, check_prompts
+from specjax.decoding.verification import CHAIN_RULES
 from specjax.drafters import CompressedCache, Drafter
+from specjax.drafts.shapes import Chain, DraftShape, SampledTree, StaticTree, complete_tree
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
 from specjax.sampling import Sampling
-from specjax.tree import Chain, SampledTree, Shape, StaticTree, complete_tree
 
 _TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of all rows together, and of a row
 _RANKS = 8
@@ -38,7 +39,7 @@ class TrialAcceptance:
 
     Attributes:
         survival: chance that a chain's token at each depth is accepted, those before it included.
-        by_rank: chance that the child of each rank is the target's token; empty for drafters of chains alone.
+        by_rank: chance that the child of each rank is the target's token; empty for drafters and rules of chains alone.
         sampled: tokens a target forward with each of a few sampled trees; empty when all rows are greedy.
     """
 
@@ -58,7 +59,7 @@ class Candidate:
         speedup: over plain decoding.
     """
 
-    draft: Shape | None
+    draft: DraftShape | None
     tokens: float
     seconds: float
     speedup: float
@@ -71,13 +72,13 @@ class Comparison:
     Attributes:
         acceptance: in trials.
         verify: T_V(n) by n, seconds.
-        draft: T_D of a level by how many nodes are read together, seconds.
+        draft_times: T_D of a level by how many nodes are read together, seconds.
         candidates: fastest first; plain decoding is among them.
     """
 
     acceptance: TrialAcceptance
     verify: dict[int, float]
-    draft: dict[int, float]
+    draft_times: dict[int, float]
     candidates: tuple[Candidate, ...]
 
     @property
@@ -86,16 +87,16 @@ class Comparison:
         return self.candidates[0]
 
 
-def with_draft(drafter: Any, draft: Shape) -> Drafter:
+def with_draft(drafter: Drafter, draft: DraftShape) -> Drafter:
     """The same drafter with another shape of draft."""
-    return replace(drafter, draft=draft)
+    return replace(drafter, draft=draft)  # pyright: ignore[reportArgumentType] - every drafter is a dataclass
 
 
 def compare_drafts(
     target: Target,
     drafter: Drafter,
-    tokens: Any,
-    lengths: Any = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     options: GenerationOptions = GenerationOptions(),
     batch: int | None = None,
@@ -105,10 +106,12 @@ def compare_drafts(
 ) -> Comparison:
     """Measure, and reckon every chain of up to ``longest`` tokens and the best static trees of up to ``nodes`` nodes.
 
+    Chains alone where the rule is for chains alone.
+
     Args:
         target: the target model.
         drafter: its ``draft`` does not matter.
-        tokens: ``[R, P]`` prompts, as for `engine.generate`, on which acceptance is measured.
+        tokens: ``[R, P]`` prompts, as for `decoding.generate`, on which acceptance is measured.
         lengths: ``[R]``.
         options: of the generation to come. Trials emit at most ``max_new_tokens`` a row, with a random key of their own.
         batch: B, rows decoded together, for which times are measured; by default R.
@@ -117,7 +120,7 @@ def compare_drafts(
         acceptance: as `measure_acceptance` gave it, so that several ``batch`` sizes share it.
 
     Raises:
-        InputError: as `engine.generate`.
+        InputError: as `decoding.generate`.
     """
     if acceptance is None:
         acceptance = measure_acceptance(target, drafter, tokens, lengths, options=options, longest=longest)
@@ -127,10 +130,10 @@ def compare_drafts(
     if depth == 0:  # below these prompts the target has no position left for a draft
         return Comparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
-    costs, draft = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
+    costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
-    def reckon(shape: Shape, emitted: float) -> Candidate:
-        level = float(np.interp(shape.width, sorted(draft), [draft[width] for width in sorted(draft)]))
+    def reckon(shape: DraftShape, emitted: float) -> Candidate:
+        level = float(np.interp(shape.width, sorted(draft_times), [draft_times[width] for width in sorted(draft_times)]))
         seconds = shape.depth * level + costs.verification(shape.nodes)
         return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
 
@@ -142,14 +145,14 @@ def compare_drafts(
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
         candidates += [reckon(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
     ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
-    return Comparison(acceptance, costs.verify, draft, tuple(ordered))
+    return Comparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
 
 def fastest_drafter(
     target: Target,
     drafter: Drafter,
-    tokens: Any,
-    lengths: Any = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     options: GenerationOptions = GenerationOptions(),
 ) -> tuple[Drafter | None, Candidate]:
@@ -172,8 +175,8 @@ def fastest_drafter(
 def measure_acceptance(
     target: Target,
     drafter: Drafter,
-    tokens: Any,
-    lengths: Any = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
@@ -189,12 +192,12 @@ def measure_acceptance(
     if depth == 0:
         return TrialAcceptance((), (), {})
 
-    def trial(shape: Shape) -> tuple[np.ndarray, np.ndarray, float]:
+    def trial(shape: DraftShape) -> tuple[np.ndarray, np.ndarray, float]:
         return _try(target, with_draft(drafter, shape), tokens, lengths, options)
 
     by_rank: tuple[float, ...] = ()
     sampled: dict[SampledTree, float] = {}
-    if drafter.grows_trees:
+    if drafter.grows_trees and options.rule not in CHAIN_RULES:
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
         # With coupled sampling a sampled tree's children are a static tree's.
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
@@ -206,8 +209,8 @@ def measure_acceptance(
 def chain_survival(
     target: Target,
     drafter: Drafter,
-    tokens: Any,
-    lengths: Any = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
@@ -223,23 +226,23 @@ def chain_survival(
     return tuple(survival.tolist())
 
 
-def _positions_left(target: Target, drafter: Drafter, tokens: Any, lengths: Any) -> int:
+def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
     """How many tokens the longest of the prompts can grow by."""
     _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
-    return engine.most_positions(target, drafter) - int(checked.max())
+    return decoding.most_positions(target, drafter) - int(checked.max())
 
 
 def _try(
-    target: Target, drafter: Drafter, tokens: Any, lengths: Any, options: GenerationOptions
+    target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None, options: GenerationOptions
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """A short generation: the share of its drafts that was accepted to each depth, and at each rank of the first level; and the
     tokens a step."""
-    rows, shape = len(np.asarray(tokens)), drafter.draft
+    rows, shape = len(np.asarray(tokens)), drafter.draft_shape
     count = max(_LEAST_STEPS, _TRIAL_STEPS // rows)
     left = _positions_left(target, drafter, tokens, lengths)
     most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
-    drafter, state = engine.start(target, drafter, tokens, lengths, tried)
+    drafter, state = decoding.start(target, drafter, tokens, lengths, tried)
     first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
     steps = max(int(np.sum(stats.steps)), 1)
     ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
@@ -247,11 +250,11 @@ def _try(
 
 
 @partial(jax.jit, static_argnames="steps")
-def _watch(target: Target, drafter: Drafter, state: engine.DecodeState, steps: int) -> tuple[jax.Array, Any]:
+def _watch(target: Target, drafter: Drafter, state: decoding.DecodeState, steps: int) -> tuple[jax.Array, Any]:
     """``[steps, B]`` the first accepted node of each step, 0 where there was none; and the statistics."""
 
-    def body(state: engine.DecodeState, _: None) -> tuple[engine.DecodeState, jax.Array]:
-        state, info = engine.step(target, drafter, state)
+    def body(state: decoding.DecodeState, _: None) -> tuple[decoding.DecodeState, jax.Array]:
+        state, info = decoding.step(target, drafter, state)
         return state, jnp.where(info.accepted > 0, info.path[:, 1], 0)
 
     state, first = jax.lax.scan(body, state, length=steps)
@@ -267,20 +270,20 @@ def _times(
     wide = [with_draft(drafter, StaticTree(complete_tree(spine))) for spine in spines]
     largest = max(depth + 1, nodes if ranks else 0)
     counts = [count for i, count in enumerate(_COUNTS) if i == 0 or _COUNTS[i - 1] < largest]
-    needed = tokens_needed(_REPEATS, max(*counts, *(each.draft.nodes for each in wide), depth + 1))
+    needed = tokens_needed(_REPEATS, max(*counts, *(each.draft_shape.nodes for each in wide), depth + 1))
     settings: dict[str, Any] = {
         "batch": batch,
-        "context": max(1, min(width, engine.most_positions(target, drafter) - needed)),
+        "context": max(1, min(width, decoding.most_positions(target, drafter) - needed)),
         "new_tokens": needed,
         "sampling": _spread(options.sampling, batch),
         "rule": options.rule,
         "repeats": _REPEATS,
     }
     costs = measure_costs(target, with_draft(drafter, Chain(depth)), nodes=counts, **settings)
-    draft = {1: costs.draft}
+    draft_times = {1: costs.draft_time}
     for each in wide:
-        draft[each.draft.width] = measure_costs(target, each, verify=False, **settings).draft
-    return costs, draft
+        draft_times[each.draft_shape.width] = measure_costs(target, each, verify=False, **settings).draft_time
+    return costs, draft_times
 
 
 def _spread(sampling: Sampling, batch: int) -> Sampling:

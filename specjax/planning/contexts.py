@@ -8,19 +8,19 @@ turns into the other is the *critical* one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.choice import chain_survival, with_draft
 from specjax.planning.costs import Costs, measure_costs
-from specjax.tree import Chain
 
 _REPEATS = 3
 TRIAL_TOKENS = 192
@@ -54,18 +54,18 @@ class MeasuredContexts:
 
     Attributes:
         costs: by context and batch, T_V(n) of the target, T_T = T_V(1) among them; T_D is 0 here.
-        draft: T_D by budget and batch, seconds a drafted token.
+        draft_times: T_D by budget and batch, seconds a drafted token.
         survival: by context and budget, the chance that a chain's token at each depth is accepted, with those before it.
     """
 
     costs: dict[tuple[int, int], Costs]
-    draft: dict[tuple[int, int], float]
+    draft_times: dict[tuple[int, int], float]
     survival: dict[tuple[int, int], tuple[float, ...]]
 
     def gain(self, context: int, batch: int, budget: int, gamma: int) -> Gain:
         """MagicDec's equation: expected tokens times T_T over (gamma T_D + T_V(gamma + 1))."""
         costs, tokens = self.costs[context, batch], 1 + sum(self.survival[context, budget][:gamma])
-        times = (costs.target, self.draft[budget, batch], costs.verification(gamma + 1))
+        times = (costs.target, self.draft_times[budget, batch], costs.verification(gamma + 1))
         return Gain(context, batch, budget, gamma, tokens, theory.speedup_from_times(*times, gamma, tokens))
 
     def gains(self, context: int, batch: int) -> list[Gain]:
@@ -106,7 +106,7 @@ class MeasuredContexts:
 def measure_contexts(
     target: Target,
     drafter: CompressedCache,
-    texts: Any,
+    texts: ArrayLike,
     *,
     contexts: Sequence[int],
     batches: Sequence[int],
@@ -162,7 +162,7 @@ def measure_contexts(
     for budget in budgets:
         sized = replace(chain, budget=budget, draft=Chain(2))
         for batch in batches:
-            draft[budget, batch] = measure_costs(target, sized, batch=batch, context=budget, verify=False, **measure).draft
+            draft[budget, batch] = measure_costs(target, sized, batch=batch, context=budget, verify=False, **measure).draft_time
             forget_programs()
     return MeasuredContexts(costs, draft, survival)
 

@@ -7,25 +7,27 @@ the engine takes beyond them (verification, bookkeeping) is missing from a predi
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import ArrayLike
 
-from specjax import sharding
-from specjax.decoding import engine
+from specjax import decoding, sharding
+from specjax.decoding.few_rows import by_rows
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
-from specjax.draft import Verdict
-from specjax.drafters.base import Drafter, NoDraft, Seen, append_tokens
+from specjax.drafters.base import Committed, Drafter, NoDraft, append_tokens
+from specjax.drafts.draft import Verdict
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, gather_entries
-from specjax.models.transformer import Output, Target
+from specjax.models.transformer import States, Target
 from specjax.sampling import Rule, Sampling, argmax
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Costs:
 
     Attributes:
         verify: T_V(n), a pass of the target over n nodes a row, by n. ``verify[1]`` is T_T, a step of plain decoding.
-        draft: T_D, drafting one level of a tree: of a chain, one token a row.
+        draft_time: T_D, drafting one level of a tree: of a chain, one token a row.
         levels: levels that every draft takes; None where drafts may end early.
     """
 
     verify: dict[int, float]
-    draft: float
+    draft_time: float
     levels: int | None = None
 
     @property
@@ -75,7 +77,7 @@ def measure_costs(
         context: tokens in each row's cache.
         new_tokens: room beyond them, which makes the capacity of the caches; measuring may take more.
         sampling: the settings that the drafter draws with.
-        rule: the rule that it drafts for, as in `engine.generate`.
+        rule: the rule that it drafts for, as in `decoding.generate`.
         repeats: of each compiled loop, interleaved; the median counts.
         nodes: further numbers of nodes to time T_V at.
         verify: False times T_D alone.
@@ -90,14 +92,14 @@ def measure_costs(
     needed = max(new_tokens, tokens_needed(repeats, max(counts, default=1)))
     if repeats < 1:
         raise InputError(f"repeats={repeats}: must be at least 1")
-    if context + needed > (positions := engine.most_positions(target, drafter)):
+    if context + needed > (positions := decoding.most_positions(target, drafter)):
         raise InputError(
             f"context={context}: with the {needed} tokens to measure with, too long for the {positions} positions of target "
             "and drafter"
         )
     # Any text serves: a pass takes as long whatever the tokens are.
     options = GenerationOptions(max_new_tokens=needed, sampling=sampling, eos_token_ids=(), rule=rule)
-    drafter, state = engine.start(target, drafter, np.ones((batch, context), np.int32), options=options)
+    drafter, state = decoding.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
     for repeat in range(-1, repeats):
@@ -112,8 +114,8 @@ def measure_costs(
     each = dict(zip(seconds, medians.tolist(), strict=True))
     return Costs(
         verify={count: each[count] for count in counts},
-        draft=each["draft"] / drafter.draft.depth if drafter.draft.depth else 0.0,
-        levels=None if ends_early else drafter.draft.depth,
+        draft_time=each["draft"] / drafter.draft_shape.depth if drafter.draft_shape.depth else 0.0,
+        levels=None if ends_early else drafter.draft_shape.depth,
     )
 
 
@@ -126,13 +128,18 @@ def tokens_needed(repeats: int, nodes: int = 1) -> int:
     return max(_PASSES * (repeats + 1), nodes)
 
 
-def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
+def _timed(run: Callable[..., _Result], *arguments: object) -> tuple[float, _Result]:
     started = time.perf_counter()
     result = jax.block_until_ready(run(*arguments))
     return time.perf_counter() - started, result
 
 
-@partial(jax.jit, static_argnames=("nodes", "passes"), donate_argnames="cache")
+@by_rows(
+    lambda cache, nodes, **_: cache.length.shape[0] * nodes,
+    models=("target",),
+    static_argnames=("nodes", "passes"),
+    donate_argnames="cache",
+)
 def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and keep none.
 
@@ -142,7 +149,6 @@ def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
         tokens, cache = carry
         output, new = target.score(tokens, cache)
-        assert output.logits is not None
         written = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
         return argmax(output.logits), replace(written, length=cache.length)
 
@@ -150,14 +156,14 @@ def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]
 
 
-@partial(jax.jit, static_argnames="passes", donate_argnames="state")
-def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes: int) -> engine.DecodeState:
+@by_rows(decoding.rows_of_pass, models=("target", "drafter"), static_argnames="passes", donate_argnames="state")
+def _propose(target: Target, drafter: Drafter, state: decoding.DecodeState, passes: int) -> decoding.DecodeState:
     """Draft ``passes`` times, each time below the last token of the draft before, of which nothing but the root is kept."""
     batch = state.lengths.shape[0]
     one = jnp.ones(batch, jnp.int32)
 
-    def body(_: int, state: engine.DecodeState) -> engine.DecodeState:
-        draft, proposed = engine.propose_step(target, drafter, state)
+    def body(_: int, state: decoding.DecodeState) -> decoding.DecodeState:
+        draft, proposed = decoding.propose_step(target, drafter, state)
         newest = draft.tokens[:, -1:]
         verdict = Verdict(path=jnp.zeros((batch, draft.depth + 1), jnp.int32), count=one, token=newest[:, 0])
 
@@ -166,9 +172,9 @@ def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes
 
         taps = len(drafter.taps(target.config))
         hidden = target.config.hidden_size
-        output = Output(logits=None, hidden=along_path(hidden), taps=along_path(taps, hidden))
+        output = States(hidden=along_path(hidden), taps=along_path(taps, hidden))
         path = jnp.broadcast_to(draft.tokens[:, :1], verdict.path.shape)
-        seen = Seen(
+        committed = Committed(
             tokens=path,
             following=jnp.broadcast_to(newest, path.shape),
             output=output,
@@ -181,7 +187,7 @@ def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes
             state,
             tokens=append_tokens(state.tokens, state.lengths, newest, one),
             lengths=state.lengths + 1,
-            drafter=drafter.update(target, proposed.drafter, draft, verdict, seen),
+            drafter=drafter.update(target, proposed.drafter, draft, verdict, committed),
         )
 
     return jax.lax.fori_loop(0, passes, body, state)
@@ -189,9 +195,9 @@ def _propose(target: Target, drafter: Drafter, state: engine.DecodeState, passes
 
 def _without_stop(drafter: Any) -> Drafter:
     """The drafter with chains that never stop early."""
-    if not getattr(drafter.draft, "stop_below", 0.0):
+    if not getattr(drafter.draft_shape, "stop_below", 0.0):
         return drafter
-    return replace(drafter, draft=replace(drafter.draft, stop_below=0.0))
+    return replace(drafter, draft=replace(drafter.draft_shape, stop_below=0.0))
 
 
 def predicted_speedup(costs: Costs, *batches: Stats) -> float:
@@ -211,15 +217,15 @@ def predicted_speedup(costs: Costs, *batches: Stats) -> float:
             levels = steps * costs.levels
         last = int(np.argmax(steps))
         plain += emitted.max() * costs.target
-        speculative += levels[last] * costs.draft + steps[last] * costs.verification(scored[last] / steps[last])
+        speculative += levels[last] * costs.draft_time + steps[last] * costs.verification(scored[last] / steps[last])
     return float(plain / speculative)
 
 
 def trial_speedup(
     target: Target,
     drafter: Drafter,
-    tokens: Any,
-    lengths: Any = None,
+    tokens: ArrayLike,
+    lengths: ArrayLike | None = None,
     *,
     options: GenerationOptions = GenerationOptions(),
     trial_tokens: int = 48,
@@ -231,21 +237,21 @@ def trial_speedup(
     Args:
         target: the target model.
         drafter: the one in question.
-        tokens: ``[B, P]`` prompts, as for `engine.generate`.
+        tokens: ``[B, P]`` prompts, as for `decoding.generate`.
         lengths: ``[B]``.
         options: of the generation to come. The trial has a random key of its own (`trial_key`).
         trial_tokens: most tokens to generate for the acceptance.
 
     Raises:
-        InputError: as `engine.generate`.
+        InputError: as `decoding.generate`.
     """
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
-    positions = engine.most_positions(target, drafter)
+    positions = decoding.most_positions(target, drafter)
     most = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))
-    trial = engine.generate(target, drafter, tokens, lengths, **vars(tried))
-    needed = tokens_needed(_TRIAL_REPEATS, drafter.draft.nodes)
+    trial = decoding.generate(target, drafter, tokens, lengths, **vars(tried))
+    needed = tokens_needed(_TRIAL_REPEATS, drafter.draft_shape.nodes)
     context = max(1, min(width, positions - needed))
     costs = measure_costs(
         target,

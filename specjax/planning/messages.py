@@ -38,14 +38,14 @@ def message_sizes(
 
     Args:
         reader: what kind of drafter it is.
-        target: the target's shape.
+        target: the target's configuration.
         nodes: drafted tokens, the root not counted: the target knows it.
         accepted: tokens that the round adds, the target's own included.
         tli: the target's last layers that the drafter runs itself.
         number_bytes: of one number of a state: 2 for float16 and bfloat16.
 
     Raises:
-        InputError: a number is out of range, or the target has no keys and values to send.
+        InputError: a number is out of range, or the target has no keys and values to send, or none that could be summarised.
     """
     if reader not in get_args(Reader):
         raise InputError(f"reader={reader!r}: give one of {', '.join(map(repr, get_args(Reader)))}")
@@ -58,17 +58,22 @@ def message_sizes(
         raise InputError("target: remembers latents (MLA), and no keys and values that could be sent")
     if tli and not reader.startswith("moa"):
         raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")
-    layer = target.entry_size
+    layers = [target.entry_size(layer) for layer in range(target.num_layers)]
+    if reader in ("moa", "moa, layers on the client") and len(set(layers)) > 1:
+        raise InputError(
+            f"target: its layers remember {sorted(set(layers))} numbers of a token, and layer self-attention reads layers "
+            "that are alike: give such a target"
+        )
     numbers = {
         "draft model": 0,
         "eagle": target.hidden_size,
         "eagle3": 3 * target.hidden_size,
         "moa, no layers": target.hidden_size,
-        "moa": layer,
-        "moa, layers on the client": target.num_layers * layer,
+        "moa": layers[0],
+        "moa, layers on the client": sum(layers),
     }[reader]
     # On the client all layers are there already.
-    extra = 0 if reader == "moa, layers on the client" else tli * layer
+    extra = 0 if reader == "moa, layers on the client" else sum(layers[target.num_layers - tli :])
     return Messages(
         up=nodes * (TOKEN_BYTES + PARENT_BYTES),
         down=accepted * (TOKEN_BYTES + (numbers + extra) * number_bytes),

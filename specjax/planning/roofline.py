@@ -26,7 +26,7 @@ from specjax.chips import Chip
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.models.params import declare
-from specjax.models.shapes import parameter_count
+from specjax.models.published import parameter_count
 from specjax.planning import theory
 
 LONGEST = 16
@@ -66,17 +66,21 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
     """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
 
     Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice.
-    The T tokens' own keys and values are left out: they are few beside S.
+    A layer that reads another one's entries reads them once more. The T tokens' own keys and values are left out: they are few
+    beside S.
     """
-    (_, keys), (_, last) = config.entry_parts
-    products = keys + last if config.mla is None else 2 * keys + last
-    queries = batch * tokens * config.num_heads * config.num_layers
-    return Work(2.0 * queries * products * context, batch * context * cache_bytes(config, kv_bytes))
+    products, numbers = 0, 0
+    for layer in range(config.num_layers):
+        source = config.entries_of(layer)
+        (_, keys), (_, last) = config.entry_parts(source)
+        products += config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
+        numbers += config.entry_size(source)
+    return Work(2.0 * batch * tokens * products * context, batch * context * numbers * kv_bytes)
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
-    """Bytes that one token takes in the cache: its entry in every layer."""
-    return config.num_layers * sum(heads * dim for heads, dim in config.entry_parts) * kv_bytes
+    """Bytes that one token takes in the cache: its entry in every layer that has its own."""
+    return sum(map(config.entry_size, range(config.num_layers))) * kv_bytes
 
 
 def forward_time(
@@ -208,7 +212,7 @@ def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float
 
 
 def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int = LONGEST, shortest: int = 0) -> theory.Choice:
-    """The chain of ``shortest`` to ``longest`` tokens with the largest `speedup`, the shortest among equals.
+    """The chain of ``shortest`` to ``longest`` tokens with the largest `chain_speedup`, the shortest among equals.
 
     With the default ``shortest`` the answer is 0, plain decoding, where speculation does not pay.
     """
@@ -222,14 +226,14 @@ def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int 
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """Entries of the draft cache (K), chain length, and the speed-up of the two. ``gamma = 0`` is plain decoding."""
+    """Entries of the draft cache (K; None is all), chain length, and their speed-up. ``gamma = 0`` is plain decoding."""
 
-    draft_cache: int
+    draft_cache: int | None
     gamma: int
     factor: float
 
 
-def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int, float], longest: int = LONGEST) -> CacheChoice:
+def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int | None, float], longest: int = LONGEST) -> CacheChoice:
     """The K and gamma of the largest speed-up, where ``alphas`` gives the acceptance rate of each K (equation 4).
 
     Among equals the first K in the order of ``alphas``. ``pair.draft_cache`` is not read.

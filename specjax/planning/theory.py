@@ -3,7 +3,7 @@
 Symbols as in the papers: alpha the chance that a drafted token is accepted (taken as independent of the others), gamma the
 length of the drafted chain, c the time of one drafting step over the time of one target forward, c-hat the same ratio of
 arithmetic operations. Leviathan et al. 2023, arXiv 2211.17192, assume that a forward over gamma + 1 tokens takes as long as
-one over a single token; MagicDec, arXiv 2408.11049, asks for the three times instead, and so does `speedup`.
+one over a single token; MagicDec, arXiv 2408.11049, asks for the three times instead, and so does `speedup_from_times`.
 
 Two formulas that circulate are wrong:
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specjax.drafts.shapes import Choices
 from specjax.errors import InputError
-from specjax.tree import Choices
 
 LONGEST = 64
 """The longest chain that `best_gamma` tries unless told otherwise, in tokens."""
@@ -62,17 +62,6 @@ def memory_factor(alpha: float, gamma: int) -> float:
     return expected_tokens(alpha, gamma)
 
 
-def guaranteed_factor(alpha: float, cost: float) -> float:
-    """A speed-up that some gamma reaches: (1 + alpha) / (1 + c) where alpha > c, which gamma = 1 reaches; else 1, not drafting.
-
-    Leviathan et al. 2023, Corollary 3.9. Where alpha <= c no gamma is faster than plain decoding: the i-th drafted token adds
-    alpha^i <= c expected tokens and c to the time.
-    """
-    _check_alpha(alpha)
-    _check_positive("cost", cost)
-    return (1 + alpha) / (1 + cost) if alpha > cost else 1.0
-
-
 @dataclass(frozen=True)
 class Choice:
     """A chain length and its speed-up over plain decoding. ``gamma = 0`` is plain decoding."""
@@ -84,8 +73,9 @@ class Choice:
 def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
     """The chain of at most ``longest`` tokens with the largest `walltime_factor`, the shortest among equals.
 
-    0 where speculation does not pay. With alpha = 1 and c < 1 a longer chain is always faster: the answer is ``longest``.
-    Leviathan et al. 2023, section 3.5.
+    0 where speculation does not pay, which is where alpha <= c: the i-th drafted token adds alpha^i <= c expected tokens and c
+    to the time. Where alpha > c, a chain of 1 already gains (1 + alpha) / (1 + c). With alpha = 1 and c < 1 a longer chain is
+    always faster: the answer is ``longest``. Leviathan et al. 2023, section 3.5 and Corollary 3.9.
     """
     _check_gamma(longest, "longest")
     choices = (Choice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specjax import tree
+from specjax.drafts import tree
 from specjax.errors import InputError
 
 if TYPE_CHECKING:

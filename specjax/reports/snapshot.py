@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from specjax import sharding
-from specjax.decoding import engine
+from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
-from specjax.draft import Draft
 from specjax.drafters.base import Drafter
+from specjax.drafts.draft import Draft
 from specjax.models.transformer import Target
 from specjax.reports import pictures
 
@@ -53,20 +52,20 @@ def take_snapshot(
 ) -> Snapshot:
     """Of the first ``steps`` steps after ``prompt`` the one that accepted most, the earliest among equals.
 
-    With the same ``options`` as `engine.generate` it makes these steps too. None: greedy, and as many tokens as ``steps``
+    With the same ``options`` as `decoding.generate` it makes these steps too. None: greedy, and as many tokens as ``steps``
     may take.
 
     Raises:
-        InputError: as `engine.generate`.
+        InputError: as `decoding.generate`.
     """
     if options is None:
-        most = max(1, min(steps * (drafter.draft.depth + 1), target.config.max_positions - len(prompt)))
+        most = max(1, min(steps * (drafter.draft_shape.depth + 1), target.config.max_positions - len(prompt)))
         options = GenerationOptions(max_new_tokens=most)
-    drafter, state = engine.start(target, drafter, [prompt], options=options)
+    drafter, state = decoding.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
     for _ in range(steps):
-        state, seen = _step(target, drafter, state)
-        draft, path, emitted, bonus, done = sharding.to_host(seen, target.mesh)
+        state, watched = _step(target, drafter, state)
+        draft, path, emitted, bonus, done = sharding.to_host(watched, target.mesh)
         if best is None or emitted[0] > len(best.path):
             best = _of_row(draft, path[0, : emitted[0]], bonus[0])
         if done[0]:
@@ -76,9 +75,9 @@ def take_snapshot(
 
 
 @partial(jax.jit, donate_argnames="state")
-def _step(target: Target, drafter: Drafter, state: engine.DecodeState) -> tuple[engine.DecodeState, tuple[Any, ...]]:
+def _step(target: Target, drafter: Drafter, state: decoding.DecodeState) -> tuple[decoding.DecodeState, tuple[Any, ...]]:
     """One step, and what the host reads of it: the draft, the accepted path, tokens emitted, the last of them, done."""
-    state, info = engine.step(target, drafter, state)
+    state, info = decoding.step(target, drafter, state)
     return state, (replace(info.draft, q=None), info.path, info.emitted, state.roots, state.done)
 
 

@@ -96,6 +96,8 @@ class TrainConfig:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0 <= self.seed < 2**63:  # as `specjax.sampling.make_key` has it
+            raise ConfigError(f"seed={self.seed}: must be a whole number, at least 0 and below 2**63")
         if self.accumulate < 1 or self.data.batch % self.accumulate:
             raise ConfigError(f"accumulate={self.accumulate}: must divide data.batch={self.data.batch}")
         if self.data.window < 2 or self.data.batch < 1:

@@ -1,20 +1,17 @@
 """Documents to packed windows of tokens, in an order that is fixed by the seed and can be resumed."""
 
-import hashlib
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import grain
 import numpy as np
 import tokenizers
 
-from specjax import text
 from specjax.config import ConfigError
 from specjax.training import chat
 from specjax.training.config import DataConfig
 from specjax.training.documents import Document, read_documents
-from specjax.training.tokenizer import read_tokenizer, train_tokenizer
+from specjax.training.tokenizer import begin_token, encode_texts, read_tokenizer, train_tokenizer
 
 
 def split_documents(documents: Sequence[Document], holdout: float) -> tuple[list[Document], list[Document]]:
@@ -29,13 +26,19 @@ def split_documents(documents: Sequence[Document], holdout: float) -> tuple[list
     return train, held
 
 
-def pack(documents: Sequence[Sequence[int]], window: int, masks: Sequence[np.ndarray] | None = None) -> dict[str, np.ndarray]:
+def pack(
+    documents: Sequence[Sequence[int]], window: int, masks: Sequence[np.ndarray] | None = None, begin: int | None = None
+) -> dict[str, np.ndarray]:
     """Lay documents end to end and cut windows of ``window + 1`` tokens, neighbours sharing one token.
+
+    What one document says first does not follow from another: such a label does not count, unless it is ``begin``, which says
+    that the document before it has ended.
 
     Args:
         documents: token ids.
         window: labels of a window.
         masks: for each document, ``[tokens]`` bool, which of its tokens count as labels; None: all of them.
+        begin: the token that documents begin with, so that it separates them; None: they begin with none.
 
     Returns:
         ``tokens [W, window+1]`` int32; ``segments [W, window+1]`` int32, the number of the document of each token; and
@@ -44,6 +47,8 @@ def pack(documents: Sequence[Sequence[int]], window: int, masks: Sequence[np.nda
     tokens = np.concatenate([np.asarray(d, np.int32) for d in documents])
     counted = np.ones(len(tokens), bool) if masks is None else np.concatenate(masks)
     segments = np.repeat(np.arange(len(documents), dtype=np.int32), [len(d) for d in documents])
+    across = np.append(False, segments[1:] != segments[:-1])
+    counted &= ~across if begin is None else ~across | (tokens == begin)
     windows = (len(tokens) - 1) // window
     if windows < 1:
         raise ConfigError(f"data.window={window}: the text has only {len(tokens)} tokens")
@@ -74,7 +79,7 @@ class PackedWindows(grain.sources.RandomAccessDataSource):
 
 
 def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches, shuffled anew each epoch. The iterator's state is a small JSON object."""
+    """Endless batches, shuffled anew each epoch; every bit of ``seed`` counts. The iterator's state is a small JSON object."""
     windows = len(packed["tokens"])
     if windows < batch:
         raise ConfigError(f"data.batch={batch}: the text makes only {windows} windows")
@@ -82,8 +87,15 @@ def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.Datas
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
 
 
-def prepare(config: DataConfig) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The tokenizer, and the packed training and held-out windows of a `DataConfig`."""
+def prepare(
+    config: DataConfig, end: int | None = None
+) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The tokenizer, and the packed training and held-out windows of a `DataConfig`.
+
+    Texts are separated by the token that the tokenizer begins them with. Where it begins them with none, they end with its end
+    token, or if it names none with ``end``, the target's. Without that either, nothing says that a text ends, and it is not
+    learnt. Conversations end as their template has it.
+    """
     train, held = split_documents(read_documents(config.source), config.holdout)
     chats = [document for document in (*train, *held) if document.messages is not None]
     if chats and len(chats) < len(train) + len(held):
@@ -91,10 +103,15 @@ def prepare(config: DataConfig) -> tuple[tokenizers.Tokenizer, dict[str, np.ndar
     if chats:
         return _prepare_chats(config, train, held)
     train_texts, held_texts = ([document.text or "" for document in part] for part in (train, held))
-    tokenizer = read_tokenizer(config.tokenizer) if config.tokenizer else train_tokenizer(train_texts, config.vocab_size)
+    if config.tokenizer:
+        loaded = read_tokenizer(config.tokenizer)
+        tokenizer, end = loaded.backend_tokenizer, end if loaded.eos_token_id is None else loaded.eos_token_id
+    else:
+        tokenizer = train_tokenizer(train_texts, config.vocab_size)
+    begin = begin_token(tokenizer)
 
     def windows(texts: Sequence[str]) -> dict[str, np.ndarray]:
-        return pack([encoding.ids for encoding in tokenizer.encode_batch(texts)], config.window)
+        return pack(encode_texts(tokenizer, texts, end), config.window, begin=begin)
 
     return tokenizer, windows(train_texts), windows(held_texts)
 
@@ -104,19 +121,10 @@ def _prepare_chats(
 ) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
     if not config.tokenizer:
         raise ConfigError("data.tokenizer='': conversations need a tokenizer with a chat template; name its directory")
-    tokenizer = chat.with_template(text.load_tokenizer(Path(config.tokenizer)), config.chat_template)
+    tokenizer = chat.with_template(read_tokenizer(config.tokenizer), config.chat_template)
 
     def windows(documents: Sequence[Document]) -> dict[str, np.ndarray]:
         encoded = chat.encode(tokenizer, [document.messages or () for document in documents], config.responses_only)
-        return pack([ids for ids, _ in encoded], config.window, [mask for _, mask in encoded])
+        return pack([ids for ids, _ in encoded], config.window, [mask for _, mask in encoded], tokenizer.bos_token_id)
 
     return tokenizer.backend_tokenizer, windows(train), windows(held)
-
-
-def fingerprint(*packed: dict[str, np.ndarray]) -> str:
-    """A short hash of packed windows: two runs with the same one train on the same tokens in the same order."""
-    digest = hashlib.sha256()
-    for windows in packed:
-        for name in sorted(windows):
-            digest.update(np.ascontiguousarray(windows[name]).tobytes())
-    return digest.hexdigest()[:32]

@@ -4,7 +4,10 @@ A conversation is a list of messages, ``{"role": …, "content": …}``, whateve
 """
 
 import glob
+import hashlib
+import json
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,19 +37,26 @@ _ROLES = {
 """The roles that ShareGPT, OpenAI and others write, and the role that is meant."""
 
 
+REGENERATED_FROM = "regenerated_from"
+"""The field in which ``specjax regenerate`` keeps the origin of a record: `find_origin` of the document that it was written
+after."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A text or a conversation; one of the two.
 
     Attributes:
-        name: decides whether it is held out; the same wherever the others lie.
+        name: decides whether it is held out; the same wherever the others lie. Records of one origin have one name.
         text: the text.
         messages: the conversation.
+        origin: of a record that ``specjax regenerate`` wrote, what `REGENERATED_FROM` says.
     """
 
     name: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
+    origin: str | None = None
 
 
 def find_files(source: str) -> list[Path]:
@@ -92,19 +102,54 @@ def read_documents(source: str) -> list[Document]:
 
 def parse_record(record: Any, where: str) -> Document:
     """The document in a record: ``text``; or ``messages`` or ``conversations``, as OpenAI (role, content) or ShareGPT (from,
-    value) write them.
+    value) write them. Its name is ``where``, or what `REGENERATED_FROM` says.
 
     Raises:
         ConfigError: it is none of these; ``where`` says which record it is.
     """
     if isinstance(record, Mapping):
+        origin = record[REGENERATED_FROM] if isinstance(record.get(REGENERATED_FROM), str) else None
+        name = origin or where
         for field in ("messages", "conversations"):
             if isinstance(record.get(field), Sequence) and not isinstance(record[field], str):
-                return Document(where, messages=tuple(_message(entry, f"{where}: {field}") for entry in record[field]))
+                messages = tuple(_message(entry, f"{where}: {field}") for entry in record[field])
+                return Document(name, messages=messages, origin=origin)
         if isinstance(record.get("text"), str):
-            return Document(where, text=record["text"])
+            return Document(name, text=record["text"], origin=origin)
     fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
     raise ConfigError(f"{where}: has {fields}; a record needs text, or messages or conversations, a list of messages")
+
+
+def find_origin(document: Document) -> str:
+    """The same for all that is written after ``document``, be it written anew many times over, and for documents equal to it.
+
+    A hash of its content; where it was itself written after another, the origin of that one.
+    """
+    return document.origin or _hash(_content(document))
+
+
+def identities(documents: Sequence[Document]) -> list[str]:
+    """What tells each document from the others wherever it lies: a hash of its content.
+
+    Into that of the k-th of equal documents its number is folded, so that each has its own, and all of them together the same
+    in any order.
+    """
+    before: Counter[str] = Counter()
+    found = []
+    for document in documents:
+        content = _content(document)
+        found.append(_hash(f"{before[content]} {content}"))
+        before[content] += 1
+    return found
+
+
+def _content(document: Document) -> str:
+    origin = [] if document.origin is None else [document.origin]
+    return json.dumps([document.text, document.messages, *origin], sort_keys=True)
+
+
+def _hash(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def _message(entry: Any, where: str) -> Message:

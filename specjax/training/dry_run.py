@@ -14,7 +14,7 @@ from specjax import sharding
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
-from specjax.training.methods import Given
+from specjax.training.contract import Given
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, abstract_state, cast, name_of, train_step, trainable
 

@@ -1,16 +1,18 @@
 """The training loop: batches to steps, evaluation, checkpoints and what else a run leaves behind.
 
-What is trained, on what loss, is a `Method`'s business; how one step goes is `specjax.training.step`'s.
+What is trained, on what loss, is a `TrainingMethod`'s business; how one step goes is `specjax.training.step`'s.
 """
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,16 +23,17 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from specjax import chips, sharding
+from specjax import chips
 from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
+from specjax.sampling import make_key
 from specjax.sharding import make_mesh
-from specjax.training import data, run_directory
+from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
-from specjax.training.methods import Given
+from specjax.training.contract import Given, Metrics
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, cast, evaluate, flops_of_step, initial_state, make_batch, train_step
 from specjax.training.tokenizer import save_tokenizer
@@ -47,14 +50,13 @@ def train(config: TrainConfig) -> Path:
     """
     output, method = Path(config.output), config.method
     run = _prepare(config)
-    state, target = run.state, run.target
-    noise = jax.random.fold_in(jax.random.key(config.seed), 2**31)  # apart from what the student was drawn from
-    iterator = data.batches(run.packed, config.data.batch, config.seed)
+    state, target, iterator = run.state, run.target, run.iterator
+    noise = jax.random.fold_in(make_key(config.seed), 2**31)  # apart from what the student was drawn from
     tokens_a_step = config.data.batch * config.data.window
     judged = f"held_out_{method.best_by}"
 
     def export(name: str, state: TrainState) -> None:
-        state.student.save_pretrained(output / name, jnp.dtype(config.export_dtype))
+        state.student.save_pretrained(output / name, dtype=jnp.dtype(config.export_dtype))
         if method.whole_model and jax.process_index() == 0:
             save_tokenizer(output / name, run.tokenizer, run.tokenizer_directory, state.student.config.max_positions)
 
@@ -66,29 +68,31 @@ def train(config: TrainConfig) -> Path:
             _progress(config.steps, first, config.mesh[0] * config.mesh[1]) as report,
         ):
             best = max(map(method.goodness, log.values(judged)), default=-np.inf)
-            clock = time.perf_counter()
-            for step in range(first + 1, config.steps + 1):
-                batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, run.mesh)
-                if step == first + 1:
-                    report.flops = flops_of_step(state, batch, target, **run.fixed)
-                state, metrics = train_step(state, batch, target, **run.fixed)
-                metrics = sharding.to_host(metrics, run.mesh)  # waits for the step
-                metrics = {name: float(value) for name, value in metrics.items()}
-                now = time.perf_counter()
-                seconds, clock = now - clock, now
-                report(step, metrics["loss"], tokens_a_step, seconds)
-                log.write({"step": step, **metrics, "tokens_per_s": round(tokens_a_step / seconds)})
-                last = step == config.steps
-                if last or step % config.evaluate_every == 0:
-                    held = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
-                    if method.goodness(held[method.best_by]) > best:
-                        best = method.goodness(held[method.best_by])
-                        export("best", state)
-                    log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
-                if last or step % config.checkpoint_every == 0:
-                    export("latest", state)  # before the checkpoint: a run that is continued there does not come here again
-                    run_directory.save(checkpoints, state, iterator)
-                clock = time.perf_counter()  # what was done between the steps is not theirs
+            figures = _Figures(log, report, tokens_a_step)
+            try:
+                for step in range(first + 1, config.steps + 1):
+                    batch = make_batch(next(iterator), jax.random.fold_in(noise, step), step / config.steps, run.mesh)
+                    if step == first + 1:
+                        report.flops = flops_of_step(state, batch, target, **run.fixed)
+                    state, metrics = train_step(state, batch, target, **run.fixed)  # is begun, and not waited for
+                    figures.add(step, metrics)
+                    last = step == config.steps
+                    evaluates, saves = (last or step % each == 0 for each in (config.evaluate_every, config.checkpoint_every))
+                    if not evaluates and not saves:
+                        continue
+                    figures.flush()
+                    if evaluates:
+                        held = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
+                        if method.goodness(held[method.best_by]) > best:
+                            best = method.goodness(held[method.best_by])
+                            export("best", state)
+                        log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
+                    if saves:
+                        export("latest", state)  # before the checkpoint: a run continued there does not come here again
+                        run_directory.save(checkpoints, state, iterator)
+                    figures.restart()  # what was done between the steps is not theirs
+            finally:  # whatever ended it, also what the last steps reported is kept
+                figures.flush()
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("specjax: trained")  # the first process may still be writing
     return output / "best"
@@ -104,7 +108,7 @@ class _Run:
         mesh: None is one device.
         tokenizer: of the windows.
         tokenizer_directory: where it was read from; empty where it was trained here.
-        packed: windows to train on.
+        iterator: over the batches to train on, before the first.
         held_out: windows to evaluate on.
         fixed: what `train_step` is given besides, the same in every step.
     """
@@ -114,7 +118,7 @@ class _Run:
     mesh: Mesh | None
     tokenizer: tokenizers.Tokenizer
     tokenizer_directory: str
-    packed: dict[str, np.ndarray]
+    iterator: grain.DatasetIterator
     held_out: dict[str, np.ndarray]
     fixed: dict[str, Any]
 
@@ -130,16 +134,17 @@ def _prepare(config: TrainConfig) -> _Run:
             f"mesh={config.mesh}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
         )
     compute = jnp.dtype(config.compute_dtype)
-    target = Target.from_pretrained(method.target, compute, mesh) if method.target else None
+    target = Target.from_pretrained(method.target, dtype=compute, mesh=mesh) if method.target else None
     data_config = config.data
     if target is not None and not data_config.tokenizer:
         data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
-    tokenizer, packed, held_out = data.prepare(data_config)
+    end = None if target is None else next(iter(target.config.eos_token_ids), None)
+    tokenizer, packed, held_out = data.prepare(data_config, end)
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
     given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh)
-    student = cast(method.init(jax.random.key(config.seed), given), jnp.float32)  # whatever the target is held in
+    student = cast(method.init(make_key(config.seed), given), jnp.float32)  # whatever the target is held in
     if config.init_from:
         student = _warm_start(student, config.init_from)
     if isinstance(student, Drafter):
@@ -147,11 +152,13 @@ def _prepare(config: TrainConfig) -> _Run:
         student.check(target)
     optimizer = make_optimizer(config.optimizer, config.steps)
     state = initial_state(method, student, optimizer, mesh)
-    run_directory.claim(output, config, data.fingerprint(packed, held_out))
+    iterator = data.batches(packed, config.data.batch, config.seed)
+    claim = run_directory.Claim(fingerprint.of_windows(packed, held_out), fingerprint.of_target(target))
+    run_directory.claim(output, config, claim)
     if jax.process_index() == 0:
         show_batch(tokenizer, packed)
     fixed = {"method": method, "optimizer": optimizer, "accumulate": config.accumulate, "compute_dtype": compute}
-    return _Run(state, target, mesh, tokenizer, data_config.tokenizer, packed, held_out, fixed)
+    return _Run(state, target, mesh, tokenizer, data_config.tokenizer, iterator, held_out, fixed)
 
 
 def _warm_start(student: Any, path: str) -> Any:
@@ -203,6 +210,43 @@ def _check_target(config: TrainConfig, target: Target, tokenizer: tokenizers.Tok
             f"data.window={config.data.window} is longer than the {target.config.max_positions} positions of "
             f"method.target={config.method.target!r}"
         )
+
+
+class _Figures:
+    """What the steps report, fetched one step behind: a step's figures are waited for when the next one has been begun.
+
+    So the device has work while the host waits, writes, and makes the next batch. A step's time is that from one fetch to the
+    next: the times add up to all that has passed.
+    """
+
+    def __init__(self, log: run_directory.MetricsLog, report: "_Report", tokens: int) -> None:
+        self._log, self._report, self._tokens = log, report, tokens
+        self._waiting: deque[tuple[int, Metrics]] = deque()
+        self.restart()
+
+    def restart(self) -> None:
+        """Let the time of the next step begin now."""
+        self._clock = time.perf_counter()
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """Take the metrics of a step that has been begun, and report the one before it."""
+        self._waiting.append((step, metrics))
+        while len(self._waiting) > 1:
+            self._fetch()
+
+    def flush(self) -> None:
+        """Wait for every step that has been begun, and report it."""
+        while self._waiting:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        step, metrics = self._waiting[0]
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the step
+        self._waiting.popleft()
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self._report(step, values["loss"], self._tokens, seconds)
+        self._log.write({"step": step, **values, "tokens_per_s": round(self._tokens / seconds)})
 
 
 class _Report:

@@ -2,7 +2,7 @@
 
 ::
 
-    config.yaml, data.sha256   which run this is; another one is refused the directory
+    config.yaml, claim.json    which run this is; another one is refused the directory
     checkpoints/               all that a killed run needs to continue bit for bit, the newest two
     metrics.jsonl, tensorboard/  every step's figures; TensorBoard's are written with some delay
     best/, latest/             the student, as its ``from_pretrained`` reads it
@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +46,54 @@ def refuse_foreign(output: Path, config: TrainConfig) -> None:
         raise ConfigError(f"output={config.output!r} is not empty and holds no run: choose another directory")
 
 
-def claim(output: Path, config: TrainConfig, fingerprint: str) -> None:
-    """Make ``output`` this run's, once everything is known to be usable; refuse to continue it on other tokens.
+@dataclass(frozen=True)
+class Claim:
+    """What a run's result depends on beside its configuration.
 
-    Of several processes the first one does.
+    Attributes:
+        data: `fingerprint.of_windows` to train and to evaluate on.
+        target: `fingerprint.of_target`; None where there is no target.
     """
-    stored = output / "data.sha256"
+
+    data: str
+    target: str | None
+
+
+def claim(output: Path, config: TrainConfig, found: Claim) -> None:
+    """Make ``output`` this run's, once everything is known to be usable; refuse other tokens or another target than it had.
+
+    Of several processes the first one does. A run that was begun before claims noted the target (it has data.sha256 and no
+    claim.json) is refused, for nobody knows what its first half learnt from.
+    """
+    stored = output / "claim.json"
     if jax.process_index() != 0:
         return
     for name in STUDENTS:  # what a killed run left of a student that it was writing
         for scratch in output.glob(f".{name}-*"):
             shutil.rmtree(scratch, ignore_errors=True)
-    if not stored.exists():
+    if not (output / "config.yaml").exists():
         with replacing(output) as scratch:
-            (scratch / "data.sha256").write_text(fingerprint)
+            (scratch / "claim.json").write_text(json.dumps(asdict(found), indent=2) + "\n")
             (scratch / "config.yaml").write_text(dump_yaml(config))
-    elif stored.read_text() != fingerprint:
+        return
+    try:
+        earlier = Claim(**json.loads(stored.read_text()))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"output={config.output!r}: was begun by an older version of specjax, which did not note what its target was: "
+            "choose another output"
+        ) from None
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"output={config.output!r}: {stored} cannot be read ({error}): choose another output") from None
+    if earlier.data != found.data:
         raise ConfigError(
             f"data.source={config.data.source!r}: the text has changed since the run in output={config.output!r} "
             "began, and so have its tokens: choose another output, or restore the text"
+        )
+    if earlier.target != found.target:
+        raise ConfigError(
+            f"method.target={config.method.target!r}: the model there has changed since the run in output={config.output!r} "
+            "began, its weights or its config.json: choose another output, or restore the model"
         )
 
 

@@ -1,4 +1,4 @@
-"""One step of training, for whatever pytree a `Method` trains, and where its arrays lie on a mesh."""
+"""One step of training, for whatever pytree a `TrainingMethod` trains, and where its arrays lie on a mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax import sharding
 from specjax.models.transformer import Target
-from specjax.training.methods.base import Batch, Method, Metrics
+from specjax.training.contract import Batch, Metrics, TrainingMethod
 
 _EVALUATION_WINDOWS = 64
 
@@ -32,11 +32,11 @@ class TrainState:
     student: Any
     optimizer: optax.OptState
     step: jax.Array
-    places: tuple[Sharding, ...] | None = struct.field(pytree_node=False, default=None)
+    places: tuple[NamedSharding, ...] | None = struct.field(pytree_node=False, default=None)
 
 
 def initial_state(
-    method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     """The state before the first step."""
     # Steps donate the state's arrays, and a student may share some with the frozen target: it gets its own.
@@ -48,12 +48,12 @@ def initial_state(
     return replace(state, places=tuple(leaf.sharding for leaf in jax.tree.leaves(state)))
 
 
-def _first_state(method: Method, student: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def _first_state(method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation) -> TrainState:
     return TrainState(student, optimizer.init(trainable(student, method)), jnp.zeros((), jnp.int32))
 
 
 def abstract_state(
-    method: Method, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    method: TrainingMethod, student: Any, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> TrainState:
     """`initial_state` of a ``student`` of shapes: shapes, which say where they lie where the student's do."""
 
@@ -110,7 +110,7 @@ def train_step(
     batch: Batch,
     target: Target | None,
     *,
-    method: Method,
+    method: TrainingMethod,
     optimizer: optax.GradientTransformation,
     accumulate: int = 1,
     compute_dtype: Any = jnp.float32,
@@ -141,13 +141,16 @@ def train_step(
         shapes = jax.eval_shape(jax.grad(loss, has_aux=True), trained, jax.tree.map(lambda leaf: leaf[0], parts))
         sums, _ = jax.lax.scan(add, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), parts)
         gradients, metrics = jax.tree.map(lambda leaf: leaf / accumulate, sums)
+    metrics = {**metrics, "gradient_norm": optax.tree.norm(gradients)}
     updates, optimizer_state = optimizer.update(gradients, state.optimizer, trained)
     student = _with(optax.apply_updates(trained, updates), state.student)
     following = replace(state, student=student, optimizer=optimizer_state, step=state.step + 1)
     if state.places is not None:
         places = jax.tree.unflatten(jax.tree.structure(state), state.places)
         following = jax.lax.with_sharding_constraint(following, places)
-    return following, {**metrics, "gradient_norm": optax.tree.norm(gradients)}
+        # Whole on every device, so that each process can fetch them without the others.
+        metrics = jax.lax.with_sharding_constraint(metrics, NamedSharding(state.places[0].mesh, PartitionSpec()))
+    return following, metrics
 
 
 def _parts(batch: Batch, count: int) -> Batch:
@@ -181,7 +184,7 @@ def flops_of_step(state: TrainState, batch: Batch, target: Target | None, **fixe
     return float(analysis.get("flops", 0.0)) * fixed.get("accumulate", 1) if isinstance(analysis, dict) else 0.0
 
 
-def trainable(student: Any, method: Method) -> Any:
+def trainable(student: Any, method: TrainingMethod) -> Any:
     """``student`` without what is frozen: `optax.MaskedNode` stands there, as under optax's own masks.
 
     Neither gradients nor the optimiser see those leaves, so that they cost no memory and stay the same bits (an update of
@@ -211,12 +214,17 @@ def _with(trained: Any, student: Any) -> Any:
 
 
 @partial(jax.jit, static_argnames="method")
-def _evaluate_batch(student: Any, batch: Batch, target: Target | None, *, method: Method) -> Metrics:
+def _evaluate_batch(student: Any, batch: Batch, target: Target | None, *, method: TrainingMethod) -> Metrics:
     return method.evaluation(student, batch, target)
 
 
 def evaluate(
-    student: Any, packed: dict[str, np.ndarray], batch: int, target: Target | None, method: Method, mesh: Mesh | None = None
+    student: Any,
+    packed: dict[str, np.ndarray],
+    batch: int,
+    target: Target | None,
+    method: TrainingMethod,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
     """Mean metrics over the first held-out windows (at most 64, a whole number of batches)."""
     windows = min(_EVALUATION_WINDOWS, len(packed["tokens"]))

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from specjax import text
 from specjax.config import ConfigError
 from specjax.models.checkpoint import replacing
 
@@ -32,20 +34,46 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> tokenizers.Tokeniz
     return tokenizer
 
 
-def read_tokenizer(directory: str | Path) -> tokenizers.Tokenizer:
-    """The tokenizer.json of a checkpoint directory. Raises `ConfigError` when it has none."""
-    file = Path(directory) / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"data.tokenizer={str(directory)!r}: {file} is missing")
-    return tokenizers.Tokenizer.from_file(str(file))
+def read_tokenizer(directory: str | Path) -> Any:
+    """The tokenizer of a checkpoint directory as transformers loads it, and so as generation reads it.
+
+    Its ``backend_tokenizer`` gives a text its tokens and no more: the ``padding`` and ``truncation`` that tokenizer.json may
+    have are off, as they are in generation.
+
+    Raises:
+        InputError: there is no tokenizer, or one that is damaged.
+    """
+    if not text.has_tokenizer(Path(directory)):
+        raise ConfigError(f"data.tokenizer={str(directory)!r}: {Path(directory) / 'tokenizer.json'} is missing")
+    tokenizer = text.load_tokenizer(Path(directory))
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ConfigError(f"data.tokenizer={str(directory)!r}: cannot be read by tokenizers: convert it to a tokenizer.json")
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    return tokenizer
+
+
+def encode_texts(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], end: int | None = None) -> list[list[int]]:
+    """Token ids of each text. Where the tokenizer marks neither its beginning nor its end, ``end`` follows, if there is one."""
+
+    def ended(encoding: tokenizers.Encoding) -> list[int]:
+        return encoding.ids if end is None or any(encoding.special_tokens_mask) else [*encoding.ids, end]
+
+    return [ended(encoding) for encoding in tokenizer.encode_batch(texts)]
+
+
+def begin_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The token that the tokenizer itself puts before every text; None where it puts none."""
+    encoding = tokenizer.encode("a")
+    return encoding.ids[0] if encoding.special_tokens_mask[:1] == [1] else None
 
 
 def save_tokenizer(directory: Path, tokenizer: tokenizers.Tokenizer, source: str, max_positions: int) -> None:
     """Write into a checkpoint ``directory`` the tokenizer of ``source``, a directory; if that is empty, ``tokenizer``."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     if source:  # with its chat template and special tokens
-        exported = AutoTokenizer.from_pretrained(source)
+        exported = text.load_tokenizer(Path(source))
     else:
         exported = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,

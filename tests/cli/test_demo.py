@@ -38,13 +38,13 @@ def check_shown(out: str, ways: int, methods: tuple[str, ...] = METHODS) -> None
 
 
 def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
-    directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is grown: all is accepted
+    directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is inflated: all is accepted
     for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):
         kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / name)
     monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory)
     every, few = demo.methods, ("plain", "EAGLE-3", "MTP", "draft model")  # the others take as long to compile
     monkeypatch.setattr(demo, "methods", lambda *models: {name: every(*models)[name] for name in few})
-    monkeypatch.setattr(demo, "GROWN", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
+    monkeypatch.setattr(demo, "INFLATED", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
     assert main(["demo", "--max-new-tokens", "16", "--repeats", "1", "--temperature", "0"]) == 0
     check_shown(capsys.readouterr().out, 1, few)
 

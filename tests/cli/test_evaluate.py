@@ -1,12 +1,21 @@
 """``specjax evaluate`` and ``specjax regenerate`` on tiny models: what they write adds up, and what they refuse."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from specjax.cli.main import main
 from specjax.models.transformer import Target
+from specjax.training import data
+from specjax.training.documents import read_documents
+from tests.conftest import save_tiny
 
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 TURNS = [("writing", ["def one(", "def two("]), ("rag", ["import os"])]
 
 
@@ -44,6 +53,10 @@ def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys)
         (["--drafter", "prompt-lookup", "prompt-lookup"], "none twice"),
         (["--questions", "nowhere.jsonl"], "questions='nowhere.jsonl'"),
         (["--drafter", "prompt-lookup@square"], "square"),
+        (
+            ["--drafter", "prompt-lookup", "embedded:draft@eagle", "--rule", "block"],
+            "rule='block': verifies chains, but the draft",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(tiny_pair, questions, changes, words, capsys) -> None:
@@ -72,14 +85,131 @@ def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(tiny_
     assert main(["regenerate", "--target", target, "--source", str(source), "--output", "here.txt"]) == 2
 
 
+def write_source(path, texts) -> None:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def of_texts(target, source, *options: str) -> list[str]:
+    """The command that writes texts anew: the same sizes in every test here, so that they share what is compiled."""
+    given = ["regenerate", "--target", str(target), "--source", str(source), "--batch", "4"]
+    return [*given, "--max-new-tokens", "10", "--prompt-tokens", "4", *options]
+
+
+def records(output) -> list[dict]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_a_rerun_writes_what_is_missing_wherever_the_source_has_it_now(tiny_pair, tmp_path) -> None:
+    source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    texts = [f"def function_{i}(self): pass" for i in (0, 1, 2, 2)]
+    write_source(source, texts)
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
+    whole = output.read_text().splitlines(keepends=True)
+    assert len({json.loads(line)["text"] for line in whole[2:]}) == 2  # two equal documents, each with its own random numbers
+    output.write_text("".join(whole[:2]))
+    write_source(source, ["import first", *texts])
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
+    assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "fresh.jsonl"))) == 0
+    assert output.read_text().splitlines(keepends=True)[:2] == whole[:2]
+    found, fresh = (sorted(path.read_text().splitlines()) for path in (output, tmp_path / "fresh.jsonl"))
+    assert found == fresh
+    assert len(set(found)) == 5
+
+
+def assert_prompts_are_on_one_side(output, count: int) -> None:
+    """``count`` records, whose prompts begin with the letters a to h."""
+    train, held = data.split_documents(read_documents(str(output)), 0.5)
+    train_prompts, held_prompts = ({document.text[0] for document in part} for part in (train, held))
+    assert len(train) + len(held) == count
+    assert len(train_prompts) + len(held_prompts) == 8
+    assert not train_prompts & held_prompts
+
+
+def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> None:
+    source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--copies", "3")) == 0
+    assert len({record["text"] for record in records(output)}) > 20  # other random numbers each time
+    assert_prompts_are_on_one_side(output, 24)
+
+
+def test_copies_of_copies_are_on_the_side_of_the_first(tiny_pair, tmp_path) -> None:
+    """What was written anew is written anew: a record's origin is passed on, and still each has its own label."""
+    source, once, twice = (tmp_path / f"{name}.jsonl" for name in ("texts", "once", "twice"))
+    write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
+    assert main(of_texts(tiny_pair[0], source, "--output", str(once), "--copies", "3")) == 0
+    assert main(of_texts(tiny_pair[0], once, "--output", str(twice))) == 0
+    assert_prompts_are_on_one_side(twice, 24)
+    assert len({record["document"] for record in records(twice)}) == 24
+    whole = twice.read_text()
+    assert main(of_texts(tiny_pair[0], once, "--output", str(twice))) == 0
+    assert twice.read_text() == whole  # none was missing
+
+
+def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> None:
+    source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    write_source(source, 4 * [f"{letter} = 1 + 2" for letter in "abcdefgh"])
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
+    assert_prompts_are_on_one_side(output, 32)
+    assert len({record["text"] for record in records(output)}) > 24  # and each has its own random numbers
+
+
+def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) -> None:
+    """The target has 512 positions: a question that is too long alone, one that is too long after another, one that fits."""
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    long = {"role": "user", "content": "why? " * 400}
+    short, answer = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "no"}
+    source = tmp_path / "chats.jsonl"
+    chats = [[short], [long], [short, answer, long, answer, short], [short, answer, short]]
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    options = ["--source", str(source), "--chat-template", str(template), "--max-new-tokens", "6", "--temperature", "0"]
+    outputs = []
+    for batch in (2, 3):
+        output = tmp_path / f"{batch}.jsonl"
+        command = ["regenerate", "--target", tiny_pair[0], "--output", str(output), *options, "--batch", str(batch)]
+        for _ in range(2):
+            assert main(command) == 0
+            printed = capsys.readouterr().out
+            assert "left out, as there is no room for max_new_tokens=6 in 512 positions: 1 of 4" in printed
+        outputs.append(output.read_text())
+    assert outputs[0] == outputs[1]
+    assert [len(record["messages"]) for record in records(output)] == [2, 2, 4]
+    assert "cut before a turn" not in printed  # that was written already
+    output.unlink()
+    assert main(command) == 0
+    assert "cut before a turn, as there is no room for max_new_tokens=6 in 512 positions: 1 of 4" in capsys.readouterr().out
+    write_source(source, ["def one(): pass"])
+    (tmp_path / "out.jsonl").unlink(missing_ok=True)
+    assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "510")) == 2
+    assert "no room for max_new_tokens=510 in 512 positions" in capsys.readouterr().err
+    assert not (tmp_path / "out.yaml").exists()
+
+
+def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys) -> None:
+    source, output = tmp_path / "texts.jsonl", tmp_path / "new" / "out.jsonl"
+    write_source(source, ["def one(): pass"])
+    wrong = [of_texts("./mistyped", source), of_texts(tiny_pair[0], source, "--top-p", "0"), of_texts(tiny_pair[0], "nowhere")]
+    for command in wrong:
+        assert main([*command, "--output", str(output)]) == 2
+        assert not output.parent.exists()
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 0
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output), "--seed", "2")) == 2
+    shutil.copytree(tiny_pair[0], tmp_path / "moving")
+    assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 0
+    save_tiny(tmp_path / "moving", seed=1)
+    assert main(of_texts(tmp_path / "moving", source, "--output", str(tmp_path / "moved.jsonl"))) == 2
+    assert "moving': the model there, or the data type it is read in, is another" in capsys.readouterr().err
+    output.write_text('{"text": "of an earlier version"}\n')
+    assert main(of_texts(tiny_pair[0], source, "--output", str(output))) == 2
+    assert "out.jsonl:1: says not which document it is of" in capsys.readouterr().err
+
+
 def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     """Greedy: each answer is what the target says to all that was said before it, its own earlier answers among them."""
     target, _ = tiny_pair
     template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+    template.write_text(TEMPLATE)
     asked = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "no"}, {"role": "user", "content": "two?"}]
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps({"messages": asked}) + "\n" + json.dumps({"messages": asked[:1]}) + "\n")
@@ -95,3 +225,70 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     generator = pipeline.load(Target.from_pretrained(target), tokenizer=target)
     generator.tokenizer.chat_template = template.read_text()
     assert generator(long[:3], max_new_tokens=6).text == long[3]["content"]
+
+
+def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_path, capsys) -> None:
+    """Both decide what is written: a half of one and a half of the other would be no data set of either."""
+    target, template = tmp_path / "target", tmp_path / "template.jinja"
+    shutil.copytree(tiny_pair[0], target)
+    template.write_text(TEMPLATE)
+    source, output = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    asked = [{"messages": [{"role": "user", "content": content}]} for content in ("one?", "two?")]
+    source.write_text("".join(json.dumps(record) + "\n" for record in asked))
+    options = ["--source", str(source), "--output", str(output), "--max-new-tokens", "6", "--batch", "2"]
+    command = ["regenerate", "--target", str(target), *options, "--chat-template", str(template)]
+    assert main(command) == 0
+    whole = output.read_text()
+    half = whole.splitlines(keepends=True)[0]
+    for file, old, new in ((template, "<assistant>", "<bot>"), (target / "tokenizer.json", "<|endoftext|>", "<|text|>")):
+        content = file.read_text()
+        assert old in content
+        output.write_text(half)
+        file.write_text(content.replace(old, new))
+        assert main(command) == 2
+        assert "its tokenizer, its chat template or the content of chat_template=" in capsys.readouterr().err
+        assert output.read_text() == half
+        file.write_text(content)
+    assert main(command) == 0
+    assert output.read_text() == whole
+
+
+def test_what_a_kill_leaves_before_the_first_record_claims_nothing(tiny_pair, tmp_path, monkeypatch, capsys) -> None:
+    """The options are noted before there is an output: whole or not at all, and until there is one they bind nobody."""
+    source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
+    write_source(source, ["def one(): pass"])
+    command = of_texts(tiny_pair[0], source, "--output", str(output))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    def killed_where_it_adds(path, mode="r", *arguments, **options):
+        return killed() if mode == "a" else open(path, mode, *arguments, **options)
+
+    with monkeypatch.context() as patched:  # where the options are there, and the output is not
+        patched.setattr(Path, "open", killed_where_it_adds)
+        assert main(command) == 130
+    assert (tmp_path / "out.yaml").read_text().startswith("# written by")
+    assert not output.exists() or not output.read_bytes()
+    assert main([*command, "--seed", "2"]) == 0  # the corrected command
+    first = output.read_text()
+    output.unlink()
+    (tmp_path / "out.yaml").unlink()
+    with monkeypatch.context() as patched:  # in the midst of writing the options
+        patched.setattr(Path, "replace", killed)
+        assert main(command) == 130
+    assert not (tmp_path / "out.yaml").exists()
+    assert main([*command, "--seed", "2"]) == 0
+    assert output.read_text() == first
+    output.write_text("")
+    noted = (tmp_path / "out.yaml").read_text()
+    (tmp_path / "out.yaml").write_text(noted[: len(noted) // 2])  # as older versions of specjax may leave it
+    assert main([*command, "--seed", "2"]) == 0
+    assert (tmp_path / "out.yaml").read_text() == noted
+    output.unlink()
+    (tmp_path / "out.yaml").write_text("seed: 3  # mine\n")
+    capsys.readouterr()
+    assert main(command) == 2
+    assert "out.yaml, where its options would be kept, is another file" in capsys.readouterr().err
+    assert (tmp_path / "out.yaml").read_text() == "seed: 3  # mine\n"
+    assert not output.exists()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax.cli.main import COMMANDS, main
+from specjax.cli.main import Group, find_command, main
+from specjax.lowering import topologies
 from specjax.models import huggingface
 from specjax.training import loop
 from tests.conftest import ASSETS
@@ -32,9 +33,13 @@ BASES = [
     ("generate", "--prompt", "x", *PAIR),
     ("generate", "--prompt", "x", "--temperature", "0.5"),
     ("demo",),
-    ("plan", "--cost", "0.1"),
-    ("plan", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b"),
-    ("plan", "--measure", "--prompts", __file__, *PAIR),
+    ("plan",),
+    ("plan", "theory", "--cost", "0.1"),
+    ("plan", "roofline", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b"),
+    ("plan", "measure", "--prompts", __file__, *PAIR),
+    ("plan", "contexts", "--prompts", __file__, "--target", "embedded", "--contexts", "64"),
+    ("plan", "compile", "--chips", "v5e:2x4", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b"),
+    ("plan", "compile-training", "--chips", "v5e:2x4", "--train", str(ASSETS.parents[1] / "configs" / "demo_target.yaml")),
     ("train",),
 ]
 
@@ -46,7 +51,10 @@ class WeightsReachedError(Exception):
 def command_line(rng: random.Random) -> list[str]:
     """One of the bases, with one to three options more: mostly of the right type, sometimes of any."""
     line = list(rng.choice(BASES))
-    flags = options(COMMANDS[line[0]].config)
+    command = find_command(line)[1]
+    if isinstance(command, Group):
+        return [*line, *rng.sample([*VALUES, *command.commands], rng.randint(1, 2))]
+    flags = options(command.config)
     if rng.random() < 0.15:
         name = rng.choice([*flags, "--unknown"]).removeprefix("--").replace("-", "_")
         CONFIG.write_text(f"{name}: {rng.choice(YAML)}\n", errors="replace")
@@ -98,6 +106,7 @@ def fuzz(seeds: range, capsys, monkeypatch, tmp_path) -> None:
 
     monkeypatch.setattr(huggingface, "load_params", reach)
     monkeypatch.setattr(loop, "train", train)
+    monkeypatch.setattr(topologies, "_devices", reach)
     monkeypatch.chdir(tmp_path)
     sys.stderr.reconfigure(errors="backslashreplace")  # as it is outside of pytest
     for seed in seeds:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ import pytest
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import COMMANDS, main, parse_options
+from specjax.cli.plan import contexts as plan_contexts
+from specjax.drafts.shapes import StaticTree
 from specjax.planning import choice
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
-from specjax.tree import StaticTree
+from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts
+from specjax.planning.costs import Costs
 from tests.cli.conftest import end_at
 from tests.conftest import ASSETS, tiny_target
 
@@ -58,7 +62,8 @@ def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) ->
 
 
 def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> None:
-    script = "from specjax.cli.main import main; import jax; main(['plan', '--cost', '0.1']); jax.jit(lambda x: x * 2)(1.0)"
+    command = "main(['plan', 'theory', '--cost', '0.1'])"
+    script = f"from specjax.cli.main import main; import jax; {command}; jax.jit(lambda x: x * 2)(1.0)"
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "1", "HOME": str(tmp_path)}
     environment.pop("JAX_COMPILATION_CACHE_DIR")  # the tests' own
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -124,7 +129,7 @@ def test_pairs_of_different_tokenizers_are_refused_before_their_weights(capsys, 
     prompts.write_text("x")
     for command in (
         ("generate", "--prompt", "x"),
-        ("plan", "--measure", "--prompts", str(prompts)),
+        ("plan", "measure", "--prompts", str(prompts)),
     ):
         code, _, err = run(capsys, *command, "--target", tiny_pair[0], "--drafter", str(draft))
         assert code == 2
@@ -157,7 +162,7 @@ FAULTS = [
     ([*PAIR, "--draft", "chain:100000"], "makes 100001 nodes"),
     ([*PAIR, "--draft", "sampled:100,100,100"], "makes 1010101 nodes"),
     ([*PAIR, "--drafter", "early-exit:²"], "write early-exit:LAYERS"),
-    (["plan", "--cost", "0.1", "--batch", "0"], "batch=0: give at least one number of rows"),
+    (["plan", "roofline", "--batch", "0"], "batch=0: give at least one number of rows"),
     ([*PAIR, "--draft", "bush"], "draft='bush': must be chain:LENGTH"),
     ([*PAIR, "--draft", "sampled:2,x"], "draft='sampled:2,x': must be"),
     ([*PAIR, "--draft", "complete:2,0"], "widths=(2, 0)"),
@@ -166,9 +171,11 @@ FAULTS = [
     ([*PAIR, "--show-tree", "tree.gif"], "show_tree='tree.gif': the name must end in .png"),
     (["generate", "--prompt", "x", "--drafter", "prompt-lookup", "--draft", "eagle"], "prompt lookup copies one continuation"),
     (["generate", "--prompt", "x", "--show-tree", "x.png"], "drafter='none': show_tree=x.png"),
-    (["plan", "--measure", "--target", "embedded"], "measure: give --target, --drafter and --prompts"),
-    (["plan", "--cost", "0.1", "--prompts", "x"], "prompts=x: is not read without --measure"),
-    (["plan", "--measure", "--chip", "a100"], "chip=a100: is not read with --measure"),
+    (["plan", "measure", "--target", "embedded"], "measure: give --target, --drafter and --prompts"),
+    (["plan", "contexts", "--prompts", "x"], "contexts=(), budgets=(128, 256, 512): give numbers of tokens"),
+    (["plan", "contexts", "--contexts", "64", "--prompts", "x"], "contexts: give --target, --drafter and --prompts"),
+    (["plan", "measure", "--longest", "0"], "longest=0: the longest chain"),
+    (["plan", "dance"], "'dance' is not a command; the commands of specjax plan are theory, roofline,"),
     (["generate", "--prompt", "x", "--temperature", "-1"], "temperature=-1"),
     (["generate", "--prompt", "x", "--top-p", "0"], "top_p=0"),
     (["generate", "--prompt", "x", "--dtype", "int8"], "dtype='int8'"),
@@ -196,8 +203,8 @@ FAULTS = [
     ([*PAIR, "--drafter", "bush:4"], "methods: prompt-lookup or prompt-lookup:MAX_NGRAM; early-exit:LAYERS; streaming or"),
     ([*PAIR, "--drafter", "prompt-lookup:0"], "write prompt-lookup:MAX_NGRAM"),
     ([*PAIR, "--drafter", "draft-model:"], "write draft-model:DIRECTORY"),
-    (["plan", "--cost", "0.1", "--longest", str(2**32)], "at most 256"),
-    (["plan", "--cost", "0.1", "--batch", str(2**64)], "give at most"),
+    (["plan", "theory", "--cost", "0.1", "--longest", str(2**32)], "at most 256"),
+    (["plan", "roofline", "--batch", str(2**64)], "give at most"),
 ]
 
 
@@ -207,6 +214,17 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
     assert code == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "goes_on"), [("train", True), ("regenerate", True), ("generate", False), ("convert", False)])
+def test_an_interrupted_command_says_whether_it_can_be_continued(capsys, monkeypatch, name, goes_on) -> None:
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], run=interrupted))
+    code, _, err = run(capsys, name)
+    assert code == 130
+    assert err == f"specjax: interrupted{'; the same command continues the run' if goes_on else ''}\n"
 
 
 def test_a_draft_of_another_vocabulary_is_refused_before_its_weights(capsys, tmp_path) -> None:
@@ -250,22 +268,37 @@ def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
     prompts.write_text("def main():\nimport os\n")
     pair = ("--target", tiny_pair[0], "--drafter", tiny_pair[1], "--prompts", str(prompts))
-    assert main(["plan", "--measure", *pair, "--batch", "1", "--longest", "2", "--plot", str(picture)]) == 0
+    assert main(["plan", "measure", *pair, "--batch", "1", "--longest", "2", "--plot", str(picture)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "T_V ms by nodes: 1:" in printed
     assert "Best with 1 row:" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_measures_contexts(tmp_path, capsys, tiny_pair) -> None:
+def made_up(target, drafter, texts, *, contexts, batches, budgets, longest, options) -> MeasuredContexts:
+    """What `measure_contexts` would find, were two rows as fast as one and a token of the drafter a tenth of the target's."""
+    assert texts.shape == (2, max(contexts)) and options.max_new_tokens == TRIAL_TOKENS
+    costs = {
+        (context, batch): Costs(verify={1: 1.0, longest + 1: 1.0}, draft_time=0.0) for context in contexts for batch in batches
+    }
+    survival = {(context, budget): (0.8,) * longest for context in contexts for budget in budgets if budget < context}
+    return MeasuredContexts(costs, {(budget, batch): 0.1 for budget in budgets for batch in batches}, survival)
+
+
+@pytest.mark.parametrize("clock", ["made up", pytest.param("real", marks=pytest.mark.thorough)])
+def test_plan_measures_contexts(tmp_path, capsys, monkeypatch, tiny_pair, clock) -> None:
+    if clock == "made up":
+        monkeypatch.setattr(plan_contexts, "measure_contexts", made_up)
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
     prompts.write_text("import os, sys, re, json, itertools, functools, collections\n" * 2 + "def main(): pass\n")
     options = ["--contexts", "6", "12", "--budgets", "5", "--batch", "1", "2", "--longest", "2", "--prompts", str(prompts)]
-    given = ["plan", "--measure", "--target", tiny_pair[0], *options]
+    given = ["plan", "contexts", "--target", tiny_pair[0], *options]
     assert main([*given, "--drafter", "streaming", "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if line.startswith("│")]
     assert [line[:2] for line in lines] == [["6", "1"], ["6", "2"], ["12", "1"], ["12", "2"]]
+    if clock == "made up":  # 1 + 2 * 0.8 tokens in the time of 2 * 0.1 + 1
+        assert all("2.17" in " ".join(line) for line in lines), lines
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main([*given, "--drafter", "prompt-lookup"]) == 2
     assert "give streaming or snapkv" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 """``specjax plan`` as a user meets it: the numbers, what is refused, and the picture."""
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,13 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from specjax.chips import CHIPS
-from specjax.cli.main import main
+from specjax.cli.main import find_command, main
 from specjax.models import huggingface
-from specjax.models.shapes import PUBLISHED
+from specjax.models.published import PUBLISHED
 from specjax.planning import roofline, theory
 from tests.conftest import tiny_config
 
-MODELS = ("--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b")
+MODELS = ("roofline", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b")
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -29,7 +31,7 @@ def table(out: str) -> list[list[str]]:
 
 
 def test_the_table_of_a_cost(capsys) -> None:
-    code, out, _ = run(capsys, "--alpha", "0.8", "--cost", "0.05")
+    code, out, _ = run(capsys, "theory", "--alpha", "0.8", "--cost", "0.05")
     assert code == 0
     rows = table(out)
     assert [row[0] for row in rows] == [str(gamma) for gamma in range(1, 17)]
@@ -41,19 +43,19 @@ def test_the_table_of_a_cost(capsys) -> None:
 
 
 def test_operations_are_the_cost_unless_they_are_given(capsys) -> None:
-    _, out, _ = run(capsys, "--alpha", "0.5", "--cost", "0.1", "--operations", "0.02", "--longest", "2")
+    _, out, _ = run(capsys, "theory", "--alpha", "0.5", "--cost", "0.1", "--operations", "0.02", "--longest", "2")
     assert [row[3] for row in table(out)] == ["1.35x", "1.74x"]  # 2.02 / 1.5, 3.04 / 1.75
 
 
 @pytest.mark.parametrize(("longest", "cut_short"), [("8", True), ("9", False)])
 def test_it_says_when_the_best_chain_is_the_longest_looked_at(capsys, longest, cut_short) -> None:
-    _, out, _ = run(capsys, "--alpha", "0.8", "--cost", "0.05", "--longest", longest)
+    _, out, _ = run(capsys, "theory", "--alpha", "0.8", "--cost", "0.05", "--longest", longest)
     assert "Best: chains of 8" in out
     assert ("A chain of more than 8 may be better still: raise --longest." in out) == cut_short
 
 
 def test_it_says_when_speculation_does_not_pay(capsys) -> None:
-    code, out, _ = run(capsys, "--alpha", "0.2", "--cost", "0.3")
+    code, out, _ = run(capsys, "theory", "--alpha", "0.2", "--cost", "0.3")
     assert code == 0
     assert "Speculation does not pay, plain decoding is best: alpha = 0.2 is not above c = 0.3." in out.splitlines()
     assert "best" not in [row[5] for row in table(out)]
@@ -74,13 +76,13 @@ def test_the_table_of_two_models(capsys) -> None:
 
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
-    code, out, _ = run(capsys, "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")
+    code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")
     assert code == 0
     assert [row[4] for row in table(out)] == ["plain", "plain", "1", "1"]
     assert [row[3] for row in table(out)][:2] == ["-", "-"]
-    assert "Speculation does not pay with 1, 16 rows: plain decoding is best there." in out.splitlines()
+    assert "Speculation does not pay at 1, 16 rows: plain decoding is best there." in out.splitlines()
     assert [row[7] for row in table(out)] == ["16.4", "21.3", "37.1", "100.3 > 80"]
-    _, out, _ = run(capsys, "--target", "llama-3.1-8b", *options, "--batch", "1", "--alpha", "0.1")
+    _, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "--alpha", "0.1")
     assert table(out)[0][6] == "never"
 
 
@@ -89,7 +91,7 @@ def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path
         (tmp_path / name).mkdir()
         content = huggingface.format_config(tiny_config(num_layers=layers, max_positions=64), "float32")
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-    models = ("--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"), "--batch", "1")
+    models = ("roofline", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"), "--batch", "1")
     code, out, _ = run(capsys, *models, "--context", "32", "--plot", str(tmp_path / "a.svg"))
     assert code == 0
     assert len(table(out)) == 1
@@ -97,33 +99,55 @@ def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path
     assert (code, "context=65: the models have positions for 64 tokens" in err) == (2, True)
 
 
+def test_of_several_draft_caches_the_best_is_chosen_for_each_number_of_rows(capsys) -> None:
+    """Each size has its own acceptance rate; a line is what its size alone would give, and no other size gains more."""
+    target = ("roofline", "--target", "llama-3.1-8b", "--drafter", "self", "--context", "8000", "--batch", "1", "16", "32")
+    alphas = {"64": "0.55", "256": "0.75", "1024": "0.85", "4096": "0.9"}
+    code, out, _ = run(capsys, *target, "--draft-cache", *alphas, "--alpha", *alphas.values())
+    assert code == 0
+    together = table(out)
+    assert [row[8] for row in together] == ["-", "1,024", "1,024"]
+    alone = {size: table(run(capsys, *target, "--draft-cache", size, "--alpha", alpha)[1]) for size, alpha in alphas.items()}
+    assert [row[1:6] for row in together[1:]] == [row[1:6] for row in alone["1024"][1:]]
+    for i, row in enumerate(together):
+        assert row[5] == max(lines[i][5] for lines in alone.values())
+        contexts = [int(lines[i][6].replace(",", "")) for lines in alone.values() if lines[i][6] != "never"]
+        assert row[6] == f"{min(contexts):,}"
+
+
 FAULTS = [
-    ([], "cost: give either --cost C, or --target MODEL"),
-    (["--cost", "0.1", *MODELS], "cost: give either --cost C, or --target MODEL"),
-    (["--cost", "0.1", "--alpha", "1.5"], "alpha=1.5"),
-    (["--cost", "0.1", "--alpha", "nan"], "alpha=nan"),
+    (["theory"], "cost: give --cost C, or to have it reckoned from two models: specjax plan roofline"),
+    (["roofline"], "target='': name the model"),
+    (["theory", "--cost", "0.1", "--alpha", "1.5"], "alpha=1.5"),
+    (["theory", "--cost", "0.1", "--alpha", "nan"], "alpha=nan"),
     ([*MODELS, "--alpha", "-0.5"], "alpha=-0.5"),
-    (["--cost", "0"], "cost=0:"),
-    (["--cost", "-0.1"], "cost=-0.1:"),
-    (["--cost", "0.1", "--operations", "0"], "operations=0:"),
-    (["--cost", "0.1", "--longest", "0"], "longest=0"),
-    (["--cost", "0.1", "--draft-cache", "0"], "draft_cache=0: goes with --target"),
-    (["--cost", "0.1", "--drafter", "self"], "drafter=self: goes with --target"),
-    ([*MODELS, "--operations", "0.1"], "operations=0.1: goes with --cost"),
+    (["theory", "--cost", "0"], "cost=0:"),
+    (["theory", "--cost", "-0.1"], "cost=-0.1:"),
+    (["theory", "--cost", "0.1", "--operations", "0"], "operations=0:"),
+    (["theory", "--cost", "0.1", "--longest", "0"], "longest=0"),
     ([*MODELS, "--chip", "h900"], "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
     ([*MODELS, "--batch", "0"], "batch=0"),
     ([*MODELS, "--batch"], "batch=()"),
     ([*MODELS, "--context", "0"], "context=0"),
     ([*MODELS, "--context", "200000"], "context=200000: the models have positions for 131072 tokens"),
     ([*MODELS, "--draft-cache", "0"], "draft_cache=0"),
-    (["--target", "llama-3.1-8b"], "drafter='': give a draft model"),
-    (["--target", "llama-3.1-8b", "--drafter", "self"], "drafter='self': a target that drafts with its whole cache"),
-    (["--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"], "drafter has a vocabulary of 151936"),
-    (["--target", "llama-9", "--drafter", "llama-3.2-1b"], "target: 'llama-9' is not a published shape known here; known are"),
-    (["--target", "llama-3.1-8b", "--drafter", "tiny"], "drafter: 'tiny' is not a published shape"),
-    (["--target", "./nothing", "--drafter", "llama-3.2-1b"], "'./nothing' is not a directory"),
-    (["--cost", "0.1", "--plot", "out.txt"], "plot='out.txt': the name must end in .png, .pdf, .svg"),
-    (["--cost", "0.1", "--plot", "no/such/out.png"], "plot='no/such/out.png': there is no directory 'no/such'"),
+    ([*MODELS, "--draft-cache", "64", "256"], "alpha=(0.8,): give one acceptance rate, or with several sizes"),
+    ([*MODELS, "--alpha", "0.7", "0.8"], "alpha=(0.7, 0.8): give one acceptance rate"),
+    ([*MODELS, "--draft-cache", "64", "64", "--alpha", "0.7", "0.8"], "draft_cache=(64, 64): give each size once"),
+    (["roofline", "--target", "llama-3.1-8b"], "drafter='': give a draft model"),
+    (
+        ["roofline", "--target", "llama-3.1-8b", "--drafter", "self"],
+        "drafter='self': a target that drafts with its whole cache",
+    ),
+    (["roofline", "--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"], "drafter has a vocabulary of 151936"),
+    (
+        ["roofline", "--target", "llama-9", "--drafter", "llama-3.2-1b"],
+        "target: 'llama-9' is not a published model known here; known are",
+    ),
+    (["roofline", "--target", "llama-3.1-8b", "--drafter", "tiny"], "drafter: 'tiny' is not a published model"),
+    (["roofline", "--target", "./nothing", "--drafter", "llama-3.2-1b"], "'./nothing' is not a directory"),
+    (["theory", "--cost", "0.1", "--plot", "out.txt"], "plot='out.txt': the name must end in .png, .pdf, .svg"),
+    (["theory", "--cost", "0.1", "--plot", "no/such/out.png"], "plot='no/such/out.png': there is no directory 'no/such'"),
 ]
 
 
@@ -136,7 +160,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
     assert out == ""
 
 
-PICTURES = {"cost": ("--cost", "0.05"), "models": (*MODELS, "--batch", "1", "64", "--longest", "6")}
+PICTURES = {"theory": ("theory", "--cost", "0.05"), "roofline": (*MODELS, "--batch", "1", "64", "--longest", "6")}
 
 
 @pytest.mark.parametrize("arguments", PICTURES.values(), ids=PICTURES)
@@ -160,7 +184,72 @@ def test_a_picture_that_fails_leaves_the_old_one(capsys, tmp_path, monkeypatch) 
         raise OSError("disk full")
 
     monkeypatch.setattr(Figure, "savefig", fails_halfway)
-    code, _, err = run(capsys, "--cost", "0.05", "--plot", str(path))
+    code, _, err = run(capsys, "theory", "--cost", "0.05", "--plot", str(path))
     assert code == 2
     assert "cannot be written (disk full)" in err
     assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"the old one"]
+
+
+COMMANDS = ("theory", "roofline", "measure", "contexts", "compile", "compile-training")
+
+
+@pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--help",), 0), (("-h",), 0)])
+def test_without_a_command_it_says_which_there_are(capsys, arguments, status) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (status, "")
+    assert out.startswith("usage: specjax plan COMMAND ")
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"  \S", line)] == list(COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [["dance"], ["--cost", "0.1"], ["train"]])
+def test_a_word_that_is_no_command_of_plan_is_named(capsys, arguments) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err == f"specjax: error: {arguments[0]!r} is not a command; the commands of specjax plan are {', '.join(COMMANDS)}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_every_command_is_explained(capsys, command) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", command, "--help"])
+    assert ended.value.code == 0
+    out = " ".join(re.sub(r"[│|]", " ", capsys.readouterr().out).split())
+    assert f"usage: specjax plan {command} " in out
+    config = find_command(["plan", command])[1].config
+    said = dict(re.findall(r"^ {8}(\w+): (.+)", "".join(kind.__doc__ for kind in config.__mro__), re.MULTILINE))
+    for field in fields(config):
+        assert f"--{field.name.replace('_', '-')}" in out
+        assert " ".join(said[field.name].split()[:3]) in out, field.name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("theory", "--target", "llama-3.1-8b"),
+        ("theory", "--batch", "1"),
+        ("roofline", "--cost", "0.1"),
+        ("roofline", "--operations", "0.1"),
+        ("roofline", "--prompts", "x"),
+        ("measure", "--alpha", "0.5"),
+        ("measure", "--chip", "a100"),
+        ("measure", "--budgets", "8"),
+        ("contexts", "--context", "8"),
+        ("compile", "--chip", "a100"),
+        ("compile", "--train", "x.yaml"),
+        ("compile-training", "--drafter", "eagle3"),
+        ("compile-training", "--batch", "8"),
+    ],
+)
+def test_an_option_that_a_command_does_not_read_is_none_of_its(capsys, arguments) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert arguments[1] in capsys.readouterr().err
+
+
+def test_a_configuration_file_and_an_option_that_overrides_it(capsys, tmp_path) -> None:
+    (tmp_path / "plan.yaml").write_text("cost: 0.05\nalpha: 0.5\nlongest: 2\n")
+    _, out, _ = run(capsys, "theory", "--config", str(tmp_path / "plan.yaml"), "--alpha", "0.8")
+    assert [row[1] for row in table(out)] == ["1.80", "2.44"]
+    code, _, err = run(capsys, "theory", "--config", str(tmp_path / "plan.yaml"), "--cost", "0")
+    assert (code, "cost=0:" in err) == (2, True)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sharding
-from specjax.decoding import engine
+from specjax import decoding, sharding
 from specjax.models import primitives
 from specjax.models.attention import Filled, attend
 from specjax.sampling import Sampling
@@ -34,8 +33,8 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
     eos, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
     given = target, drafter, tokens, shapes, shapes, keys, eos, jax.eval_shape(lambda: sampling.rows(B))
-    state = jax.eval_shape(partial(engine.prefill, capacity=40), *given)
-    return lower(engine.step, platform, target, drafter, state)
+    state = jax.eval_shape(partial(decoding.prefill, capacity=40), *given)
+    return lower(decoding.step, platform, target, drafter, state)
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
@@ -49,7 +48,7 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
         assert {kernel for kernel in kernels.values() if kernel in text[platform]} == {kernel}
 
 
-@pytest.mark.parametrize("dims", [(192,), (320,), (512, 64)])
+@pytest.mark.parametrize("dims", [(4,), (8,), (80,), (192,), (320,), (512, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype) -> None:
     """Also with queries in another dtype than the cache's."""

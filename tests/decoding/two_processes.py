@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 import specjax
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
+from specjax.drafts.shapes import Chain
 from specjax.planning import costs
 from specjax.planning.choice import compare_drafts
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
-from specjax.tree import Chain
 
 # Rows end at different steps. The last one's text repeats itself, so that prompt lookup finds something to copy.
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 5, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]])
@@ -42,8 +42,8 @@ def decode(directory: Path, mesh: Mesh | None, drafting: float, *, choose: bool,
         choose: whether to compare drafts as well.
         look: whether to take a snapshot as well.
     """
-    target = specjax.Target.from_pretrained(directory / "target", np.float32, mesh)
-    drafter = DraftModel.from_pretrained(directory / "draft", Chain(2), np.float32, mesh)
+    target = specjax.Target.from_pretrained(directory / "target", dtype=np.float32, mesh=mesh)
+    drafter = DraftModel.from_pretrained(directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh)
     options = GenerationOptions(NEW_TOKENS, Sampling(temperature=np.array([0.0, 1.0, 0.7, 0.0])), jax.random.key(3))
     whole = specjax.generate(target, drafter, PROMPTS, LENGTHS, **vars(options))
     parts = list(specjax.stream(target, drafter, PROMPTS, LENGTHS, **vars(options), steps=3))

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import CompressedCache, DraftModel, SnapKV, Streaming
-from specjax.decoding import engine
+from specjax import CompressedCache, DraftModel, SnapKV, Streaming, decoding
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import OnGrown, cache_schemes
+from specjax.demo import OnInflated
+from specjax.drafters import cache_schemes
 from specjax.drafters.compressed_cache import choose
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
-from specjax.models import attention
+from specjax.models.attention import by_device, plain
 from specjax.models.cache import KVCache
-from specjax.tree import Chain, DynamicTree, StaticTree
-from tests.conftest import MIXTURES, tiny_target
+from tests.conftest import LAYERED, MIXTURES, tiny_target
 
 LENGTHS = np.array([60, 9, 37])
 PROMPTS = np.random.default_rng(0).integers(0, 11, (3, 60)).astype(np.int32)
@@ -30,7 +30,7 @@ def target():
 
 
 def started(target, drafter, **options):
-    return engine.start(target, drafter, PROMPTS, LENGTHS, replace(GREEDY, **options))
+    return decoding.start(target, drafter, PROMPTS, LENGTHS, replace(GREEDY, **options))
 
 
 @pytest.mark.parametrize("scheme", [Streaming(), SnapKV(window=8)])
@@ -47,7 +47,7 @@ def test_streaming_drafts_as_the_target_does_when_it_sees_only_those_tokens(targ
     """The first node's logits against the target's over its whole cache, with a mask that shows sinks and ring alone."""
     drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=Chain(2))
     _, state = started(target, drafter)
-    state = engine.decode(target, drafter, state, jnp.asarray(steps))
+    state = decoding.decode(target, drafter, state, jnp.asarray(steps))
     roots = state.roots[:, None]
     found, _ = target.score(roots, state.drafter)
     slots = np.arange(state.cache.capacity)
@@ -64,7 +64,7 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
     """After many steps every slot holds, bit for bit, what the target's cache has at its position."""
     drafter = CompressedCache(budget=12, scheme=Streaming(sinks=3), draft=DynamicTree(top_k=3, depth=3, nodes=8))
     _, state = started(target, drafter)
-    state = engine.decode(target, drafter, state, jnp.asarray(7))
+    state = decoding.decode(target, drafter, state, jnp.asarray(7))
     np.testing.assert_array_equal(state.drafter.length, state.cache.length)
     positions = np.asarray(state.drafter.newest_at(state.drafter.length))
     for kept, whole in zip(state.drafter.layers, state.cache.layers, strict=True):
@@ -74,33 +74,33 @@ def test_accepted_tokens_are_copied_exactly(target) -> None:
                 np.testing.assert_array_equal(small[row, :, :slots], large[row][:, positions[row, :slots]])
 
 
-def attention_of_last_tokens(target, row: np.ndarray, window: int) -> list[np.ndarray]:
-    """``[kv_heads, n - window]`` of each layer: the sum of the attention that the last ``window`` tokens of ``row`` pay to the
-    others, worked out in numpy from the states that enter each layer when the whole row is read at once."""
-    config = target.config
-    n, group = len(row), config.num_heads // config.num_kv_heads
+def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, np.ndarray]:
+    """``[kv_heads, n - window]`` of each layer that has keys: the sum of the attention that the last ``window`` tokens of a
+    ``row`` pay to the others, in all layers that read them, worked out in numpy from the states that enter each layer when the
+    whole row is read at once."""
+    config, n, paid, keys = target.config, len(row), {}, {}
     _, entering, _ = target.run(target.embed(jnp.asarray(row)[None]), taps=range(config.num_layers))
-    paid = []
     for i, params in enumerate(target.params["layers"]):
+        own, source = config.of_layer(i), config.entries_of(i)
+        group = own.num_heads // own.num_kv_heads
         x = np.asarray(entering[0, :, i], np.float64)
         x = x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * np.asarray(params["input_norm"])
 
-        def heads(name, count, x=x, params=params):
-            y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, config.head_dim)
-            half = config.head_dim // 2
-            angle = np.arange(n)[:, None] / config.rope.theta ** (np.arange(half) / half)
+        def heads(name, count, x=x, params=params, own=own):
+            y = (x @ np.asarray(params[name], np.float64)).reshape(n, count, own.head_dim)
+            half = own.head_dim // 2
+            angle = np.arange(n)[:, None] / own.rope.theta ** (np.arange(half) / half)
             cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
             left, right = y[..., :half], y[..., half:]
             return np.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
 
-        q, k = heads("q", config.num_heads), heads("k", config.num_kv_heads)
-        total = np.zeros((config.num_kv_heads, n - window))
-        for head in range(config.num_heads):
+        q, k = heads("q", own.num_heads), heads("k", own.num_kv_heads) if source == i else keys[source]
+        keys[i], total = k, paid.setdefault(source, np.zeros((own.num_kv_heads, n - window)))
+        for head in range(own.num_heads):
             for t in range(n - window, n):
-                scores = k[: t + 1, head // group] @ q[t, head] * config.head_dim**-0.5
+                scores = k[: t + 1, head // group] @ q[t, head] * own.head_dim**-0.5
                 weights = np.exp(scores - scores.max())
                 total[head // group] += (weights / weights.sum())[: n - window]
-        paid.append(total)
     return paid
 
 
@@ -113,22 +113,24 @@ def _compiled_anew():
 
 
 @pytest.mark.usefixtures("_compiled_anew")
-@pytest.mark.parametrize("block", [512, 16])
-def test_snapkv_keeps_what_a_slow_reference_keeps(target, block, monkeypatch) -> None:
+@pytest.mark.parametrize(("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})])
+def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -> None:
     """Per row, layer and head; a row that fits the budget keeps everything."""
-    monkeypatch.setattr(attention, "BLOCK", block)
+    target = tiny_target(**changes)
+    for module in (by_device, plain):
+        monkeypatch.setattr(module, "BLOCK", block)
     budget, window, pool = 20, 6, 5
     drafter = CompressedCache(budget=budget, scheme=SnapKV(window=window, pool=pool), draft=Chain(2))
     _, state = started(target, drafter)
     for row, length in enumerate(LENGTHS - 1):
-        whole = [np.asarray(entry[0][row]) for entry in state.cache.layers]
-        kept = [np.asarray(entry[0][row]) for entry in state.drafter.layers]
+        whole = [np.asarray(entry[0][row]) for entry in state.cache.layers if entry]
+        kept = [np.asarray(entry[0][row]) for entry in state.drafter.layers if entry]
         if length <= budget:
             for small, large in zip(kept, whole, strict=True):
                 np.testing.assert_array_equal(small[:, :length], large[:, :length])
             continue
         for small, large, paid in zip(
-            kept, whole, attention_of_last_tokens(target, PROMPTS[row, :length], window), strict=True
+            kept, whole, attention_of_last_tokens(target, PROMPTS[row, :length], window).values(), strict=True
         ):
             padded = np.pad(paid, ((0, 0), (pool // 2, pool // 2)))
             pooled = np.stack([padded[:, i : i + pool] for i in range(paid.shape[1])], axis=1).mean(axis=-1)
@@ -150,7 +152,7 @@ def test_after_the_prompt_snapkv_replaces_only_its_newest(target) -> None:
     drafter = CompressedCache(budget=20, scheme=SnapKV(window=6), draft=Chain(2))
     _, state = started(target, drafter)
     before = [np.asarray(entry[0]) for entry in state.drafter.layers]
-    state = engine.decode(target, drafter, state, jnp.asarray(9))
+    state = decoding.decode(target, drafter, state, jnp.asarray(9))
     for old, entry, whole in zip(before, state.drafter.layers, state.cache.layers, strict=True):
         new = np.asarray(entry[0])
         np.testing.assert_array_equal(new[0, :, :14], old[0, :, :14])
@@ -179,9 +181,9 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
     model = tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model, cache=Streaming(sinks=2), budget=12, draft=Chain(3))
     _, state = started(target, drafter)
-    state = engine.decode(target, drafter, state, jnp.asarray(6))
+    state = decoding.decode(target, drafter, state, jnp.asarray(6))
     ring = state.drafter.cache
-    _, whole = model.forward(state.tokens, KVCache.create(model.config.entry_parts, layers=1, batch=3, capacity=128))
+    _, whole = model.forward(state.tokens, KVCache.create([model.config.entry_parts(0)], batch=3, capacity=128))
     positions = np.asarray(ring.newest_at(ring.length))
     for row in range(3):
         slots = int(ring.filled[row])
@@ -200,7 +202,7 @@ def test_a_draft_models_ring_holds_what_it_read(target) -> None:
         (DraftModel(tiny_target(seed=5), cache=Streaming(sinks=8), budget=8), r"budget=8: the 8 sinks"),
         (DraftModel(tiny_target(seed=5), cache=SnapKV()), r"DraftModel\(cache=SnapKV\(window=32, pool=5\)\): give Streaming"),
         (CompressedCache(scheme="streaming"), r"CompressedCache\(scheme='streaming'\): give Streaming\(\) or SnapKV\(\)"),
-        (OnGrown.of(CompressedCache(), tiny_target()), r"OnGrown: CompressedCache keeps the target's cache"),
+        (OnInflated.of(CompressedCache(), tiny_target()), r"OnInflated: CompressedCache keeps the target's cache"),
     ],
 )
 def test_what_cannot_be_is_refused(target, drafter, message) -> None:

@@ -4,18 +4,20 @@ from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import specjax
-from specjax import tree
-from specjax.decoding import engine
+from specjax import decoding
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import DraftModel, EarlyExit
+from specjax.drafters import Draft, DraftModel, EarlyExit
 from specjax.drafters.draft_model import MOST_PADDING
+from specjax.drafts import tree
+from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError
 from specjax.sampling import Sampling, probabilities
-from specjax.tree import Chain, SampledTree
 from tests.conftest import SHAPES, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
@@ -45,8 +47,8 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     """Through accepted, partly accepted and fully accepted drafts."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: engine.step(target, drafter, state))
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     counts = set()
     for _ in range(8):
         draft = propose(drafter, target, state)
@@ -57,10 +59,49 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     assert counts == {4} if kind == "the target itself" else len(counts) > 1
 
 
+@struct.dataclass
+class OnlyAbsorbs(DraftModel):
+    """Is told of every step by `absorb` alone."""
+
+    def update(self, target, state, draft, verdict, committed):
+        return self.absorb(target, state, committed)
+
+
+@pytest.mark.parametrize("kind", [DraftModel, OnlyAbsorbs])
+@pytest.mark.parametrize("model", ["the target itself", "like the target"])
+def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:
+    """Before every draft the model has read the text: after full acceptance too, and after roots alone and drafts that come
+    from elsewhere, one or several of them."""
+    softer = target.replace(params=target.params | {"lm_head": 0.6 * target.params["lm_head"]})
+    own = target if model == "the target itself" else softer
+    drafter, told = DraftModel(own, draft=Chain(3)), kind(own, draft=Chain(3))
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    step = jax.jit(partial(decoding.step, target, drafter))
+    advance = jax.jit(partial(decoding.advance, target, told))
+    proposing = jax.jit(partial(decoding.propose_step, target, drafter))
+    forward, empty = jax.jit(own.forward), own.new_cache(3, 64)
+    behind = []
+    for others in ([0], [], [0, 0, 0], [2], [0, 1], [1, 0]):
+        state, _ = step(state)
+        behind += state.drafter.behind.tolist()
+        for depth in others:
+            guess = jnp.zeros((3, depth), jnp.int32)
+            state, _ = advance(state, Draft.chain(state.roots, guess))
+        draft, proposed = proposing(state)
+        check_q(own, state, draft)
+        texts = jnp.pad(state.tokens, ((0, 0), (0, 64 - state.tokens.shape[1])))
+        _, fresh = forward(texts, empty, state.lengths)
+        np.testing.assert_array_equal(proposed.drafter.cache.length, state.lengths)
+        for row, length in enumerate(np.asarray(state.lengths)):
+            for kept, read in zip(jax.tree.leaves(proposed.drafter.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
+                np.testing.assert_allclose(kept[row, :, :length], read[row, :, :length], atol=1e-4)
+    assert set(behind) == ({True} if model == "the target itself" else {True, False})
+
+
 def test_early_exit_drafts_with_the_first_layers() -> None:
     target, drafter = tiny_target(num_layers=3), EarlyExit(layers=2, draft=Chain(3))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: engine.step(target, drafter, state))
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     for _ in range(6):
         check_q(target, state, propose(drafter, target, state), layers=(0, 2))
         state, _ = advance(state)
@@ -80,7 +121,7 @@ def test_init_and_round_trip(target, tmp_path) -> None:
 
 @jax.jit
 def propose(drafter, target, state):
-    return engine.propose_step(target, drafter, state)[0]
+    return decoding.propose_step(target, drafter, state)[0]
 
 
 _thorough = partial(pytest.param, marks=pytest.mark.thorough)
@@ -98,7 +139,7 @@ def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
     texts = []
     for model in (same, other):
         drafter = DraftModel(model=model, draft=SHAPES[name])
-        started, state = engine.start(target, drafter, prompts, LENGTHS, OPTIONS)
+        started, state = decoding.start(target, drafter, prompts, LENGTHS, OPTIONS)
         draft = propose(started, target, state)
         assert draft.q is None or draft.q.shape[-1] == 11
         assert np.asarray(draft.tokens[:, 1:]).max() < min(11, model.config.vocab_size)
@@ -122,7 +163,7 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
         for stop_below in (0.0, threshold):
             drafter = DraftModel(model=model, draft=Chain(6, stop_below=stop_below))
             options = replace(OPTIONS, sampling=sampling, key=jax.random.key(seed))
-            _, state = engine.start(target, drafter, (PROMPTS + seed) % 11, LENGTHS, options)
+            _, state = decoding.start(target, drafter, (PROMPTS + seed) % 11, LENGTHS, options)
             drafts[stop_below] = propose(drafter, target, state)
         fixed, adaptive = drafts[0.0], drafts[threshold]
         for row in range(3):
@@ -143,7 +184,7 @@ def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(tar
 def test_the_drafting_loop_ends_with_the_last_row_that_drafts(target) -> None:
     """A draft that always stops at once leaves the rest of the buffers as they were."""
     drafter = DraftModel(model=tiny_target(seed=5, num_layers=1), draft=Chain(6, stop_below=1.0))
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
     draft = propose(drafter, target, state)
     np.testing.assert_array_equal(draft.length, 1)
     np.testing.assert_array_equal(draft.q[:, 1:], 0)
@@ -160,12 +201,12 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=SHAPES[name])
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS, capacity=64)
-    advance = jax.jit(lambda state: engine.step(target, drafter, state))
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS, capacity=64)
+    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     counts, behind = set(), set()
     for _ in range(8):
         kept = propose(drafter, target, state)
-        _, anew = engine.start(target, drafter, state.tokens, state.lengths, replace(OPTIONS, max_new_tokens=4), capacity=64)
+        _, anew = decoding.start(target, drafter, state.tokens, state.lengths, replace(OPTIONS, max_new_tokens=4), capacity=64)
         fresh = propose(drafter, target, anew.replace(keys=state.keys))
         np.testing.assert_array_equal(kept.tokens, fresh.tokens)
         np.testing.assert_array_equal(kept.parents, fresh.parents)
@@ -199,10 +240,19 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(kind) -> None:
     shape = SampledTree((3, 2, 2, 1))
     target, model = tiny_target(num_layers=3), tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=2, draft=shape)
-    _, state = engine.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: engine.step(target, drafter, state)[0])
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
+    advance = jax.jit(lambda state: decoding.step(target, drafter, state)[0])
     for _ in range(3):
         draft = propose(drafter, target, state)
         layers = None if kind == "draft model" else (0, 2)
         check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
         state = advance(state)
+
+
+def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> None:
+    target = tiny_target(model_type="mistral", num_layers=8, sliding_window=4, windowed_layers=tuple(range(8)))
+    drafter = DraftModel.init(target, jax.random.key(0))
+    drafter.save_pretrained(tmp_path)
+    read = DraftModel.from_pretrained(tmp_path).model.config
+    assert read == drafter.model.config
+    assert (read.num_layers, read.windowed_layers) == (2, (0, 1))

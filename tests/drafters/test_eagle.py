@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import Eagle
+from specjax.drafts.shapes import Chain
 from specjax.models.fields import CheckpointError
-from specjax.training.methods.unrolling import unroll
-from specjax.tree import Chain
+from specjax.training.objectives.unrolling import unroll
 from tests.conftest import tiny_target
 
 
@@ -74,7 +74,7 @@ def test_states_are_those_of_the_description(bias, tmp_path) -> None:
 def test_a_checkpoint_is_read_back_bit_for_bit(tmp_path) -> None:
     written = random_drafter()
     written.save_pretrained(tmp_path / "once")
-    read = Eagle.from_pretrained(tmp_path / "once", Chain(3), np.float32)
+    read = Eagle.from_pretrained(tmp_path / "once", draft=Chain(3), dtype=np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
     read.save_pretrained(tmp_path / "twice")

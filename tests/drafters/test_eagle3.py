@@ -10,10 +10,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import Eagle3, eagle3_checkpoint
+from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError
-from specjax.training.methods.unrolling import unroll
-from specjax.tree import Chain, DynamicTree
+from specjax.training.objectives.unrolling import unroll
 from tests.conftest import tiny_target
 
 IDS = (0, 1, 3, 4, 7, 8, 10)  # what the drafter can draft, of the target's 11 tokens
@@ -110,7 +110,7 @@ def drafter(**options) -> Eagle3:
 def test_a_checkpoint_is_read_back_bit_for_bit(layout, variant, tmp_path) -> None:
     written = drafter(variant=variant, taps=(0, 1, 2))
     written.save_pretrained(tmp_path / "once", layout=layout)
-    read = Eagle3.from_pretrained(tmp_path / "once", Chain(3), np.float32)
+    read = Eagle3.from_pretrained(tmp_path / "once", draft=Chain(3), dtype=np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
     read.save_pretrained(tmp_path / "twice", layout=layout)
@@ -174,7 +174,7 @@ def test_modelopt_leaves_out_what_follows_from_d2t(tmp_path) -> None:
     save_file(
         {name.replace("midlayer.", "layers.0."): array for name, array in tensors.items()}, tmp_path / "model.safetensors"
     )
-    read = Eagle3.from_pretrained(tmp_path, Chain(3), np.float32)
+    read = Eagle3.from_pretrained(tmp_path, draft=Chain(3), dtype=np.float32)
     assert read.config == written.config
     jax.tree.map(np.testing.assert_array_equal, read.params, written.params)
 

@@ -1,17 +1,24 @@
 """Growing trees, against references that grow them node by node in Python."""
 
+import inspect
+import re
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import tree
+from specjax.drafters import expansion
 from specjax.drafters.expansion import expand
-from specjax.evaluation.conformance import monte_carlo_bound, total_variation
+from specjax.drafts import tree
+from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
+from specjax.drafts.shapes import DynamicTree, SampledTree, StaticTree, Template
+from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.sampling import Sampling, probabilities, split_keys
-from specjax.tree import EAGLE_TREE, MEDUSA_TREE, DynamicTree, SampledTree, StaticTree
 from tests.conftest import SHAPES
 
 V = 12
@@ -168,13 +175,12 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
 
     siblings = np.asarray(tokens[:, 1:4])
     counts = np.bincount(siblings @ np.array([16, 4, 1]), minlength=64)
-    assert total_variation(counts, in_order(p[0], 3)) < monte_carlo_bound(in_order(p[0], 3), rows)
+    assert g_test(counts, in_order(p[0], 3)) >= FALSE_ALARM
     for node in (1, 2, 3):
         children = np.asarray(tokens)[:, np.flatnonzero(np.asarray(parents[0]) == node)]
         for token in range(4):
             below = children[siblings[:, node - 1] == token]
-            exact = in_order(p[token], 2)
-            assert total_variation(np.bincount(below @ [4, 1], minlength=16), exact) < monte_carlo_bound(exact, len(below))
+            assert g_test(np.bincount(below @ [4, 1], minlength=16), in_order(p[token], 2)) >= FALSE_ALARM
         np.testing.assert_allclose(np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6)
 
 
@@ -195,3 +201,92 @@ def test_only_a_chain_that_may_stop_asks_after_each_level_whether_to_go_on() -> 
     for name, shape in SHAPES.items():
         traced = jax.make_jaxpr(partial(grow, shape, read_table, sampling=0.0))(table, root, keys)
         assert ("reduce_or" in str(traced)) == (name == "adaptive"), name
+
+
+# --- the example of the docstrings -----------------------------------------------------------------------------------
+
+EXAMPLE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)))
+
+
+def columns(text: str, first: str) -> dict[str, list[str]]:
+    """The cells of the table whose first line begins with ``first``, by the name of their line."""
+    lines = re.search(rf"^ +{first}  .*?\n\n", text, re.MULTILINE | re.DOTALL)[0].strip().splitlines()
+    return {name: cells for name, *cells in (re.split(r" {2,}", line.strip()) for line in lines)}
+
+
+@dataclass(frozen=True)
+class Remembering:
+    """A model of a table, which remembers the tokens that it read; with as much of a model as drafting asks for."""
+
+    table: jax.Array
+
+    def new_scratch(self, slots: int):
+        return ((jnp.zeros((1, 1, slots, 1)),),)
+
+    def score(self, tokens, cache, **_):
+        read = tokens[..., None].astype(jnp.float32)
+        return SimpleNamespace(logits=self.table[tokens], hidden=read), ((read[:, None],),)
+
+
+@pytest.fixture(scope="module")
+def example():
+    """The growth of the tree, the frontiers that were read, stacked, and what lies in the slots of scratch."""
+    token, grown, fixed = np.arange(V), [], expansion._fixed
+    table = np.full((V, V), 1 / 4 / (V - 2))
+    table[token, (token + 1) % V], table[token, (token + 2) % V] = 1 / 2, 1 / 4
+    model, cache = Remembering(jnp.log(table)), SimpleNamespace(length=jnp.zeros(1, jnp.int32))
+
+    def read(frontier, state):
+        scratch, frontiers = state
+        logits, scratch = expansion.read_nodes(model, cache, frontier, scratch)
+        return logits, (scratch, jax.tree.map(lambda all, new: all.at[frontier.depth - 1].set(new), frontiers, frontier))
+
+    @jax.jit
+    def run(root, keys):
+        none, seen = jnp.zeros((2, 1, 2), jnp.int32), jnp.zeros((2, 1, 2, EXAMPLE.read_slots), bool)
+        state = model.new_scratch(1 + EXAMPLE.read_slots), expansion.Frontier(none, jnp.zeros(2, jnp.int32), none, seen)
+        sampling, active = Sampling(0.0).rows(1), jnp.ones(1, bool)
+        _, _, (scratch, frontiers) = expand(EXAMPLE, read, model.table[root], state, root, sampling, keys, active)
+        return grown[0], frontiers, scratch[0][0].ravel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expansion, "_fixed", lambda shape, growth, root: grown.append(growth) or fixed(shape, growth, root))
+        return run(jnp.zeros(1, jnp.int32), split_keys(jax.random.split(jax.random.key(0), 1), EXAMPLE.depth))
+
+
+def test_the_numbers_of_a_template_are_those_of_its_example(example) -> None:
+    shown = columns(Template.__doc__, "node")
+    assert shown["node"] == [str(node) for node in range(EXAMPLE.nodes)]
+    assert shown["path"] == ["()", *(",".join(map(str, path)) for path in EXAMPLE.choices)]
+    template = EXAMPLE.template
+    per_level = template.width * template.branching
+    assert (template.width, template.branching) == (2, 2)
+    assert shown["candidate over all levels"] == ["-", *map(str, template.source)]
+    assert shown["candidate within its level"] == ["-", *map(str, template.source % per_level)]
+    assert shown["place among the nodes read"] == ["-" if place < 0 else str(place) for place in template.places]
+    assert template.parents.tolist() == [-1, 0, 0, 1, 2, 2, 4]
+    assert template.frontier.tolist() == [[0, 1], [2, 0]]
+
+    growth, _, scratch = example
+    tokens = [0, *growth.tokens[:, 0].ravel()[template.source].tolist()]
+    in_slots = {int(slot): token for slot, token in zip(shown["slot of scratch"], tokens, strict=True) if slot != "-"}
+    filler = {4: growth.tokens[1, 0, 0]}
+    assert dict(enumerate(scratch.tolist())) == in_slots | filler == {0: 0, 1: 1, 2: 2, 3: 3, 4: 2}
+
+
+def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(example) -> None:
+    shown = columns(inspect.getsource(expand), "after level")
+    growth, frontiers, _ = example
+    assert shown["after level"] == ["0", "1", "2"]
+    for level in range(3):
+        np.testing.assert_array_equal(growth.tokens[level, 0], [int(cell) for cell in shown["tokens"][level].split()])
+        scores = [float(Fraction(cell)) for cell in shown["scores"][level].split()]
+        np.testing.assert_allclose(jnp.exp(growth.scores[level, 0]), scores, rtol=1e-5)
+        np.testing.assert_array_equal(growth.picked[level, 0], [int(cell) for cell in shown["picked"][level].split()])
+    fields = [name for name in shown if name.startswith("frontier.")]
+    assert len(fields) == 3
+    for name in fields:
+        held = np.asarray(getattr(frontiers, name.removeprefix("frontier.")))[:, 0].astype(int)  # [level, F] or [level, F, R]
+        assert len(shown[name]) == len(held) == 2
+        for level, of_level in enumerate(held.reshape(2, 2, -1)):
+            assert ["".join(map(str, node)) for node in of_level] == shown[name][level].split(), (name, level)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.decoding import engine
+from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import MTP, Eagle, Eagle3, MixtureOfAttentions
 from specjax.drafters.features import FeatureDrafter
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.sampling import Sampling
-from specjax.training.methods.ahead import counted
-from specjax.training.methods.unrolling import unroll
-from specjax.tree import Chain, DynamicTree, StaticTree
+from specjax.training.objectives.ahead import counted
+from specjax.training.objectives.unrolling import unroll
 from tests.conftest import tiny_target
 
 IDS = np.array([0, 1, 3, 4, 7, 8, 10])
@@ -104,8 +104,8 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
     drafter = DRAFTERS[name](target)
     prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, prompts, np.array([5, 2, 1]), options)
-    propose, advance = jax.jit(engine.propose_step), jax.jit(engine.advance)
+    drafter, state = decoding.start(target, drafter, prompts, np.array([5, 2, 1]), options)
+    propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for step in range(4):
         draft, drafting = propose(target, drafter, state)
         for row in range(3):
@@ -132,8 +132,8 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
     target = tiny_target()
     drafter = DRAFTERS[name](target).replace(draft=shape)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
-    draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
+    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     parents = np.asarray(draft.parents).reshape(-1)
     vocabulary = drafter.vocabulary(target)
     tokens, ids = np.asarray(draft.tokens[0]), np.arange(11) if vocabulary is None else np.asarray(vocabulary.ids)
@@ -158,7 +158,7 @@ def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, mon
     mesh = specjax.make_mesh(data=2, model=2)
     placed = target.replace(params=jax.device_put(target.params), mesh=mesh)
     spread = drafter.replace(mesh=mesh)
-    monkeypatch.setattr(engine, "PREFILL_CHUNK", 3)
+    monkeypatch.setattr("specjax.decoding.state.PREFILL_CHUNK", 3)
     jax.clear_caches()
     parts = specjax.generate(target, drafter, prompts, lengths, **vars(options))
     meshed = specjax.generate(placed, spread, prompts, lengths, **vars(options))
@@ -197,10 +197,10 @@ def test_what_is_remembered_comes_from_the_target(name) -> None:
     drafter = moa(target) if name == "moa" else DRAFTERS[name](target)
     prompt = np.array([[1, 4, 2, 4, 2]])
     options = GenerationOptions(max_new_tokens=20, sampling=Sampling(temperature=1.0), key=jax.random.key(4))
-    drafter, state = engine.start(target, drafter, prompt, None, options)
-    state = engine.decode(target, drafter, state, jnp.asarray(50))
+    drafter, state = decoding.start(target, drafter, prompt, None, options)
+    state = decoding.decode(target, drafter, state, jnp.asarray(50))
     text = np.asarray(state.tokens[:, : int(state.lengths[0])])
-    _, fresh = engine.start(target, drafter, text, None, GenerationOptions(max_new_tokens=1))
+    _, fresh = decoding.start(target, drafter, text, None, GenerationOptions(max_new_tokens=1))
     after, afresh = (each.drafter if name == "moa" else each.drafter.cache for each in (state, fresh))
     length = int(afresh.length[0])
     assert int(after.length[0]) == length == text.shape[1] - 1

@@ -1,29 +1,32 @@
 """Mixture of Attentions: drafts against numpy, masks against their definition, training against drafting."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import specjax
+from specjax import decoding
 from specjax.config import ConfigError
-from specjax.decoding import engine
 from specjax.decoding.options import GenerationOptions
-from specjax.drafters import Eagle, MixtureOfAttentions, layer_attention
+from specjax.drafters import EagleWithLayerAttention, MixtureOfAttentions, layer_attention
 from specjax.drafters.registry import load_drafter
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance
-from specjax.models.config import MLA, ModelConfig, Rope
+from specjax.models.config import MLA, Layer, ModelConfig, Rope
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
-from specjax.training.methods import Eagle1Training, Given, HassTraining, MoATraining
+from specjax.training.contract import Given
+from specjax.training.methods import Eagle1Training, HassTraining, MoATraining
 from specjax.training.methods.moa import block_masks, block_starts, draft_blocks, draft_everywhere
-from specjax.training.methods.windows import score
-from specjax.tree import Chain, DynamicTree, StaticTree
-from tests.conftest import tiny_config, tiny_target
+from specjax.training.objectives.windows import score
+from tests.conftest import LAYERED, tiny_config, tiny_target
 from tests.training.test_methods import batch_of
 
 STRETCHED = Rope(theta=100.0, kind="linear", factor=4.0, original_max_positions=512)
@@ -130,15 +133,15 @@ def slow_chain(
         layers = [(np.asarray(k[0, :, t], np.float64), np.asarray(v[0, :, t], np.float64)) for k, v in entries]
         lsa = config.lsa is not None
         summaries.append((slow_summary(drafter, layers) if lsa else np.asarray(hidden[t], np.float64), t))
-    read, below, expected = text[:-1], np.zeros((DEEPEST, config.layer.hidden_size)), []
+    read, below, expected = text[:-1], np.zeros((DEEPEST, config.self_layer.hidden_size)), []
     for position, token in enumerate([text[-1], *drafted], start=end - 1):
         past = [(embeddings[other], at) for at, other in enumerate(read, start=begin)]
-        x = block(params["self_attention"], config.layer, embeddings[token], position, past)
+        x = block(params["self_attention"], config.self_layer, embeddings[token], position, past)
         x = block(params["cross_attention"], config.cross_layer, x, position, summaries, itself=False)
         read = [*read, token]
         if config.tli:  # all of the draft again
             below[position - root] = x
-            layers, rows = config.tli_layers, jnp.asarray(below, jnp.float32)
+            layers, rows = drafter.tli_layers(target), jnp.asarray(below, jnp.float32)
             x = run_last_layers(target, rows, entries[slice(*layers)], begin, root, layers)[position - root]
         expected.append(np.asarray(target.head(jnp.asarray(x, jnp.float32))))
     return np.array(expected)
@@ -168,8 +171,8 @@ def test_drafts_are_those_of_the_definition(name) -> None:
     drafter = strong(target, **VARIANTS[name])
     prompts = np.array([[1, 4, 2, 4, 2], [5, 9, 0, 0, 0], [3, 0, 0, 0, 0]])
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, prompts, np.array([5, 2, 1]), options)
-    propose, advance = jax.jit(engine.propose_step), jax.jit(engine.advance)
+    drafter, state = decoding.start(target, drafter, prompts, np.array([5, 2, 1]), options)
+    propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for step in range(3):
         draft, drafting = propose(target, drafter, state)
         for row in range(3):
@@ -189,8 +192,8 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
     drafter = strong(target, tli=1).replace(draft=shape)
     text = [1, 4, 2, 4, 2]
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, np.array([text]), None, options)
-    draft, _ = jax.jit(engine.propose_step)(target, drafter, state)
+    drafter, state = decoding.start(target, drafter, np.array([text]), None, options)
+    draft, _ = jax.jit(decoding.propose_step)(target, drafter, state)
     parents, tokens = np.asarray(draft.parents).reshape(-1), np.asarray(draft.tokens[0])
     for parent in set(parents[1:].tolist()):
         path, node = [], parent
@@ -213,12 +216,12 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
 
     monkeypatch.setattr(layer_attention, "mean_over_layers", counting)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
     assert ran == [16]  # the prompt, padded
-    draft, state = jax.eval_shape(engine.propose_step, target, drafter, state)
+    draft, state = jax.eval_shape(decoding.propose_step, target, drafter, state)
     assert ran == [16]
-    jax.eval_shape(engine.advance, target, drafter, state, draft)
-    assert ran == [16, drafter.draft.depth + 1]  # the accepted path
+    jax.eval_shape(decoding.advance, target, drafter, state, draft)
+    assert ran == [16, drafter.draft_shape.depth + 1]  # the accepted path
 
 
 def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
@@ -226,9 +229,9 @@ def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
     target = target_of()
     drafter = strong(target)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
     lost = state.replace(cache=state.cache.replace(layers=jax.tree.map(lambda x: x * jnp.nan, state.cache.layers)))
-    propose = jax.jit(engine.propose_step)
+    propose = jax.jit(decoding.propose_step)
     kept, without = (propose(target, drafter, each)[0] for each in (state, lost))
     np.testing.assert_array_equal(kept.tokens, without.tokens)
 
@@ -237,8 +240,8 @@ def test_no_cache_is_copied_in_the_compiled_loop() -> None:
     """Neither the target's nor its own."""
     target = tiny_target(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), Chain(3), tli=1, num_kv_heads=2)
-    drafter, state = engine.start(target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450))
-    program = engine.decode.lower(target, drafter, state, 5).compile().as_text().splitlines()
+    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450))
+    program = decoding.decode.lower(target, drafter, state, 5).compile().as_text().splitlines()
     for cache in (state.cache, state.drafter):
         shape = ",".join(map(str, cache.layers[0][0].shape))
         assert any(f"f32[{shape}]" in line for line in program)
@@ -416,7 +419,7 @@ def assert_all_learn(method, student, target) -> None:
 def test_eagle_reads_summaries_of_all_layers() -> None:
     """The state that it drafts from, from its definition: the features of the pairs are the summaries."""
     target, text = target_of(), [1, 4, 2, 4, 2]
-    drafter = Eagle.init(target, jax.random.key(3), Chain(2), lsa=True)
+    drafter = EagleWithLayerAttention.init(target, jax.random.key(3), Chain(2))
     drafter = drafter.replace(params=jax.tree.map(lambda leaf: leaf * 12 if leaf.ndim == 2 else leaf, drafter.params))
     entries, embedded = target.score(np.array([text]))[1], target.embed(jnp.array([text[1:]]))
     summaries = []
@@ -427,7 +430,7 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
     causal = jnp.tril(jnp.ones((1, len(text) - 1, len(text) - 1), bool))
     states, _ = drafter.run(features, embedded, jnp.arange(len(text) - 1)[None], causal, ((),))
     options = GenerationOptions(max_new_tokens=4, sampling=Sampling(temperature=0.0))
-    drafter, state = engine.start(target, drafter, np.array([text]), None, options)
+    drafter, state = decoding.start(target, drafter, np.array([text]), None, options)
     np.testing.assert_allclose(state.drafter.newest[0, 0], states[0, -1], atol=1e-3)
 
 
@@ -439,7 +442,7 @@ def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     assert method.evaluation(student, BATCH, target)["acceptance_length"] >= 1
     student.save_pretrained(tmp_path)
     again = load_drafter(str(tmp_path), Chain(2), target.config, dtype=jnp.float32)
-    assert isinstance(again, Eagle)
+    assert isinstance(again, EagleWithLayerAttention)
     assert again.config == student.config
     jax.tree.map(np.testing.assert_array_equal, again.params, student.params)
     with pytest.raises(InputError, match=r"made for a target with .* \(3, 2, 4\), and target has \(3, 4, 4\)"):
@@ -459,12 +462,24 @@ def test_it_is_saved_and_read_again(tmp_path) -> None:
         jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
 
 
+@pytest.mark.parametrize("kind", [EagleWithLayerAttention, MixtureOfAttentions])
+def test_heads_that_all_layers_have_in_place_of_the_model_s_are_what_is_saved(kind, tmp_path) -> None:
+    layered, other = (target_of(layers=(Layer(num_kv_heads=1, head_dim=size),) * 3) for size in (4, 6))
+    drafter = kind.init(layered, jax.random.key(0), Chain(2))
+    drafter.save_pretrained(tmp_path)
+    again = kind.from_pretrained(tmp_path, draft=Chain(2))
+    assert again.config == drafter.config
+    again.check(layered)
+    with pytest.raises(InputError, match=r"made for a target with .* \(3, 1, 4\), and target has \(3, 1, 6\)"):
+        again.check(other)
+
+
 def test_the_sizes_of_llama_3_8b_are_the_papers() -> None:
     llama = ModelConfig(
         vocab_size=64, hidden_size=32 * 128, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128
     )  # fmt: skip
     drafter = jax.eval_shape(lambda key: MixtureOfAttentions.init(specjax.Target.init(llama, key), key), jax.random.key(0))
-    layer, lsa = drafter.config.layer, drafter.config.lsa.block
+    layer, lsa = drafter.config.self_layer, drafter.config.lsa.block
     assert (layer.num_kv_heads, layer.intermediate_size) == (4, 6144)
     assert (lsa.hidden_size, lsa.num_heads, lsa.num_kv_heads, lsa.intermediate_size) == (2048, 32, 8, 3072)
     assert drafter.params["layer_self_attention"]["q"].shape == (2048, 2048)
@@ -479,6 +494,12 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="this target remembers latents"):
         MixtureOfAttentions.init(specjax.Target.init(latent, jax.random.key(0)), jax.random.key(0))
+    layered = tiny_target(**LAYERED["differing"])
+    with pytest.raises(InputError, match=r"layer 1 remembers \(heads, size\) \(\(1, 8\), .*, layer 0 \(\(2, 4\), \(2, 4\)\)"):
+        MixtureOfAttentions.init(layered, jax.random.key(0))
+    sharing = tiny_target(**LAYERED["sharing"])
+    with pytest.raises(InputError, match=r"\(tli=1\) runs layers \[3\], which read the entries of layers before layer 3"):
+        MixtureOfAttentions.init(sharing, jax.random.key(0), lsa=False, tli=1).check(sharing)
     with pytest.raises(InputError, match="tli=3: the target has 3 layers"):
         MixtureOfAttentions.init(target, jax.random.key(0), tli=3)
     drafter.save_pretrained(tmp_path)
@@ -501,6 +522,206 @@ def test_what_does_not_fit_is_refused(tmp_path) -> None:
             MixtureOfAttentions.from_pretrained(tmp_path)
 
 
+OF_TARGET = {  # of `target_of(num_kv_heads=4)`, as transformers wrote it when the authors published
+    "_name_or_path": "some/target",
+    "architectures": ["MOASpec"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 16,
+    "initializer_range": 0.02,
+    "intermediate_size": 24,
+    "max_position_embeddings": 512,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"type": "linear", "factor": 4.0},
+    "rope_theta": 100.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "vocab_size": 11,
+}
+NOT_IN_VLLM = (
+    "_name_or_path", "attention_bias", "attention_dropout", "bos_token_id", "eos_token_id", "initializer_range",
+    "intermediate_size", "num_hidden_layers", "num_key_value_heads", "pretraining_tp", "tie_word_embeddings", "use_cache",
+)  # fmt: skip
+BLOCKS = {  # width, numbers of all keys, MLP: of 2, 1 and 2 heads
+    "self_attention": (16, 8, 40),
+    "cross_attention": (16, 4, 56),
+    "layer_self_attention": (32, 16, 72),
+}
+
+
+def published_tensors(bias: bool = False) -> dict[str, np.ndarray]:
+    """Under the authors' names, of blocks that all have other sizes. In drafters for Qwen2 two of them have biases."""
+    rng = np.random.default_rng(0)
+    tensors = {"Ekv2E.weight": rng.normal(size=(16, 32)) * 0.3, "Ekv2E.bias": rng.normal(size=16)}
+    for name, (width, keys, intermediate) in BLOCKS.items():
+        rows = {"q": width, "k": keys, "v": keys, "o": width}
+        matrices = {f"self_attn.{part}_proj": (size, width) for part, size in rows.items()}
+        matrices |= {"mlp.gate_proj": (intermediate, width), "mlp.up_proj": (intermediate, width)}
+        matrices |= {"mlp.down_proj": (width, intermediate)}
+        tensors |= {f"{name}.{part}.weight": rng.normal(size=shape) * 0.3 for part, shape in matrices.items()}
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}.{part}.weight"] = rng.uniform(0.5, 1.5, width)
+        if bias and name != "cross_attention":
+            tensors |= {f"{name}.self_attn.{part}_proj.bias": rng.normal(size=rows[part]) for part in "qkv"}
+    return {name: array.astype(np.float32) for name, array in tensors.items()}
+
+
+def publish(directory, layout: str, bias: bool = False, **changes) -> None:
+    """Write a drafter as the authors' training code does, or as their converter for vLLM."""
+    content = OF_TARGET | ({"model_type": "qwen2"} if bias else {})
+    if layout == "vllm":
+        content = {name: value for name, value in content.items() if name not in NOT_IN_VLLM}
+        content |= {"model_type": "moa_spec", "architectures": ["MOASpecModel"], "disable_LSA": False, "kv_hidden_size": 32}
+        content |= {"self_attention_num_key_value_heads": 2, "self_attention_intermediate_size": 40}
+        content |= {"cross_attention_num_key_value_heads": 1, "cross_attention_intermediate_size": 56}
+        content |= {"layer_self_attention_num_key_value_heads": 2, "layer_self_attention_intermediate_size": 72}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(content | changes))
+    save_file(published_tensors(bias), directory / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["authors", "vllm"])
+def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> None:
+    """Each is recognised, has the sizes of its tensors, and comes back equal from every layout."""
+    publish(tmp_path / "published", layout)
+    target = target_of(num_kv_heads=4)
+    drafter = load_drafter(str(tmp_path / "published"), None, target.config, dtype=jnp.float32)
+    assert isinstance(drafter, MixtureOfAttentions) and drafter.draft == DynamicTree(top_k=8, depth=6, nodes=1 + 62)
+    drafter.check(target)
+    own, cross, lsa = drafter.config.self_layer, drafter.config.cross_layer, drafter.config.lsa
+    assert lsa is not None and drafter.config.tli == 0
+    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.intermediate_size) == (4, 2, 4, 40)
+    assert (cross.num_heads, cross.num_kv_heads, cross.head_dim, cross.intermediate_size) == (4, 1, 4, 56)
+    assert (lsa.block.num_heads, lsa.block.num_kv_heads, lsa.block.head_dim, lsa.block.intermediate_size) == (4, 2, 8, 72)
+    assert (lsa.target_kv_heads, lsa.target_head_dim) == (4, 4)
+    # Of the target the converter keeps little, and so its own number of layers is not asked for.
+    assert lsa.target_layers == drafter.config.target_layers == (3 if layout == "authors" else None)
+    assert own.rope == Rope(theta=100.0, kind="linear", factor=4.0, original_max_positions=512)
+    assert cross.rope == lsa.block.rope == Rope(theta=100.0)
+    tensors = published_tensors()
+    np.testing.assert_array_equal(drafter.params["cross_attention"]["k"], tensors["cross_attention.self_attn.k_proj.weight"].T)
+    np.testing.assert_array_equal(drafter.params["ekv2e"], tensors["Ekv2E.weight"].T)
+    for again in (layout, "specjax"):
+        drafter.save_pretrained(tmp_path / again, layout=again)
+        written = load_file(tmp_path / again / "model.safetensors")
+        assert written.keys() == tensors.keys()
+        jax.tree.map(np.testing.assert_array_equal, written, tensors)
+        read = MixtureOfAttentions.from_pretrained(tmp_path / again, dtype=np.float32)
+        assert read.config == drafter.config
+        jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("published", layout))
+    same = before.keys() & after.keys() - {"rope_scaling"}
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}
+    assert {name for name in before if name not in after} <= {
+        "_name_or_path", "attention_dropout", "initializer_range", "pretraining_tp", "use_cache", "mlp_bias",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "tli"),
+    [("vllm", 1), *[pytest.param(*case, marks=pytest.mark.thorough) for case in [("vllm", 0), ("authors", 2)]]],
+)
+def test_published_checkpoints_draft_by_the_definition(tmp_path, layout, tli) -> None:
+    publish(tmp_path / "published", layout)
+    target = target_of(num_kv_heads=4)
+    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=tli)
+    options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
+    drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
+    assert [entry[0].shape[1] for entry in state.drafter.layers] == [2, 1]
+    propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
+    for _ in range(2):
+        draft, drafting = propose(target, drafter, state)
+        text, drafted = np.asarray(state.tokens[0, : int(state.lengths[0])]).tolist(), np.asarray(draft.tokens[0, 1:]).tolist()
+        assert drafted == slow_chain(drafter, target, text, drafted[:-1]).argmax(-1).tolist()
+        state, _ = advance(target, drafter, drafting, draft)
+
+
+def test_biases_of_a_published_checkpoint_are_told_by_its_tensors(tmp_path) -> None:
+    publish(tmp_path / "published", "authors", bias=True)
+    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", dtype=np.float32)
+    config = drafter.config
+    assert config.lsa is not None and (config.self_layer.qkv_bias, config.cross_layer.qkv_bias) == (True, False)
+    assert drafter.params["layer_self_attention"]["k_bias"].shape == (16,)
+    for layout in MixtureOfAttentions.layouts:
+        drafter.save_pretrained(tmp_path / layout, layout=layout)
+        again = MixtureOfAttentions.from_pretrained(tmp_path / layout, dtype=np.float32)
+        assert again.config.self_layer.qkv_bias and again.config.lsa == (
+            config.lsa if layout != "vllm" else replace(config.lsa, target_layers=None)
+        )
+        jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+
+
+def test_target_layer_inference_is_asked_for_where_a_checkpoint_does_not_say(tmp_path) -> None:
+    publish(tmp_path / "vllm", "vllm")
+    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "vllm", tli=3)
+    with pytest.raises(InputError, match="tli=3: the target has 3 layers"):
+        drafter.check(target_of(num_kv_heads=4))
+    publish(tmp_path / "authors", "authors")
+    for wrong, message in (
+        (3, "tli=3: the target has 3 layers"),
+        (-1, "tli=-1: must not be negative"),
+        ("1", "tli='1': must be"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            MixtureOfAttentions.from_pretrained(tmp_path / "authors", tli=wrong)
+    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "authors", tli=2)
+    drafter.save_pretrained(tmp_path / "ours")
+    for asked in ({}, {"tli": 2}):
+        assert MixtureOfAttentions.from_pretrained(tmp_path / "ours", **asked).config == drafter.config
+    with pytest.raises(CheckpointError, match=r"config\.json: tli=0: .* trained with tli=2; leave tli out"):
+        MixtureOfAttentions.from_pretrained(tmp_path / "ours", tli=0)
+
+
+def test_a_checkpoint_from_before_cross_attention_had_sizes_is_read(tmp_path) -> None:
+    drafter = strong(target_of(), tli=1)
+    drafter.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    del content["moa_config"]["cross_attention"]
+    file.write_text(json.dumps(content))
+    assert MixtureOfAttentions.from_pretrained(tmp_path).config == drafter.config
+
+
+def test_what_a_published_layout_cannot_say_is_refused(tmp_path) -> None:
+    publish(tmp_path / "vllm", "vllm")
+    drafter = MixtureOfAttentions.from_pretrained(tmp_path / "vllm", dtype=np.float32)
+    with pytest.raises(InputError, match=r"its config\.json is the target's, .* give target=DIRECTORY"):
+        drafter.save_pretrained(tmp_path / "no", layout="authors")
+    target_of(num_kv_heads=2).save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match=r"target=.*other': has .* \(11, 16, 3, 4, 2, 4\), .* needs \(11, 16, 3, 4, 4, 4\)"):
+        drafter.save_pretrained(tmp_path / "no", layout="authors", target=str(tmp_path / "other"))
+    target_of(num_kv_heads=4).save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "authors", layout="authors", target=str(tmp_path / "target"))
+    read = MixtureOfAttentions.from_pretrained(tmp_path / "authors", dtype=np.float32)
+    assert (read.config.self_layer, read.config.cross_layer) == (drafter.config.self_layer, drafter.config.cross_layer)
+    with pytest.raises(InputError, match=r"layout='sglang': a Mixture of Attentions drafter .* 'specjax', 'authors', 'vllm'"):
+        drafter.save_pretrained(tmp_path / "no", layout="sglang")
+    odd = MixtureOfAttentions.init(target_of(num_heads=6, num_kv_heads=2, head_dim=4), jax.random.key(0))
+    with pytest.raises(InputError, match=r"layout='vllm': all blocks have the target's number of query heads .* \[6, 6, 4\]"):
+        odd.save_pretrained(tmp_path / "no", layout="vllm")
+    for changes, message in [
+        ({"self_attention_num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        ({"cross_attention_intermediate_size": 57}, "'cross_attention.mlp.down_proj.weight' has shape"),
+        ({"kv_hidden_size": 36}, "reads 36 numbers, which are no keys and values of 4 each"),
+        ({"disable_LSA": True}, "is no part of a Mixture of Attentions drafter"),
+        ({"layer_self_attention_intermediate_size": "72"}, "layer_self_attention_intermediate_size='72'"),
+    ]:
+        publish(tmp_path / message[:9], "vllm", **changes)
+        with pytest.raises(CheckpointError, match=message):
+            MixtureOfAttentions.from_pretrained(tmp_path / message[:9])
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -517,6 +738,6 @@ def test_options_out_of_range_are_refused(method, message) -> None:
 
 def test_rope_of_cross_attention_is_never_stretched() -> None:
     config = strong(target_of()).config
-    assert config.layer.rope == STRETCHED
+    assert config.self_layer.rope == STRETCHED
     assert config.cross_layer.rope == Rope(theta=100.0) and config.lsa is not None
     assert config.lsa.block.rope == config.cross_layer.rope

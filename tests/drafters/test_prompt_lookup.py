@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.decoding import engine
+from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import PromptLookup
 from specjax.drafters.prompt_lookup import PromptLookupState
+from specjax.drafts.shapes import Chain
 from specjax.sampling import Sampling
-from specjax.tree import Chain
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -52,8 +52,8 @@ def test_the_state_follows_the_text(target) -> None:
     """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
     drafter = PromptLookup(draft=Chain(3))
     prompts = np.array([[1, 4, 2, 4, 2, 7], [3, 3, 0, 0, 0, 0]])
-    _, state = engine.start(target, drafter, prompts, np.array([6, 2]), GenerationOptions(max_new_tokens=30))
-    advance = jax.jit(lambda state: engine.step(target, drafter, state))
+    _, state = decoding.start(target, drafter, prompts, np.array([6, 2]), GenerationOptions(max_new_tokens=30))
+    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     accepted = 0
     for _ in range(15):
         state, info = advance(state)

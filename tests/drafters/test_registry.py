@@ -6,9 +6,11 @@ import jax
 import pytest
 
 from specjax.drafters import DraftModel, Eagle, Eagle3, EarlyExit, PromptLookup, registry
-from specjax.drafters.registry import Method, load_drafter
+from specjax.drafters.registry import DraftingMethod, load_drafter
+from specjax.drafts.names import parse_shape
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
 from specjax.errors import InputError
-from specjax.tree import EAGLE_TREE, Chain, DynamicTree, SampledTree, StaticTree, complete_tree, parse_shape
 from tests.conftest import tiny_config, tiny_target
 
 
@@ -30,7 +32,7 @@ def test_a_checkpoint_named_or_recognised(checkpoint) -> None:
     for name in (checkpoint, f"draft-model:{checkpoint}"):
         drafter = load_drafter(name, Chain(2), tiny_config())
         assert isinstance(drafter, DraftModel)
-        assert (drafter.model.config.num_layers, drafter.draft) == (1, Chain(2))
+        assert (drafter.model.config.num_layers, drafter.draft_shape) == (1, Chain(2))
 
 
 def test_drafters_that_read_the_target_are_recognised_in_every_layout(tmp_path) -> None:
@@ -53,9 +55,9 @@ def test_a_new_method_is_one_line_in_the_table(monkeypatch, tmp_path, checkpoint
 
     def make(request):
         made.append(request.where)
-        return PromptLookup(**request.shape)
+        return PromptLookup(**request.draft_given)
 
-    wizard = Method("wizard:DIRECTORY", make, recognises=lambda config, _: "wizard_layers" in config)
+    wizard = DraftingMethod("wizard:DIRECTORY", make, recognises=lambda config, _: "wizard_layers" in config)
     monkeypatch.setattr(registry, "METHODS", {"wizard": wizard} | registry.METHODS)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "wizard_layers": 2}))
     assert load_drafter(str(tmp_path), Chain(2), tiny_config()) == PromptLookup(draft=Chain(2))

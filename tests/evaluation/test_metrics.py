@@ -9,19 +9,14 @@ P = jnp.array([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
 Q = jnp.array([[0.25, 0.25, 0.5], [0.2, 0.3, 0.5]])
 
 
-def test_divergences_by_hand() -> None:
+def test_overlap_by_hand() -> None:
     np.testing.assert_allclose(metrics.overlap(P, Q), [0.5, 1.0], atol=1e-6)
-    np.testing.assert_allclose(metrics.d_lk(P, Q), [0.5, 0.0], atol=1e-6)
-    np.testing.assert_allclose(metrics.total_variation(P, Q), [0.5, 0.0], atol=1e-6)
-    np.testing.assert_allclose(metrics.kl(P, Q), [np.log(2), 0.0], atol=1e-6)
-    assert np.isinf(metrics.kl(Q, P)[0])
 
 
-def test_divergence_identities() -> None:
-    """D_LK = (1/2) sum |p - q|, and Pinsker: TV <= sqrt(KL / 2)."""
+def test_overlap_is_what_total_variation_leaves() -> None:
+    """beta = 1 - (1/2) sum |p - q|."""
     p, q = jnp.asarray(np.random.default_rng(0).dirichlet(np.ones(9), (2, 50)), jnp.float32)
-    np.testing.assert_allclose(metrics.d_lk(p, q), metrics.total_variation(p, q), atol=1e-6)
-    assert np.all(metrics.total_variation(p, q) <= np.sqrt(metrics.kl(p, q) / 2) + 1e-6)
+    np.testing.assert_allclose(metrics.overlap(p, q), 1 - 0.5 * jnp.sum(jnp.abs(p - q), axis=-1), atol=1e-6)
 
 
 def test_summary_by_hand() -> None:

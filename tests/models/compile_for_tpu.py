@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from specjax.lowering.abstract import abstract_model, bytes_of_one
+from specjax.lowering.hlo import Program
+from specjax.lowering.topologies import find_mesh
 from specjax.models.attention import Filled, attend
-from specjax.models.shapes import published
-from specjax.planning.abstract import abstract_model, bytes_of_one
-from specjax.planning.hlo import Program
-from specjax.planning.topologies import find_mesh
+from specjax.models.published import published
 
 BATCH, SLOTS = 16, 8192
 config = replace(published("llama-3.1-8b"), num_layers=2)

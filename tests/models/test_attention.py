@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models import attention, attention_gpu, attention_tpu
-from specjax.models.attention import Filled, attend, attention_paid
+from specjax.models.attention import Filled, attend, attention_paid, by_device, gpu, tpu
+from specjax.models.attention import plain as plain_attention
 from specjax.sharding import make_mesh
 
 KV, GROUP, DIM, SLOTS = 2, 2, 8, 70
@@ -18,7 +18,8 @@ B = len(COUNTS)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    monkeypatch.setattr(attention, "BLOCK", 16)  # 70 slots are no whole number of them
+    for module in (by_device, plain_attention):
+        monkeypatch.setattr(module, "BLOCK", 16)  # 70 slots are no whole number of them
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -42,11 +43,11 @@ def plain(q, keys, values, visible, scale):
     return out.reshape(*q.shape[:2], -1), paid
 
 
-def pieces(count: int, window: int | None):
+def pieces(count: int, window: int | None, dim: int = DIM):
     """A cache that is filled to different degrees, scratch of a tree, and the call's own tokens; and all of it as one."""
-    entry = tuple(normal(seed, B, KV, SLOTS, DIM) for seed in (1, 2))
-    scratch = tuple(normal(seed, B, KV, 7, DIM) for seed in (3, 4))
-    own = tuple(normal(seed, B, KV, count, DIM) for seed in (5, 6))
+    entry = tuple(normal(seed, B, KV, SLOTS, dim) for seed in (1, 2))
+    scratch = tuple(normal(seed, B, KV, 7, dim) for seed in (3, 4))
+    own = tuple(normal(seed, B, KV, count, dim) for seed in (5, 6))
     positions = COUNTS[:, None] + np.arange(count)[None]
     in_scratch = np.random.default_rng(7).random((B, count, 7)) < 0.5
     mask = np.tril(np.ones((1, count, count), bool))
@@ -75,9 +76,9 @@ def test_pieces_and_blocks_are_one_softmax(count, window) -> None:
 
 
 KERNELS = {  # to settle on small sizes
-    "tpu": (attention_tpu, {"ROWS": 16}),  # 60 tokens of two heads are no whole number of those
-    "gpu": (attention_gpu, {"ROWS": 16, "PROGRAMS": 1}),
-    "gpu, splits": (attention_gpu, {"ROWS": 16, "PROGRAMS": 1000}),
+    "tpu": (tpu, {"ROWS": 16}),  # 60 tokens of two heads are no whole number of those
+    "gpu": (gpu, {"ROWS": 16, "PROGRAMS": 1}),
+    "gpu, splits": (gpu, {"ROWS": 16, "PROGRAMS": 1000}),
 }
 
 
@@ -103,14 +104,27 @@ def test_kernels_find_what_plain_attention_finds(count, window, beside, device, 
     damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = attention._attend_plainly(parts, [whole, *others], values_part, block=16)
-        found = attention._attend_by_kernel(
+        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part, block=16)
+        found = by_device._attend_by_kernel(
             parts, [damaged, *others], values_part, kernel=module.attend_in_kernel, interpret=True
         )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", [attention_tpu, attention_gpu])
+@pytest.mark.parametrize("dim", [4, 16, 80])
+@pytest.mark.parametrize("programs", [1, 1000])
+def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -> None:
+    """Interpreted: what it works on is as wide as a power of two and at least 16."""
+    for name, size in {"BLOCK": 16, "ROWS": 16, "PROGRAMS": programs}.items():
+        monkeypatch.setattr(gpu, name, size)
+    given, _, _ = pieces(5, 10, dim)
+    q = (jnp.asarray(normal(0, B, KV, 5, GROUP, dim)),)
+    expected = plain_attention.attend_plainly(q, given, 1, block=16)
+    found = by_device._attend_by_kernel(q, given, 1, kernel=gpu.attend_in_kernel, interpret=True)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
 def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, module) -> None:
     """One head of keys cannot be split: the query heads that share it are."""
@@ -119,9 +133,9 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, mo
     whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
-    expected = attention._attend_plainly(q, [whole, *others], 1, block=16)
+    expected = plain_attention.attend_plainly(q, [whole, *others], 1, block=16)
     on_mesh = whole.replace(mesh=make_mesh(2, 2))
-    run = partial(attention._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
+    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
     found = jax.jit(run)(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
     np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -11,7 +11,7 @@ PARTS = ((1, 2), (1, 2))
 
 def filled(length) -> KVCache:
     """A cache whose slot s of row b holds the number 100 b + s everywhere."""
-    cache = KVCache.create(PARTS, layers=2, batch=B, capacity=S)
+    cache = KVCache.create([PARTS] * 2, batch=B, capacity=S)
     return KVCache(layers=tuple((numbers(S), -numbers(S)) for _ in cache.layers), length=jnp.asarray(length))
 
 
@@ -35,7 +35,7 @@ def test_appending_the_entries_of_a_path() -> None:
 
 def test_appending_beyond_the_capacity_is_dropped_and_touches_no_other_row() -> None:
     new = jnp.arange(1.0, 4.0)[None, None, :, None] * jnp.ones((B, 1, 3, 2))
-    cache = KVCache.create(PARTS, layers=1, batch=B, capacity=S).replace(length=jnp.array([0, 6, 9]))
+    cache = KVCache.create([PARTS], batch=B, capacity=S).replace(length=jnp.array([0, 6, 9]))
     written = cache.append([(new, -new)], jnp.full(B, 3), after=jnp.zeros(B))
     keys, values = (buffer[:, 0, :, 0] for buffer in written.layers[0])
     np.testing.assert_array_equal(keys[0], [1, 2, 3, 0, 0, 0, 0, 0])
@@ -46,14 +46,14 @@ def test_appending_beyond_the_capacity_is_dropped_and_touches_no_other_row() -> 
 
 def test_an_entry_may_have_parts_of_different_sizes() -> None:
     """A latent shared by all heads and a small rotary key, as in DeepSeek's attention."""
-    cache = KVCache.create(((1, 6), (1, 2)), layers=1, batch=2, capacity=4)
+    cache = KVCache.create([((1, 6), (1, 2))], batch=2, capacity=4)
     new = [(jnp.ones((2, 1, 1, 6)), jnp.full((2, 1, 1, 2), 2.0))]
     written = cache.append(new, jnp.array([1, 0]), after=jnp.zeros(2))
     assert [part[:, 0, 0].tolist() for part in written.layers[0]] == [[[1.0] * 6, [0.0] * 6], [[2.0] * 2, [0.0] * 2]]
 
 
 def test_scratch_holds_drafted_tokens_level_by_level() -> None:
-    scratch = empty_entries(PARTS, layers=2, batch=B, slots=5)
+    scratch = empty_entries([PARTS] * 2, batch=B, slots=5)
     scratch = place_entries(scratch, [(numbers(2), -numbers(2))] * 2, 3, after=jnp.zeros(B))
     for keys, values in scratch:
         np.testing.assert_array_equal(keys[1, 0, :, 0], [0, 0, 0, 100, 101])
@@ -62,7 +62,7 @@ def test_scratch_holds_drafted_tokens_level_by_level() -> None:
 
 def test_scratch_is_written_after_it_was_read() -> None:
     """What is written waits for ``after``: without it XLA would copy all scratch, to be able to write at once."""
-    scratch, new = (empty_entries(PARTS, layers=1, batch=B, slots=slots) for slots in (5, 1))
+    scratch, new = (empty_entries([PARTS], batch=B, slots=slots) for slots in (5, 1))
     traced = jax.make_jaxpr(place_entries)(scratch, new, 3, jnp.zeros(B))
     barrier, *updates = traced.eqns
     assert barrier.primitive.name == "optimization_barrier" and traced.jaxpr.invars[-1] in barrier.invars
@@ -71,8 +71,8 @@ def test_scratch_is_written_after_it_was_read() -> None:
 
 def test_appending_copies_no_buffer() -> None:
     """Donated buffers are updated in place: no copy of a buffer, and far less scratch memory than one of them takes."""
-    cache = KVCache.create(((2, 16), (2, 16)), layers=4, batch=3, capacity=4096)
-    new = empty_entries(((2, 16), (2, 16)), layers=4, batch=3, slots=6)
+    cache = KVCache.create([((2, 16), (2, 16))] * 4, batch=3, capacity=4096)
+    new = empty_entries([((2, 16), (2, 16))] * 4, batch=3, slots=6)
     path, count = jnp.array([[0, 2, 5], [0, 3, 4], [0, 1, 3]]), jnp.array([3, 2, 0])
 
     def keep(cache, new, path, count):
@@ -90,7 +90,7 @@ def test_appending_copies_no_buffer() -> None:
 
 
 def ring(slots: int = 6, kept: int = 2) -> RingCache:
-    return RingCache.around(empty_entries(PARTS, layers=2, batch=B, slots=slots), kept)
+    return RingCache.around(empty_entries([PARTS] * 2, batch=B, slots=slots), kept)
 
 
 @pytest.mark.parametrize("parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]])

@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
             config = huggingface.read_config(tmp_path)
             frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
             assert np.isfinite(frequencies).all() and np.isfinite(factor), config.rope
-            Target.from_pretrained(tmp_path, np.float32)
+            Target.from_pretrained(tmp_path, dtype=np.float32)
             loaded += 1
         except InputError as error:
             message = str(error)

@@ -44,7 +44,7 @@ def directory(tmp_path):
 def test_blocks_are_dequantised_as_numpy_does_it(directory) -> None:
     found = tensors()
     expected = [reference(found[name], found[float8.scale_name(name)]).T for name in NAMES]
-    read = checkpoint.read(directory, DECLARED, jnp.float32, "two experts")
+    read = checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
     np.testing.assert_array_equal(read["down"], expected[0])
     np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
@@ -66,10 +66,10 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
         parts.append(tuple(len(range(size)[piece]) for size, piece in zip(SHAPE, part, strict=True)))
         return dequantise(stored, scales, part)
 
-    whole = checkpoint.read(directory, DECLARED, jnp.float32, "two experts")
+    whole = checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
     monkeypatch.setattr(float8, "dequantise", record)
     mesh = sharding.make_mesh(1, 2)
-    split = checkpoint.read(directory, DECLARED, jnp.float32, "two experts", mesh=mesh, units={"mlp": 132, "experts": 2})
+    split = checkpoint.load(directory, DECLARED, jnp.float32, "two experts", mesh=mesh, units={"mlp": 132, "experts": 2})
     jax.tree.map(np.testing.assert_array_equal, split, whole)
     assert sorted(parts) == [(300, 66), (300, 66), (300, 132), (300, 132)]
 
@@ -101,4 +101,4 @@ def test_scales_that_do_not_fit_are_refused_by_name(directory, edit, message, mo
     save_file(found, directory / "model.safetensors")
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.read(directory, DECLARED, jnp.float32, "two experts")
+        checkpoint.load(directory, DECLARED, jnp.float32, "two experts")

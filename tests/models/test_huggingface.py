@@ -32,7 +32,7 @@ def edit_config(path, **changes) -> None:
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
-    Target.from_pretrained(ASSETS / name, jnp.bfloat16).save_pretrained(tmp_path)
+    Target.from_pretrained(ASSETS / name, dtype=jnp.bfloat16).save_pretrained(tmp_path)
     original, exported = load_file(ASSETS / name / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     assert original.keys() == exported.keys()
     for key, value in original.items():
@@ -79,7 +79,7 @@ def test_transformers_reads_what_we_write(checkpoint) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = np.arange(10)[None]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4)
@@ -307,9 +307,11 @@ def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
 def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:
     for dtype in ("nonsense", "int32"):
         with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
-            Target.from_pretrained(checkpoint, dtype)
+            Target.from_pretrained(checkpoint, dtype=dtype)
         with pytest.raises(CheckpointError, match=f"dtype='{dtype}': must be a floating-point type"):
-            tiny_target().save_pretrained(checkpoint, dtype)
+            tiny_target().save_pretrained(checkpoint, dtype=dtype)
+    with pytest.raises(TypeError, match="positional"):
+        Target.from_pretrained(checkpoint, np.float32)
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path, monkeypatch) -> None:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.decoding import engine
+from specjax import decoding
+from specjax.decoding import state
 from specjax.drafters import NoDraft
 from specjax.models.attention import BLOCK, block_width
 from specjax.sampling import Sampling
@@ -43,7 +44,7 @@ def test_a_pass_takes_no_more_memory_with_a_longer_cache(count) -> None:
 def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
     def of_prompt(width: int) -> int:
         shapes = jax.ShapeDtypeStruct((1,), jnp.int32)
-        lowered = engine.prefill.lower(
+        lowered = decoding.prefill.lower(
             jax.eval_shape(partial(tiny_target, **TARGET)),
             NoDraft(),
             jax.ShapeDtypeStruct((1, width), jnp.int32),
@@ -56,7 +57,7 @@ def test_reading_a_long_prompt_takes_no_more_memory_than_a_short_one() -> None:
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    chunk = engine.PREFILL_CHUNK
+    chunk = state.PREFILL_CHUNK
     scores = 4 * 4 * chunk * max(chunk, block_width(32_768, BLOCK))
     tokens = 4 * 2 * 32_768  # of the prompt: cut into chunks
     assert of_prompt(32_768) < of_prompt(4096) + 2 * tokens

@@ -3,6 +3,7 @@
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ import torch
 from safetensors.numpy import load_file
 
 from specjax.drafters import Eagle
+from specjax.drafts.shapes import Chain
+from specjax.models import torch_zip
 from specjax.models.fields import CheckpointError
 from specjax.models.torch_zip import TorchFile
-from specjax.tree import Chain
 from tests.conftest import tiny_target
 
 
@@ -49,7 +51,7 @@ def test_a_drafter_is_read_from_a_bin_file(tmp_path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     torch.save({name: torch.tensor(array) for name, array in tensors.items()}, tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    read = Eagle.from_pretrained(tmp_path, Chain(3))
+    read = Eagle.from_pretrained(tmp_path, draft=Chain(3))
     jax.tree.map(np.testing.assert_array_equal, read.params, drafter.params)
     data = (tmp_path / "pytorch_model.bin").read_bytes()
     (tmp_path / "pytorch_model.bin").write_bytes(data[: len(data) // 2])
@@ -90,6 +92,49 @@ def test_what_holds_no_tensors_is_refused(content, words, tmp_path) -> None:
     archive(tmp_path / "model.bin", content)
     with pytest.raises(CheckpointError, match=words):
         TorchFile(tmp_path / "model.bin")
+
+
+class Built:
+    """Pickled as the call of a function, whose result is then given ``state``."""
+
+    def __init__(self, function, arguments, state) -> None:
+        self.parts = function, arguments, state
+
+    def __reduce__(self):
+        return self.parts
+
+
+STATES = [{"items": 3}, {"items": None, "keys": 3, "__len__": 3}, (None, {"items": 3})]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_attributes_of_a_dictionary_are_not_used(state, tmp_path) -> None:
+    """PyTorch itself gives a state_dict attributes; here they stand in the way of a dictionary's own methods."""
+    weight = torch.arange(6.0)
+    torch.save(Built(OrderedDict, ([("weight", weight)],), state), tmp_path / "model.bin")
+    assert TorchFile(tmp_path / "model.bin").tensors["weight"][...].tolist() == weight.tolist()
+    archive(tmp_path / "none.bin", pickle.dumps(Built(OrderedDict, ([("weight", 3)],), state)))
+    with pytest.raises(CheckpointError, match="holds a OrderedDict, and not tensors by name"):
+        TorchFile(tmp_path / "none.bin")
+
+
+@pytest.mark.parametrize("state", [{"shape": (9,)}, (None, {"shape": (9,)}), (None, {"_replace": 3}), 3])
+def test_a_tensor_cannot_be_changed_once_it_is_checked(state, tmp_path) -> None:
+    weight = torch.arange(6.0)
+    arguments = (weight.storage(), 0, (6,), (1,), False, OrderedDict())
+    torch.save({"weight": Built(torch._utils._rebuild_tensor_v2, arguments, state)}, tmp_path / "model.bin")
+    with pytest.raises(CheckpointError, match=r"is not a PyTorch file of version .*, or is damaged"):
+        TorchFile(tmp_path / "model.bin")
+
+
+@pytest.mark.parametrize("state", [b"}X\x05\x00\x00\x00extraK\x01sb", b"N}X\x0c\x00\x00\x00__defaults__(K\x01ts\x86b"])
+def test_a_file_leaves_the_reader_as_it_is(state, tmp_path) -> None:
+    """What it sets of the functions that it is given is gone with it."""
+    archive(tmp_path / "model.bin", b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n" + state + b".")
+    before = dict(vars(torch_zip._tensor)), torch_zip._tensor.__defaults__
+    with pytest.raises(CheckpointError, match="holds a function, and not tensors by name"):
+        TorchFile(tmp_path / "model.bin")
+    assert (dict(vars(torch_zip._tensor)), torch_zip._tensor.__defaults__) == before
 
 
 def test_a_tensor_does_not_reach_beyond_its_numbers(tmp_path) -> None:

@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.errors import InputError
 from specjax.models import huggingface
+from specjax.models.config import MLA, Layer, Rope
+from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
-from tests.conftest import tiny_target
+from tests.conftest import LAYERED, tiny_config, tiny_target
 
 SIZES = {
     "vocab_size": 37,
@@ -103,7 +106,7 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     tokens = np.random.default_rng(0).integers(0, 37, (2, 100))
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
-    target = Target.from_pretrained(tmp_path, np.float32)
+    target = Target.from_pretrained(tmp_path, dtype=np.float32)
     output, _ = target.forward(jnp.asarray(tokens))
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(output.logits, expected, atol=1e-4)
@@ -111,9 +114,13 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     assert huggingface.read_config(tmp_path / "again") == target.config
 
 
-@pytest.mark.parametrize("windows", [{}, {"sliding_window": 6, "windowed_layers": (1,)}])
-def test_pieces_with_a_cache_equal_the_whole(windows) -> None:
-    target = tiny_target(**windows)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 6, "windowed_layers": (1,)}, *LAYERED.values(), LAYERED["sharing"] | {"qk_norm": True}],
+    ids=["plain", "windows", *LAYERED, "sharing, with norms"],
+)
+def test_pieces_with_a_cache_equal_the_whole(changes) -> None:
+    target = tiny_target(**changes)
     tokens = np.random.default_rng(0).integers(0, 11, (2, 20))
     whole, _ = forward(target, tokens, taps=(0, 1, 2))
     cache = target.new_cache(2, 24)
@@ -155,3 +162,110 @@ def test_a_mask_decides_what_tokens_of_a_call_see() -> None:
     right, _ = forward(target, jnp.array([[5, 7, 8]]))
     np.testing.assert_allclose(tree.logits[:, 1], left.logits[:, 1], atol=1e-4)
     np.testing.assert_allclose(tree.logits[:, 2:], right.logits[:, 1:], atol=1e-4)
+
+
+# --- layers that differ ----------------------------------------------------------------------------------------------
+
+
+def slow_logits(target: Target, tokens: np.ndarray) -> np.ndarray:
+    """``[n, V]`` of one text: every layer by its own sizes, in float64, head by head and query by query. A layer that reads
+    another one's entries has the keys and values that this layer makes of the states that enter it."""
+    config = target.config
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), target.params)
+    x, kept = params["embed"][tokens], []
+
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * weight
+
+    def turned(x, theta):  # [n, d]
+        half = x.shape[-1] // 2
+        angles = np.arange(len(x))[:, None] / theta ** (np.arange(half) / half)
+        left, right = x[:, :half], x[:, half:]
+        return np.concatenate(
+            [left * np.cos(angles) - right * np.sin(angles), right * np.cos(angles) + left * np.sin(angles)], 1
+        )
+
+    for number, (layer, own) in enumerate(zip(params["layers"], config.layers, strict=True)):
+        heads, kv_heads = own.num_heads or config.num_heads, own.num_kv_heads or config.num_kv_heads
+        size, theta = own.head_dim or config.head_dim, (own.rope or config.rope).theta
+        h = norm(x, layer["input_norm"])
+        if own.entries_of is None:
+            k, v = ((h @ layer[name]).reshape(len(h), kv_heads, size) for name in "kv")
+            kept.append((np.stack([turned(k[:, head], theta) for head in range(kv_heads)], axis=1), v))
+        else:
+            kept.append(kept[own.entries_of])
+        k, v = kept[number]
+        q, found = (h @ layer["q"]).reshape(len(h), heads, size), np.zeros((len(h), heads, size))
+        for head in range(heads):
+            of_head, kv_head = turned(q[:, head], theta), head * kv_heads // heads
+            for i in range(len(h)):
+                first = max(0, i + 1 - config.sliding_window) if number in config.windowed_layers else 0
+                scores = k[first : i + 1, kv_head] @ of_head[i] / size**0.5
+                weights = np.exp(scores - scores.max())
+                found[i, head] = weights @ v[first : i + 1, kv_head] / weights.sum()
+        x = x + found.reshape(len(h), -1) @ layer["o"]
+        h = norm(x, layer["post_norm"])
+        gate = h @ layer["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
+    return norm(x, params["norm"]) @ params["lm_head"]
+
+
+@pytest.mark.parametrize("which", LAYERED)
+def test_each_layer_has_its_own_sizes_and_may_read_anothers_entries(which) -> None:
+    target = tiny_target(**LAYERED[which])
+    tokens = np.random.default_rng(0).integers(0, 11, 20)
+    output, _ = forward(target, tokens[None])
+    assert np.abs(output.logits).max() > 1
+    np.testing.assert_allclose(output.logits[0], slow_logits(target, tokens), atol=1e-4)
+
+
+def test_a_layer_that_reads_anothers_entries_has_and_remembers_none() -> None:
+    target = tiny_target(**LAYERED["sharing"])
+    assert [sorted({"k", "v"} & layer.keys()) for layer in target.params["layers"]] == [["k", "v"], ["k", "v"], [], []]
+    cache = target.new_cache(2, 16)
+    assert [[part.shape for part in entry] for entry in cache.layers] == [[(2, 2, 16, 4)] * 2, [(2, 1, 16, 8)] * 2, [], []]
+    assert [target.config.entries_of(layer) for layer in range(4)] == [0, 1, 0, 1]
+    assert [target.config.entry_size(layer) for layer in range(4)] == [16, 16, 0, 0]
+    assert cache.of_layers((1, 2)).layers == (cache.layers[1], ())
+    with pytest.raises(InputError, match="begins with layer 1, and its layer 2 reads the entries of layer 0"):
+        target.score(jnp.array([[1, 2]]), layers=(1, 4))
+
+
+LAYER_FAULTS = [
+    ({"layers": (Layer(),)}, r"layers: 1 of num_layers=2 are described: describe all or none"),
+    ({"layers": (Layer(num_heads=3), Layer())}, r"layers\[0\]: num_heads=3 is not a multiple of num_kv_heads=2"),
+    ({"layers": (Layer(), Layer(head_dim=3))}, r"layers\[1\]: head_dim=3: .* must be even"),
+    (
+        {"layers": (Layer(entries_of=1), Layer())},
+        r"layers\[0\]: entries_of=1: must be an earlier layer that has entries of its own",
+    ),
+    ({"layers": (Layer(), Layer(entries_of=-1))}, r"layers\[1\]: entries_of=-1: must be an earlier layer"),
+    (
+        {"num_layers": 3, "layers": (Layer(), Layer(entries_of=0), Layer(entries_of=1))},
+        r"layers\[2\]: entries_of=1: must be an earlier layer",
+    ),
+    (
+        {"layers": (Layer(head_dim=8), Layer(entries_of=0))},
+        r"layers\[1\]: entries_of=0, which has 2 key/value heads of 8, and this layer is made for 2 of 4",
+    ),
+    ({"mla": MLA(8, 4, 4, 4), "num_kv_heads": 4, "layers": (Layer(), Layer())}, "with latent attention all layers are alike"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), LAYER_FAULTS)
+def test_layers_that_cannot_be_are_refused(changes, message) -> None:
+    with pytest.raises(InputError, match=message):
+        tiny_config(**changes)
+
+
+def test_a_configuration_by_layer() -> None:
+    config = tiny_config(**LAYERED["differing"])
+    assert isinstance(hash(config), int)
+    assert config.of_layer(0) == tiny_config(num_layers=3, sliding_window=5, windowed_layers=(0,))
+    own = config.of_layer(1)
+    assert (own.num_heads, own.num_kv_heads, own.head_dim, own.rope, own.layers) == (2, 1, 8, Rope(theta=300.0), ())
+    assert config.first(2).layers == config.layers[:2] and config.first(2).num_layers == 2
+    alike = tiny_config()
+    assert alike.of_layer(1) is alike
+    with pytest.raises(CheckpointError, match="layers: a llama checkpoint cannot say that layers differ"):
+        huggingface.format_config(config, "float32")

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import tree
-from specjax.decoding import engine
-from specjax.draft import Draft
+from specjax.decoding import state
 from specjax.drafters.base import NoDraft
-from specjax.tree import EAGLE_TREE, StaticTree
+from specjax.drafts import tree
+from specjax.drafts.draft import Draft
+from specjax.drafts.published import EAGLE_TREE
+from specjax.drafts.shapes import StaticTree
 from tests.conftest import MIXTURES, REAL_PAIRS, tiny_target
 
 LENGTHS = np.array([9, 2, 5])
@@ -27,7 +28,7 @@ def case(request):
     return pair.target, pair.prompts(3, 9)[0]
 
 
-read_prompts = jax.jit(engine.read_prompts, static_argnums=4)
+read_prompts = jax.jit(state.read_prompts, static_argnums=4)
 
 
 def static_parents() -> np.ndarray:

@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.decoding import engine
+from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
+from specjax.drafts.shapes import Chain, StaticTree
 from specjax.planning import choice, theory
 from specjax.planning.choice import compare_drafts, measure_acceptance
 from specjax.planning.costs import Costs
 from specjax.sampling import Sampling, probabilities
-from specjax.tree import Chain, StaticTree
 from tests.conftest import tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [5, 9, 10, 3, 1, 0]])
@@ -24,7 +24,7 @@ def with_costs(monkeypatch, verify_time, draft_time) -> None:
 
     def measured(target, drafter, *, nodes=(), **_):
         counts = sorted({1, *drafter.node_counts, *nodes})
-        return Costs(verify={count: verify_time(count) for count in counts}, draft=draft_time(drafter.draft.width))
+        return Costs(verify={count: verify_time(count) for count in counts}, draft_time=draft_time(drafter.draft_shape.width))
 
     monkeypatch.setattr(choice, "measure_costs", measured)
 
@@ -58,14 +58,24 @@ def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     )
     assert found.best.tokens == pytest.approx(best, rel=0.05)
     # The reckoning against the engine itself, with the chosen tree.
-    result = engine.generate(tiny_target(), replace(drafter, draft=found.best.draft), PROMPTS, max_new_tokens=300)
+    result = decoding.generate(tiny_target(), replace(drafter, draft=found.best.draft), PROMPTS, max_new_tokens=300)
     emitted = float(np.asarray(result.lengths).sum() - PROMPTS.size) / float(np.asarray(result.stats.steps).sum())
     assert emitted == pytest.approx(found.best.tokens, rel=0.35)
 
 
+def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
+    drafter, options = DraftModel(tiny_target(seed=5, num_layers=1)), GenerationOptions(sampling=Sampling(), rule="block")
+    found = measure_acceptance(tiny_target(), drafter, PROMPTS, options=options, longest=1)
+    assert (len(found.survival), found.by_rank, found.sampled) == (1, (), {})
+
+
 @pytest.mark.parametrize(
     ("temperature", "rule", "tolerance"),
-    [(0.0, None, 0.08), pytest.param(1.0, "block", 0.04, marks=pytest.mark.thorough), (1.0, "coupled", 0.04)],
+    [
+        pytest.param(0.0, None, 0.08, marks=pytest.mark.thorough),
+        pytest.param(1.0, "independent", 0.04, marks=pytest.mark.thorough),
+        (1.0, "coupled", 0.04),
+    ],
 )
 def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -> None:
     """Against the two models' own distributions at the places where drafts began. Greedy texts repeat themselves."""
@@ -78,7 +88,7 @@ def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -
     by_rank = found.by_rank
     assert bool(found.sampled) == (temperature > 0 and rule != "coupled")
     assert sum(by_rank) <= 1
-    result = engine.generate(
+    result = decoding.generate(
         target, None, prompts, max_new_tokens=60, sampling=sampling, key=jax.random.split(jax.random.key(7), len(prompts))
     )
     forward = jax.jit(lambda model, tokens: model.forward(tokens)[0].logits)
@@ -114,7 +124,7 @@ def test_a_trial_generates_no_more_than_it_may(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     seen = []
     options = GenerationOptions(max_new_tokens=9, eos_token_ids=(3,))
-    start = engine.start
-    monkeypatch.setattr(engine, "start", lambda *a: seen.append(a[4]) or start(*a))
+    start = decoding.start
+    monkeypatch.setattr(decoding, "start", lambda *a: seen.append(a[4]) or start(*a))
     compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, options=options, longest=2)
     assert {(tried.max_new_tokens, tried.eos_token_ids) for tried in seen} == {(9, (3,))}

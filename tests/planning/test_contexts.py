@@ -8,12 +8,12 @@ import pytest
 from specjax import CompressedCache, SnapKV, Streaming
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.planning import choice, theory
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance, fastest_drafter
 from specjax.planning.contexts import MeasuredContexts, measure_contexts
 from specjax.planning.costs import Costs
-from specjax.tree import Chain
 from tests.conftest import tiny_target
 
 
@@ -22,12 +22,12 @@ def reckoned() -> MeasuredContexts:
 
     def costs(context: int, batch: int) -> Costs:
         times = {n: 10 + n * batch + batch * context / 1024 for n in (1, 2, 4, 7)}
-        return Costs(verify=times, draft=0.0)
+        return Costs(verify=times, draft_time=0.0)
 
     contexts, batches, budgets = (512, 4096, 32_768), (1, 4, 16), (128, 512)
     return MeasuredContexts(
         costs={(c, b): costs(c, b) for c in contexts for b in batches},
-        draft={(budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches},
+        draft_times={(budget, b): 10 + b + b * budget / 1024 for budget in budgets for b in batches},
         survival={
             (c, budget): tuple((0.8 if budget == 128 else 0.9) ** i for i in range(1, 7))
             for c in contexts
@@ -59,6 +59,7 @@ def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> No
     assert short.critical_context() is None
 
 
+@pytest.mark.thorough  # a clock runs around dozens of compiled programs
 def test_a_tiny_model_is_measured() -> None:
     texts = np.random.default_rng(0).integers(0, 11, (3, 48)).astype(np.int32)
     target = tiny_target(num_layers=1)
@@ -69,7 +70,7 @@ def test_a_tiny_model_is_measured() -> None:
     assert set(measured.costs) == {(16, 2), (48, 2)}
     assert set(measured.survival) == {(16, 8), (48, 8), (48, 20)}  # a budget of 20 would hold a context of 16
     assert all(len(survival) == 2 and 1 >= survival[0] >= survival[1] >= 0 for survival in measured.survival.values())
-    assert all(seconds > 0 for seconds in measured.draft.values())
+    assert all(seconds > 0 for seconds in measured.draft_times.values())
     assert [gain.speedup for gain in measured.gains(48, 2)] == sorted(
         (gain.speedup for gain in measured.gains(48, 2)), reverse=True
     )

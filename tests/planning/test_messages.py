@@ -8,7 +8,7 @@ from specjax.drafters import Eagle, MixtureOfAttentions, layer_attention
 from specjax.errors import InputError
 from specjax.models.config import MLA, ModelConfig
 from specjax.planning.messages import message_sizes
-from tests.conftest import tiny_config, tiny_target
+from tests.conftest import LAYERED, tiny_config, tiny_target
 
 LLAMA_3_8B = ModelConfig(
     vocab_size=128256,
@@ -44,7 +44,7 @@ def test_they_are_the_sizes_of_the_arrays() -> None:
     output, entries = target.score(accepted)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), tli=2)
     mean = layer_attention.mean_over_layers(drafter.params, drafter.config.lsa, entries)
-    last = entries[slice(*drafter.config.tli_layers)]
+    last = entries[slice(*drafter.config.tli_layers_of(target.config.num_layers))]
     tokens = accepted.astype(np.int32).nbytes
 
     def down(reader, tli=0):
@@ -80,3 +80,11 @@ def test_latents_cannot_be_sent() -> None:
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="remembers latents"):
         message_sizes("moa", latent, nodes=1, accepted=1)
+
+
+def test_layers_that_differ_are_counted_one_by_one_and_cannot_be_summarised() -> None:
+    differing = tiny_config(**LAYERED["differing"])
+    a_token = message_sizes("moa, no layers", differing, nodes=1, accepted=1, tli=2).down - 4
+    assert a_token == 2 * (differing.hidden_size + 2 * 8 + 2 * 2 * 6)
+    with pytest.raises(InputError, match=r"its layers remember \[16, 24\] numbers of a token"):
+        message_sizes("moa", differing, nodes=1, accepted=1)

@@ -5,10 +5,10 @@ import pytest
 
 from specjax.chips import CHIPS, Chip, find_chip
 from specjax.errors import InputError
-from specjax.models.shapes import PUBLISHED
+from specjax.models.published import PUBLISHED
 from specjax.planning import roofline, theory
 from specjax.planning.roofline import Pair
-from tests.conftest import tiny_config
+from tests.conftest import LAYERED, tiny_config
 
 LLAMA = PUBLISHED["llama-3.1-8b"]
 SMALL = PUBLISHED["llama-3.2-1b"]
@@ -54,6 +54,15 @@ def test_experts_and_latents_by_hand() -> None:
     assert roofline.cache_bytes(config) == 61 * (512 + 64) * 2
     attention = roofline.attention_work(config, batch=1, tokens=3, context=100)
     assert (attention.flops, attention.bytes) == (2 * 3 * 100 * 128 * (512 + 64 + 512) * 61, 100 * 61 * 576 * 2)
+
+
+def test_layers_that_differ_by_hand() -> None:
+    """Layers 2 and 3 store nothing, and read what layers 0 and 1 do: 2 x 2 heads of 4, and 2 x 1 head of 8."""
+    config = tiny_config(**LAYERED["sharing"])
+    assert roofline.cache_bytes(config) == (16 + 16) * 2
+    attention = roofline.attention_work(config, batch=3, tokens=4, context=100)
+    products = 4 * 2 * 4 + 4 * 2 * 8 + 2 * 2 * 4 + 4 * 2 * 8
+    assert (attention.flops, attention.bytes) == (2 * 3 * 4 * 100 * products, 3 * 100 * 2 * (16 + 16) * 2)
 
 
 def test_forward_time_by_hand() -> None:

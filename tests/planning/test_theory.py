@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from specjax.drafts.shapes import Chain, StaticTree
 from specjax.errors import InputError
 from specjax.planning import theory
-from specjax.tree import Chain, StaticTree
 
 ROUNDS = 400_000
 SETTINGS = [(0.8, 4), (0.5, 3), (0.9, 7), (0.65, 1)]
@@ -136,8 +136,9 @@ def test_best_gamma_has_an_end() -> None:
 
 
 @pytest.mark.parametrize(("alpha", "cost"), [(0.8, 0.05), (0.5, 0.45), (1.0, 0.9)])
-def test_the_guarantee_is_reached_where_alpha_is_above_the_cost(alpha, cost) -> None:
-    guaranteed = theory.guaranteed_factor(alpha, cost)
+def test_a_chain_of_one_gains_where_alpha_is_above_the_cost(alpha, cost) -> None:
+    guaranteed = theory.walltime_factor(alpha, 1, cost)
+    assert guaranteed == pytest.approx((1 + alpha) / (1 + cost))
     assert 1 < guaranteed <= theory.best_gamma(alpha, cost).factor
     factor, bound = simulated_factor(alpha, 1, cost)
     assert abs(guaranteed - factor) <= bound + 1e-12  # with alpha = 1 nothing varies
@@ -146,7 +147,6 @@ def test_the_guarantee_is_reached_where_alpha_is_above_the_cost(alpha, cost) -> 
 
 @pytest.mark.parametrize(("alpha", "cost"), [(0.3, 0.3), (0.2, 0.5), (0.0, 0.01), (1.0, 1.0)])
 def test_where_alpha_is_not_above_the_cost_no_chain_is_faster_than_plain_decoding(alpha, cost) -> None:
-    assert theory.guaranteed_factor(alpha, cost) == 1
     assert theory.best_gamma(alpha, cost) == theory.Choice(0, 1.0)
     for gamma in (1, 2, 5, 12):
         factor, bound = simulated_factor(alpha, gamma, cost)
@@ -215,14 +215,14 @@ FAULTS = [
     (lambda: theory.expected_tokens(1.1, 3), "alpha=1.1"),
     (lambda: theory.expected_tokens(NAN, 3), "alpha=nan"),
     (lambda: theory.memory_factor(NAN, 3), "alpha=nan"),
-    (lambda: theory.guaranteed_factor(2.0, 0.1), "alpha=2"),
+    (lambda: theory.best_gamma(2.0, 0.1), "alpha=2"),
     (lambda: theory.best_gamma(NAN, 0.1), "alpha=nan"),
     (lambda: theory.expected_tokens(0.5, -1), "gamma=-1"),
     (lambda: theory.time_per_token(1.0, 1.0, -2, 1.0), "gamma=-2"),
     (lambda: theory.best_gamma(0.5, 0.1, longest=-1), "longest=-1"),
     (lambda: theory.walltime_factor(0.5, 3, 0.0), "cost=0:"),
     (lambda: theory.walltime_factor(0.5, 3, NAN), "cost=nan"),
-    (lambda: theory.guaranteed_factor(0.5, -0.2), "cost=-0.2"),
+    (lambda: theory.best_gamma(0.5, -0.2), "cost=-0.2"),
     (lambda: theory.best_gamma(0.5, INF), "cost=inf"),
     (lambda: theory.operations_factor(0.5, 3, 0.0), "operations=0:"),
     (lambda: theory.speedup_from_times(0.0, 1.0, 1.0, 3, 2.0), "target_time=0:"),

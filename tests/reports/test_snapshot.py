@@ -5,8 +5,8 @@ import pytest
 
 import specjax
 from specjax.drafters import DraftModel
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.reports.snapshot import take_snapshot
-from specjax.tree import Chain, DynamicTree, StaticTree
 from tests.conftest import tiny_target
 
 PROMPT = [1, 4, 2, 4, 2, 7]

@@ -1,10 +1,17 @@
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from specjax import text
 from specjax.config import ConfigError
 from specjax.training import data, documents
 from specjax.training.config import DataConfig
 from specjax.training.documents import Document
+from tests.conftest import ASSETS
 
 
 def test_the_standard_library_is_found_without_tests_and_tables() -> None:
@@ -25,7 +32,7 @@ def test_the_split_is_by_name_alone() -> None:
 
 def test_packing_loses_and_repeats_nothing() -> None:
     texts = [[0, 5, 6], [0, 7], [0, 8, 9, 10, 11], [0, 1]]
-    packed = data.pack(texts, window=3)
+    packed = data.pack(texts, window=3, begin=0)
     flat = [token for text in texts for token in text]
     owner = [i for i, text in enumerate(texts) for _ in text]
     for i, (tokens, segments) in enumerate(zip(packed["tokens"], packed["segments"], strict=True)):
@@ -62,3 +69,120 @@ def test_bad_sources_are_refused_by_name(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     with pytest.raises(ConfigError, match=r"data\.holdout"):
         data.prepare(DataConfig(source=str(tmp_path)))
+
+
+# --- the tokens of a source ------------------------------------------------------------------------------------------
+
+TEXTS = [f"def function_{i}(self): return [{i}, self.value, {{'name': other}}, None]\n" * 2 for i in range(40)]
+PADDED = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+CUT = {"direction": "Right", "max_length": 20, "strategy": "LongestFirst", "stride": 0}
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<end>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"
+)
+
+
+def tokenizer_with(directory: Path, **changes) -> Path:
+    """The embedded target's tokenizer, with other entries in its tokenizer.json."""
+    directory.mkdir()
+    shutil.copy(ASSETS / "target" / "tokenizer_config.json", directory)
+    content = json.loads((ASSETS / "target" / "tokenizer.json").read_text())
+    (directory / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    return directory
+
+
+def write_texts(directory: Path) -> str:
+    directory.mkdir()
+    for i, each in enumerate(TEXTS):
+        (directory / f"{i}.py").write_text(each)
+    return str(directory)
+
+
+def flat(packed: dict[str, np.ndarray]) -> list[int]:
+    return [*packed["tokens"][:, :-1].ravel().tolist(), int(packed["tokens"][-1, -1])]
+
+
+@pytest.mark.parametrize("left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}])
+def test_texts_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> None:
+    directory, source = tokenizer_with(tmp_path / "tokenizer", **left_on), write_texts(tmp_path / "texts")
+    _, packed, _ = data.prepare(DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2))
+    train, _ = data.split_documents(documents.read_documents(source), 0.2)
+    generation = text.load_tokenizer(directory)
+    expected = [token for document in train for token in text.encode(generation, document.text)]
+    assert len(text.encode(generation, TEXTS[0])) > 30
+    assert flat(packed) == expected[: len(flat(packed))]
+    assert len(expected) - len(flat(packed)) < 8  # the window that is not full
+
+
+@pytest.mark.parametrize("left_on", [{"padding": {**PADDED, "pad_token": "<|endoftext|>"}}, {"truncation": CUT}])
+def test_chats_have_the_tokens_that_generation_gives_them(left_on, tmp_path) -> None:
+    directory, template = tokenizer_with(tmp_path / "tokenizer", **left_on), tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    chats = [[{"role": "user", "content": each}, {"role": "assistant", "content": each}] for each in TEXTS]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+    settings = DataConfig(str(source), str(directory), chat_template=str(template), window=8, holdout=0.2)
+    tokenizer, packed, _ = data.prepare(replace(settings, responses_only=False))
+    train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
+    generation = text.load_tokenizer(directory)
+    generation.chat_template = TEMPLATE
+    expected = [token for document in train for token in text.encode_chat(generation, document.messages)]
+    assert flat(packed) == expected[: len(flat(packed))]
+    assert tokenizer.encode(TEXTS[0]).ids == text.encode(generation, TEXTS[0])  # what the encoder is handed on as
+
+
+# --- where a document ends -------------------------------------------------------------------------------------------
+
+
+def labels_across(packed: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The labels that belong to another document than their input, and which of them count."""
+    across = packed["segments"][:, 1:] != packed["segments"][:, :-1]
+    return packed["tokens"][:, 1:][across], packed["loss_mask"][across]
+
+
+def test_texts_of_a_tokenizer_that_begins_none_end_with_an_end_token(tmp_path) -> None:
+    directory, source = tokenizer_with(tmp_path / "tokenizer", post_processor=None), write_texts(tmp_path / "texts")
+    _, packed, _ = data.prepare(DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2))
+    tokens, counts = labels_across(packed)
+    assert len(tokens) > 20
+    assert not counts.any()
+    tokens, segments = flat(packed), [*packed["segments"][:, :-1].ravel().tolist(), -1]
+    last = [tokens[i] for i in range(len(tokens) - 2) if segments[i] != segments[i + 1]]
+    assert last == [0] * len(last)  # the end token, which the text before it is counted to lead to
+    ends = packed["tokens"][:, 1:] == 0
+    assert ends.sum() >= len(last) - 1 and packed["loss_mask"][ends].all()
+
+
+def test_the_end_token_is_the_targets_where_the_tokenizer_has_none(tmp_path) -> None:
+    directory, source = tokenizer_with(tmp_path / "tokenizer", post_processor=None), write_texts(tmp_path / "texts")
+    (directory / "tokenizer_config.json").write_text("{}")
+    settings = DataConfig(source=source, tokenizer=str(directory), window=8, holdout=0.2)
+    for given, expected in ((7, 7), (None, None)):
+        _, packed, _ = data.prepare(settings, end=given)
+        assert not labels_across(packed)[1].any()
+        assert (flat(packed).count(7) > 20) == (expected == 7)
+
+
+def test_a_begin_token_goes_on_being_learnt_as_the_end_of_the_text_before(tmp_path) -> None:
+    source = write_texts(tmp_path / "texts")
+    settings = DataConfig(source=source, tokenizer=str(ASSETS / "target"), window=8, holdout=0.2)
+    _, packed, _ = data.prepare(settings, end=7)
+    tokens, counts = labels_across(packed)
+    assert len(tokens) > 20 and set(tokens.tolist()) == {0} and counts.all()
+    assert packed["loss_mask"].all()
+    assert 7 not in flat(packed)[:1] and sum(np.diff(np.flatnonzero(np.array(flat(packed)) == 0)) == 1) == 0
+
+
+def test_a_conversation_is_no_label_of_the_one_before(tmp_path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": [{"role": "user", "content": each}]}) + "\n" for each in TEXTS))
+    settings = DataConfig(str(source), str(ASSETS / "target"), chat_template=str(template), window=8, holdout=0.2)
+    for begins in (False, True):
+        template.write_text(("{{ bos_token }}" if begins else "") + TEMPLATE)
+        _, packed, _ = data.prepare(replace(settings, responses_only=False))
+        tokens, counts = labels_across(packed)
+        assert len(tokens) > 20
+        assert counts.all() if begins else not counts.any()

@@ -40,6 +40,18 @@ def test_all_forms_of_a_conversation_are_one(tmp_path) -> None:
     assert len({document.name for document in read}) == 3
 
 
+def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it(tmp_path) -> None:
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"messages": MESSAGES[:1]}])
+    read = documents.read_documents(str(tmp_path / "chats.jsonl"))
+    origins = [documents.find_origin(document) for document in read]
+    assert origins[0] == origins[1] != origins[2]
+    assert len(set(documents.identities(read))) == 3
+    write_jsonl(tmp_path / "again.jsonl", [{"messages": MESSAGES[:2], documents.REGENERATED_FROM: each} for each in origins])
+    again = documents.read_documents(str(tmp_path / "again.jsonl"))
+    assert [documents.find_origin(document) for document in again] == [document.name for document in again] == origins
+    assert len(set(documents.identities(again))) == 3
+
+
 def test_parquet_and_jsonl_hold_the_same(tmp_path) -> None:
     from datasets import Dataset
 
@@ -89,7 +101,7 @@ def test_the_hub_is_named_where_it_fails(monkeypatch) -> None:
 
 @pytest.fixture
 def tokenizer():
-    made = AutoTokenizer.from_pretrained(ASSETS / "target")
+    made = AutoTokenizer.from_pretrained(ASSETS / "target", trust_remote_code=False)
     made.chat_template = TEMPLATE
     return made
 

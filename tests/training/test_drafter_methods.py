@@ -1,17 +1,21 @@
 """The objectives that train EAGLE drafters, against their formulas written out position by position."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.drafters import Eagle, Eagle3
-from specjax.training.methods import Eagle1Training, Eagle3Training, Given, HassTraining, eagle3, feature_loss
-from specjax.training.methods.ahead import SIMULATED_STEPS
+from specjax.drafts.shapes import Chain
+from specjax.training.contract import Given
+from specjax.training.methods import Eagle1Training, Eagle3Training, HassTraining, eagle3
 from specjax.training.methods.eagle3 import most_frequent
-from specjax.training.methods.unrolling import unroll
-from specjax.training.methods.windows import read
-from specjax.tree import Chain
+from specjax.training.objectives import feature_loss
+from specjax.training.objectives.ahead import SIMULATED_STEPS
+from specjax.training.objectives.unrolling import unroll
+from specjax.training.objectives.windows import forward
 from tests.conftest import tiny_target
 from tests.training.test_methods import batch_of
 
@@ -33,7 +37,7 @@ def strong(drafter):
 
 def parts(student, steps):
     """The states of every step, and the target's hidden states and logits, as numpy arrays without the batch axis."""
-    output = read(TARGET, BATCH, student.taps(TARGET.config))
+    output = forward(TARGET, BATCH, student.taps(TARGET.config))
     states = list(unroll(student, BATCH, TARGET, student.features(output), steps, detach=True))
     ours = [np.asarray(student.logits(TARGET, state)[0], np.float64) for state in states]
     return [np.asarray(state[0]) for state in states], ours, np.asarray(output.hidden[0]), np.asarray(output.logits[0])
@@ -41,6 +45,52 @@ def parts(student, steps):
 
 def log_softmax(x):
     return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+class Recorder:
+    """A drafter whose states are labels, and which notes what it is given to read: by step and place, as `unroll` tells it."""
+
+    sizes = SimpleNamespace(num_layers=1)
+
+    def __init__(self, modules: int) -> None:
+        self.modules, self.calls = modules, []
+
+    def embed(self, target, tokens):
+        return tokens[..., None].astype(float)
+
+    def run(self, states, embedded, positions, mask, past, module):
+        """The state of call c at pair t is 10 (c + 1) + t; an entry is the number of its call."""
+        call, count = len(self.calls), positions.shape[1]
+        own = np.eye(count, dtype=bool) if mask is None else np.asarray(mask[0])
+        pieces = [(entry, np.eye(count, dtype=bool) if seen is None else np.asarray(seen[0])) for entry, seen in past[0]]
+        seen = [{(entry, u) for entry, m in [(call, own), *pieces] for u in range(count) if m[t, u]} for t in range(count)]
+        read = np.stack([states[0, :, 0], embedded[0, :, 0], positions[0]], axis=1).astype(int).tolist()
+        self.calls.append((module, read, seen))
+        return jnp.arange(count)[None, :, None] + 10 * (call + 1.0), (call,)
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_what_is_read_at_each_step_is_as_the_table_has_it(modules) -> None:
+    student, features = Recorder(modules), jnp.arange(5.0)[None, :, None]
+    places = list(unroll(student, batch_of([list(range(6))]), None, features, 3, detach=False))
+    (first, read_0, seen_0), (second, read_1, seen_1), (third, read_2, seen_2) = student.calls
+    moved = modules - 1  # module 1 reads what stands at place t at pair t + 1
+    assert (first, second, third) == (0, moved, moved)
+    assert read_0 == [[t, t + 1, t] for t in range(5)]
+    assert read_1[moved : moved + 4] == [[10 + t, t + 2, t + 1] for t in range(4)]
+    assert read_2[:3] == [[20 + t + moved, t + 3, t + 2] for t in range(3)]
+    assert seen_0 == [{(0, u) for u in range(t + 1)} for t in range(5)]
+    if modules == 1:
+        assert seen_1[:4] == [{*seen_0[t], (1, t)} for t in range(4)]
+        assert seen_2[:3] == [{*seen_1[t], (2, t)} for t in range(3)]
+    else:
+        assert seen_1 == [{(1, 0)}, *({(1, u + 1) for u in range(t + 1)} for t in range(4))]
+        assert seen_2[:3] == [{*seen_1[t + 1], (2, t)} for t in range(3)]
+    assert [states[0, :3, 0].tolist() for states in places] == [
+        [10, 11, 12],
+        [20 + moved, 21 + moved, 22 + moved],
+        [30, 31, 32],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +154,7 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
 
     def sensitivity(student, detach):
         def last(shift):
-            features = student.features(read(TARGET, BATCH, student.taps(TARGET.config))) + shift
+            features = student.features(forward(TARGET, BATCH, student.taps(TARGET.config))) + shift
             *_, states = unroll(student, BATCH, TARGET, features, 3, detach=detach)
             return jnp.sum(states)
 
@@ -137,7 +187,7 @@ def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(m
     batch = batch_of([list(range(1, 11))])
     unsure = JUDGED.evaluation(student, batch, TARGET)
     assert 1 <= unsure["acceptance_length"] < 1 + SIMULATED_STEPS
-    output = read(TARGET, batch)
+    output = forward(TARGET, batch)
 
     def oracle(self, target, states, module):  # the target's own logits, shifted as far as the step is
         oracle.step += 1

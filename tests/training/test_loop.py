@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,17 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from specjax.cli.main import main
 from specjax.config import ConfigError, dump_yaml
+from specjax.models.config import ModelConfig, Rope
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
-from specjax.training import loop, losses, step
+from specjax.training import fingerprint, loop, losses, step
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
-from specjax.training.methods import Distill, Given, Lm, Method, windows
-from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.contract import Given, TrainingMethod
+from specjax.training.methods import Distill, Lm
+from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.windows import forward
 from specjax.training.optimizer import make_optimizer
-from tests.conftest import ASSETS
+from tests.conftest import ASSETS, tiny_target
 
 SIZES = ModelSizes(
     hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=64
@@ -57,6 +63,17 @@ def config(source: str, output, **changes) -> TrainConfig:
 def metrics_of(output) -> list[dict]:
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def stopping_at(last: int):
+    """`train_step`, which is interrupted before the step after ``last``."""
+
+    def stopped_step(state, *arguments, **options):
+        if int(state.step) == last:
+            raise KeyboardInterrupt
+        return step.train_step(state, *arguments, **options)
+
+    return stopped_step
 
 
 def assert_same_runs(left: Path, right: Path) -> None:
@@ -139,6 +156,85 @@ def test_a_run_does_not_continue_on_another_text(source, finished) -> None:
         file.write_text(text)
 
 
+def test_a_run_does_not_continue_with_another_target(source, finished, tmp_path, monkeypatch) -> None:
+    """The target's directory is overwritten between two halves: one weight changed a little, another epsilon."""
+    target = tmp_path / "target"
+    shutil.copytree(finished / "best", target)
+    run = config(source, tmp_path / "draft", method=Distill(target=str(target), model=SIZES), steps=8)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(loop, "train_step", stopping_at(6))
+        loop.train(run)
+    weights = load_file(target / "model.safetensors")
+    changed = {name: array.copy() for name, array in weights.items()}
+    changed["model.norm.weight"][3] = np.nextafter(changed["model.norm.weight"][3], 9, dtype=np.float32)
+    swapped = {**weights, "model.norm.weight": weights["model.norm.weight"][::-1].copy()}
+    message = r"method\.target='.*target': the model there has changed since the run in output=.*choose another output"
+    for other in (changed, swapped):
+        save_file(other, target / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            loop.train(run)
+    save_file(weights, target / "model.safetensors")
+    settings = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**settings, "rms_norm_eps": 2e-6}))
+    with pytest.raises(ConfigError, match=message):
+        loop.train(run)
+    (target / "config.json").write_text(json.dumps(settings))
+    shutil.move(target, tmp_path / "elsewhere")  # the content counts, and not the path
+    shutil.copytree(tmp_path / "elsewhere", target)
+    loop.train(run)
+    assert metrics_of(tmp_path / "draft")[-2]["step"] == 8
+
+
+def test_a_run_that_did_not_note_its_target_is_refused(source, finished, tmp_path) -> None:
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "claim.json").unlink()
+    (tmp_path / "run" / "data.sha256").write_text("0" * 32)
+    with pytest.raises(ConfigError, match=r"output=.*: was begun by an older version .*choose another output"):
+        loop.train(config(source, tmp_path / "run"))
+
+
+def test_a_targets_fingerprint_is_the_same_on_any_mesh() -> None:
+    target = tiny_target(vocab_size=12)
+    places = [NamedSharding(make_mesh(2, 2), PartitionSpec(*axes)) for axes in (("data",), (None, "model"))]
+    alone = fingerprint.of_target(target)
+    for place in places:
+
+        def spread(leaf, place=place):
+            return jax.device_put(leaf, place if leaf.ndim == 2 else NamedSharding(place.mesh, PartitionSpec()))
+
+        params = jax.tree.map(spread, target.params)
+        assert fingerprint.of_target(target.replace(params=params, mesh=place.mesh)) == alone
+    half = target.replace(params=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params))
+    assert fingerprint.of_target(half) != alone
+    layers = target.params["layers"]
+    swapped = target.replace(params={**target.params, "layers": [layers[1], layers[0]]})
+    assert fingerprint.of_target(swapped) != alone
+    assert fingerprint.of_target(None) is None
+
+
+def test_a_targets_fingerprint_outlives_new_fields_of_its_configuration() -> None:
+    """A later version has more to say of a model, and says of this one that it is as before."""
+
+    @dataclass(frozen=True)
+    class LaterRope(Rope):
+        bend: float = 0.0
+
+    @dataclass(frozen=True)
+    class LaterConfig(ModelConfig):
+        echo: tuple[int, ...] = ()
+
+    target = tiny_target(rope=Rope(theta=300.0))
+    alone = fingerprint.of_target(target)
+
+    def later(bend: float = 0.0, **changes) -> str | None:
+        rope = LaterRope(**vars(target.config.rope), bend=bend)
+        return fingerprint.of_target(target.replace(config=LaterConfig(**{**vars(target.config), "rope": rope, **changes})))
+
+    assert later() == alone
+    others = [later(bend=1.0), later(echo=(1,)), later(norm_eps=2e-5), later(rope=Rope(theta=301.0)), later(rope=Rope())]
+    assert len({alone, *others}) == 6
+
+
 def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
     method = Distill(target=str(finished / "best"), model=SIZES)
     adamw = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
@@ -156,6 +252,48 @@ def test_windows_that_the_target_cannot_read_are_refused(source, finished, tmp_p
     with pytest.raises(ConfigError, match=r"data\.window=128 is longer than the 64 positions of method\.target="):
         loop.train(replace(run, data=replace(run.data, window=128)))
     assert not (tmp_path / "draft").exists()  # nothing is claimed by a run that cannot start
+
+
+def test_a_batch_larger_than_the_text_claims_nothing(source, tmp_path) -> None:
+    run = config(source, tmp_path / "run", steps=1)
+    with pytest.raises(ConfigError, match=r"data\.batch=4096: the text makes only \d+ windows"):
+        loop.train(replace(run, data=replace(run.data, batch=4096)))
+    assert not (tmp_path / "run").exists()
+    loop.train(run)  # the corrected command
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_out_of_range_is_one_line_and_claims_nothing(source, tmp_path, capsys, seed) -> None:
+    (tmp_path / "run.yaml").write_text(dump_yaml(config(source, tmp_path / "run")))
+    assert main(["train", "--config", str(tmp_path / "run.yaml"), "--seed", str(seed)]) == 2
+    error = capsys.readouterr().err
+    assert f"seed={seed}: must be a whole number, at least 0 and below 2**63" in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_bit_of_a_seed_counts(source, tmp_path, monkeypatch) -> None:
+    """Seeds that agree in their last 32 bits: other weights, another order of the data, other noise in the steps."""
+    begun, keys, first = {}, {}, {}
+
+    def watched_batch(windows, key, *arguments):
+        keys[seed], first[seed] = jax.random.key_data(key), windows["tokens"]
+        return step.make_batch(windows, key, *arguments)
+
+    def watched_step(state, *_, **__):
+        begun[seed] = state.student.params["embed"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "make_batch", watched_batch)
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    for seed in (7, 2**32 + 7, 2**63 - 1):
+        with pytest.raises(KeyboardInterrupt):
+            loop.train(config(source, tmp_path / str(seed), seed=seed))
+    for found in (begun, keys, first):
+        assert len({np.asarray(each).tobytes() for each in found.values()}) == 3
+    np.testing.assert_array_equal(
+        keys[7], jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 2**31), 1))
+    )
 
 
 def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_path, monkeypatch) -> None:
@@ -198,13 +336,13 @@ class Head:
     params: dict[str, Any]
     taps: tuple[int, ...] = struct.field(pytree_node=False, default=(1,))
 
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+    def save_pretrained(self, path: str | Path, *, dtype: Any = None) -> None:
         path.mkdir(exist_ok=True)
         save_file({name: np.asarray(array) for name, array in self.params.items()}, path / "model.safetensors")
 
 
 @dataclass(frozen=True)
-class TrainHead(Method):
+class TrainHead(TrainingMethod):
     name: Literal["head"] = "head"
     target: str = ""
     noise: float = 0.1
@@ -216,7 +354,7 @@ class TrainHead(Method):
         return Head(params={"embed": embed, "ids": jnp.arange(3), "fuse": fuse})
 
     def objective(self, student, batch, target):
-        seen = windows.read(target, batch, student.taps).taps[:, :-1, 0]
+        seen = forward(target, batch, student.taps).taps[:, :-1, 0]
         seen += self.noise * (1 - batch["progress"]) * jax.random.normal(batch["key"], seen.shape)
         following = student.params["embed"][batch["tokens"][:, 1:-1]]
         state = jnp.concatenate([seen, following], axis=-1) @ student.params["fuse"]
@@ -247,6 +385,67 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     assert trained["ids"].tolist() == [0, 1, 2]
     assert np.all(trained["fuse"] != student.params["fuse"])
     np.testing.assert_array_equal(target.params["embed"], student.params["embed"])  # its array was not given away
+
+
+# --- two steps at once ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlowLm(Lm):
+    """Language modelling whose steps take tens of milliseconds."""
+
+    def objective(self, student, batch, target):
+        loss, metrics = super().objective(student, batch, target)
+        matrix = jnp.full((512, 512), 1e-3) + batch["tokens"][0, 0]
+        busy = jax.lax.fori_loop(0, 24, lambda _, x: jnp.tanh(x @ matrix), matrix)
+        loss += 0 * jnp.sum(busy)
+        return loss, {**metrics, "loss": loss}
+
+    def evaluation(self, student, batch, target):
+        return Lm.objective(self, student, batch, target)[1]
+
+
+def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeypatch) -> None:
+    """Data that take about as long as a step: when they are asked for, the step before has begun and not ended."""
+    real_batches, newest, still_running, times = loop.data.batches, [], [], []
+
+    class SlowBatches:
+        def __init__(self, *arguments) -> None:
+            self.real = real_batches(*arguments)
+
+        def __next__(self):
+            times.append(time.perf_counter())
+            still_running.extend(not loss.is_ready() for loss in newest[-1:])
+            time.sleep(0.04)
+            return next(self.real)
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+    def watched_step(*arguments, **options):
+        state, metrics = step.train_step(*arguments, **options)
+        newest.append(metrics["loss"])
+        return state, metrics
+
+    monkeypatch.setattr(loop.data, "batches", SlowBatches)
+    monkeypatch.setattr(loop, "train_step", watched_step)
+    run = config(source, tmp_path / "run", method=SlowLm(model=SIZES), steps=16, evaluate_every=16, checkpoint_every=16)
+    loop.train(run)
+    assert len(still_running) == 15
+    assert np.mean(still_running) > 0.7
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    reported = np.array([4 * 32 / line["tokens_per_s"] for line in lines if "tokens_per_s" in line])
+    assert len(reported) == 16
+    # The speeds that are reported add up to the time that passed: from the third batch, when the first step has just been
+    # reported, to the last one, when the last but two has.
+    np.testing.assert_allclose(sum(reported[1:-2]), times[-1] - times[2], rtol=0.1)
+
+
+def test_metrics_of_the_steps_that_finished_are_written_where_a_run_is_interrupted(source, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(loop, "train_step", stopping_at(6))
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(config(source, tmp_path / "run"))
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
 # --- what else a run leaves, and how else it can be run ---------------------------------------------------------------

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.training import losses
-from specjax.training.methods import Distill, Lm, windows
+from specjax.training.methods import Distill, Lm
+from specjax.training.objectives.windows import forward
 from tests.conftest import tiny_target
 
 TARGET = tiny_target(num_layers=1)
@@ -22,7 +23,7 @@ def batch_of(documents: list[list[int]], mask: list[int] | None = None) -> dict:
 def test_documents_of_a_window_do_not_see_each_other() -> None:
     @jax.jit
     def both():
-        packed = windows.logits(TARGET, batch_of([[1, 2, 3], [4, 5, 6]]))
+        packed = forward(TARGET, batch_of([[1, 2, 3], [4, 5, 6]])).logits
         alone, _ = TARGET.forward(jnp.array([[4, 5]]), positions=jnp.array([[3, 4]]))
         return packed[:, 3:], alone.logits
 
@@ -44,7 +45,7 @@ def test_labels_outside_the_mask_change_nothing(lm) -> None:
     mask = [0, 1, 1, 0, 0]
     batch = batch_of([[1, 2, 3, 4, 5, 6]], mask)
     loss, metrics = lm(TARGET, batch, None)
-    logits = jax.jit(windows.logits)(TARGET, batch)
+    logits = jax.jit(forward)(TARGET, batch).logits
     each = np.asarray(losses.cross_entropy(logits, batch["tokens"][:, 1:]))[0]
     np.testing.assert_allclose(loss, (each[1] + each[2]) / 5, rtol=1e-5)
     hits = np.argmax(logits, -1)[0] == np.arange(2, 7)

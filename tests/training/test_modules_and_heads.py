@@ -8,12 +8,12 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import MTP, Medusa
 from specjax.models.transformer import Target
-from specjax.training import losses
+from specjax.training import data, losses
+from specjax.training.contract import Given
 from specjax.training.methods import Lm, LmMTP, MedusaTraining, MTPTraining
-from specjax.training.methods.base import Given
-from specjax.training.methods.unrolling import unroll
-from specjax.training.methods.whole_model import ModelSizes
-from specjax.training.methods.windows import read
+from specjax.training.objectives.unrolling import unroll
+from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.windows import forward
 from specjax.training.tokenizer import train_tokenizer
 from tests.training.test_drafter_methods import BATCH, COUNTED, TARGET, log_softmax, strong
 from tests.training.test_methods import batch_of
@@ -35,7 +35,7 @@ def test_each_head_learns_the_token_that_far_ahead(labels) -> None:
     blocks = [{**head, "blocks": [{"linear": jnp.eye(16), "linear_bias": jnp.ones(16)}]} for head in student.params["heads"]]
     student = student.replace(params={"heads": blocks})
     loss, metrics = jax.jit(MedusaTraining(target="here", heads=3, labels=labels).objective)(student, BATCH, TARGET)
-    output = read(TARGET, BATCH)
+    output = forward(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
     expected = [
         sum(of_labels(labels, theirs, np.asarray(student.head(head, output.hidden)[0]), head, t) for t in COUNTED[head]) / 10
@@ -52,7 +52,7 @@ def test_each_module_learns_one_token_further(labels, modules, steps) -> None:
     student = strong(MTP.init(TARGET, jax.random.key(1), modules=modules))
     method = MTPTraining(target="here", modules=modules, steps=steps, labels=labels)
     loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
-    output = read(TARGET, BATCH)
+    output = forward(TARGET, BATCH)
     theirs = np.asarray(output.logits[0])
     states = list(unroll(student, BATCH, TARGET, output.hidden, 3, detach=False))
     expected = [
@@ -77,6 +77,20 @@ def test_a_later_module_teaches_the_ones_before_it() -> None:
     assert all(np.abs(module["fc"]).max() > 0 for module in (first, last))
 
 
+@pytest.mark.parametrize("method", [Lm(), MedusaTraining(target="here", heads=2), MTPTraining(target="here", modules=2)])
+def test_no_prediction_is_held_against_the_next_document(method) -> None:
+    """Two windows that differ in their last token alone, with which another document begins."""
+    students = {"lm": TARGET, "medusa": Medusa.init(TARGET, jax.random.key(1), heads=2)}
+    student = students[method.name] if method.name in students else MTP.init(TARGET, jax.random.key(1), modules=2)
+    objective = jax.jit(method.objective)
+
+    def loss(begin: int | None, other: int) -> float:
+        return float(objective(student, data.pack([[1, 2, 3, 4, 9, 3, 1], [other, 6]], window=7, begin=begin), TARGET)[0])
+
+    assert loss(None, 5) == loss(None, 8)
+    assert loss(5, 5) != loss(8, 8)  # unless it is what separates documents
+
+
 SIZES = ModelSizes(
     hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=32
 )
@@ -92,7 +106,7 @@ def test_model_and_modules_are_trained_together() -> None:
     objective = jax.jit(lambda student, progress: method.objective(student, {**batch, "progress": progress}, None))
     reported = {progress: objective(student, progress) for progress in (0.1, 0.9)}
     own = losses.mean_over_positions(
-        losses.cross_entropy(read(student.model, batch).logits, batch["tokens"][:, 1:]), batch["loss_mask"]
+        losses.cross_entropy(forward(student.model, batch).logits, batch["tokens"][:, 1:]), batch["loss_mask"]
     )
     for progress, weight in ((0.1, 0.3), (0.9, 0.1)):
         loss, metrics = reported[progress]

@@ -41,6 +41,7 @@ def assert_same_runs(directory: Path, output: str) -> None:
     np.testing.assert_allclose(found["fc.weight"], weights["fc.weight"], atol=2e-3, err_msg=output)
 
 
+@pytest.mark.thorough  # two processes that decode are tested every time, and so is a training on a mesh
 def test_a_drafter_learns_the_same_on_one_device_and_in_two_processes(directory) -> None:
     with processes(two_processes.__name__, directory) as running:
         loop.train(two_processes.config(directory, "one", (1, 1)))

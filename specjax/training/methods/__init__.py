@@ -1,10 +1,10 @@
 """What can be trained, and how: one file a method, named as its paper names it.
 
-A new method is one file here with a `Method` (`base` says what that is), and one more name in `AnyMethod`: the loop, the
-configuration files and the command line know it from there.
+A new method is one file here with a `TrainingMethod` (`specjax.training.contract` says what that is), and one more name in
+`AnyMethod`: the loop, the configuration files and the command line know it from there. What several methods are made of lies in
+`specjax.training.objectives`.
 """
 
-from specjax.training.methods.base import Given, Method
 from specjax.training.methods.distill import Distill
 from specjax.training.methods.eagle1 import Eagle1Training
 from specjax.training.methods.eagle3 import Eagle3Training
@@ -23,12 +23,10 @@ __all__ = [
     "Distill",
     "Eagle1Training",
     "Eagle3Training",
-    "Given",
     "HassTraining",
     "Lm",
     "LmMTP",
     "MTPTraining",
     "MedusaTraining",
-    "Method",
     "MoATraining",
 ]

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.methods import windows
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
-class Distill(Method):
+class Distill(TrainingMethod):
     """A draft model from random weights: forward KL to the target's distribution.
 
     Attributes:
@@ -44,7 +44,7 @@ class Distill(Method):
         """
         assert target is not None
         mask = batch["loss_mask"]
-        theirs, ours = windows.logits(target, batch), windows.logits(student, batch)
+        theirs, ours = forward(target, batch).logits, forward(student, batch).logits
         loss = losses.mean_over_positions(losses.forward_kl(theirs, ours), mask)
         accepted = overlap(jax.nn.softmax(theirs), jax.nn.softmax(ours))
         agreed = jnp.argmax(ours, -1) == jnp.argmax(theirs, -1)

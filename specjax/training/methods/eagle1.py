@@ -7,19 +7,18 @@ import jax
 
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.feature_loss import feature_loss
-from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
+from specjax.training.contract import Batch, Metrics
+from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
 @dataclass(frozen=True)
-class Eagle1Training(FeatureMethod):
+class Eagle1Training(EagleMethod):
     """Section 4.1 of the paper: SmoothL1 of the feature plus ``token_weight`` times the cross entropy of its tokens.
 
     Attributes:
         name: the method.
         target: directory or hub id of the target.
-        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleConfig`).
+        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleWithLayerAttention`).
         intermediate_size: of the drafter's MLP; 0 is the target's.
         token_weight: of the cross entropy.
         noise: width of the uniform noise on the features that the drafter reads, in a window of 512 tokens.
@@ -33,9 +32,6 @@ class Eagle1Training(FeatureMethod):
     token_weight: float = 0.1
     noise: float = 0.2
     remat: bool = False
-
-    def init(self, key: jax.Array, given: Given) -> Eagle:
-        return Eagle.init(given.frozen_target, key, lsa=self.lsa, **layer_sizes(self.intermediate_size))
 
     def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         assert target is not None

@@ -12,10 +12,10 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.sampling import argmax
 from specjax.training import losses
-from specjax.training.methods.ahead import behind, counted
-from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.unrolling import FeatureMethod, layer_sizes, unroll
-from specjax.training.methods.windows import read
+from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.objectives.ahead import behind, counted
+from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
+from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class Eagle3Training(FeatureMethod):
     def objective(self, student: Eagle3, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats. Positions at which the target's likeliest token cannot be drafted do not count."""
         assert target is not None
-        output = read(target, batch, student.taps(target.config))
-        assert output.logits is not None
+        output = forward(target, batch, student.taps(target.config))
         vocabulary, theirs, can_be_drafted = student.vocabulary(target), output.logits, jnp.ones((), bool)
         if vocabulary is not None:
             best = argmax(output.logits)

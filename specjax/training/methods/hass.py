@@ -8,19 +8,18 @@ import jax
 from specjax.config import ConfigError
 from specjax.drafters.eagle import Eagle
 from specjax.models.transformer import Target
-from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.feature_loss import feature_loss
-from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
+from specjax.training.contract import Batch, Metrics
+from specjax.training.objectives.feature_loss import EagleMethod, feature_loss
 
 
 @dataclass(frozen=True)
-class HassTraining(FeatureMethod):
+class HassTraining(EagleMethod):
     """EAGLE-1's loss over several aligned steps, and the top-k distillation loss.
 
     Attributes:
         name: the method.
         target: directory or hub id of the target.
-        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleConfig`).
+        lsa: whether it reads the layers' keys and values through layer self-attention (see `EagleWithLayerAttention`).
         intermediate_size: of the drafter's MLP; 0 is the target's.
         steps: of alignment (section 3.2 of the paper).
         token_weight: of the cross entropy.
@@ -45,9 +44,6 @@ class HassTraining(FeatureMethod):
         super().check(window)
         if self.steps < 1 or self.top_k < 1:
             raise ConfigError(f"method.steps={self.steps}, method.top_k={self.top_k}: must be at least 1")
-
-    def init(self, key: jax.Array, given: Given) -> Eagle:
-        return Eagle.init(given.frozen_target, key, lsa=self.lsa, **layer_sizes(self.intermediate_size))
 
     def objective(self, student: Eagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         assert target is not None

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.methods import windows
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.whole_model import ModelSizes
+from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
-class Lm(Method):
+class Lm(TrainingMethod):
     """A whole model from random weights: cross entropy of the text's next token.
 
     Attributes:
@@ -36,6 +36,6 @@ class Lm(Method):
     def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats. The end of a document is predicted like any other token."""
         labels, mask = batch["tokens"][:, 1:], batch["loss_mask"]
-        logits = windows.logits(student, batch)
+        logits = forward(student, batch).logits
         loss = losses.next_token(logits, labels, mask)
         return loss, {"loss": loss, "accuracy": losses.mean_over_labels(jnp.argmax(logits, -1) == labels, mask)}

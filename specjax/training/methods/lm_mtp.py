@@ -2,23 +2,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.module_loss import check_modules, module_loss
-from specjax.training.methods.unrolling import simulate_unrolled
-from specjax.training.methods.whole_model import ModelSizes
-from specjax.training.methods.windows import read
+from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.module_loss import check_modules, module_loss
+from specjax.training.objectives.unrolling import simulate_unrolled
+from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.objectives.windows import forward
 
 
 @struct.dataclass
@@ -39,19 +40,19 @@ class ModelWithMTP:
         return self.model.mesh
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, dtype: Any = None, mesh: Mesh | None = None) -> "ModelWithMTP":
+    def from_pretrained(cls, path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> "ModelWithMTP":
         """Read what ``save_pretrained`` wrote."""
         mtp = MTP.from_pretrained(Path(path) / "mtp", dtype=dtype, mesh=mesh)
-        return cls(Target.from_pretrained(path, dtype, mesh), mtp)
+        return cls(Target.from_pretrained(path, dtype=dtype, mesh=mesh), mtp)
 
-    def save_pretrained(self, path: str | Path, dtype: Any = None) -> None:
+    def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the model, and its modules into the folder ``mtp`` in it."""
-        self.model.save_pretrained(path, dtype)
-        self.mtp.save_pretrained(Path(path) / "mtp", dtype)
+        self.model.save_pretrained(path, dtype=dtype)
+        self.mtp.save_pretrained(Path(path) / "mtp", dtype=dtype)
 
 
 @dataclass(frozen=True)
-class LmMTP(Method):
+class LmMTP(TrainingMethod):
     """A model and its modules from random weights: the next token's cross entropy, and ``weight`` times the modules' mean.
 
     Attributes:
@@ -88,7 +89,7 @@ class LmMTP(Method):
 
     def objective(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
-        output = read(student.model, batch)
+        output = forward(student.model, batch)
         own = _own_loss(output, batch)
         ahead, metrics = module_loss(student.mtp, batch, student.model, output, "text")
         weight = jnp.where(batch["progress"] < self.falls_at, self.weight, self.final_weight)
@@ -97,12 +98,11 @@ class LmMTP(Method):
 
     def evaluation(self, student: ModelWithMTP, batch: Batch, target: Target | None) -> Metrics:
         """``loss`` is the model's own: what the modules do for it is the question."""
-        output = read(student.model, batch)
+        output = forward(student.model, batch)
         simulated = simulate_unrolled(student.mtp, batch, student.model, output, output.hidden)
         return {"loss": _own_loss(output, batch), **simulated}
 
 
 def _own_loss(output: Output, batch: Batch) -> jax.Array:
     """The model's, of the next token."""
-    assert output.logits is not None
     return losses.next_token(output.logits, batch["tokens"][:, 1:], batch["loss_mask"])

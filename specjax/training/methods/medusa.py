@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.medusa import Medusa
 from specjax.models.transformer import Target
-from specjax.training.methods.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.windows import read
+from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
+from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
-class MedusaTraining(Method):
+class MedusaTraining(TrainingMethod):
     """The sum over the heads i of ``decay ** (i + 1)`` times the cross entropy of the token i + 2 ahead.
 
     Attributes:
@@ -50,7 +50,7 @@ class MedusaTraining(Method):
     def objective(self, student: Medusa, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
         assert target is not None
-        output = read(target, batch)
+        output = forward(target, batch)
         total, metrics = jnp.zeros(()), {}
         for head in range(self.heads):
             loss = prediction_loss(self.labels, output, batch, head, student.head(head, output.hidden))
@@ -60,6 +60,6 @@ class MedusaTraining(Method):
 
     def evaluation(self, student: Medusa, batch: Batch, target: Target | None) -> Metrics:
         assert target is not None
-        output = read(target, batch)
+        output = forward(target, batch)
         heads = range(min(self.heads, SIMULATED_STEPS))
         return simulate(output, batch, (student.head(head, output.hidden) for head in heads))

@@ -20,14 +20,14 @@ from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.methods.ahead import SIMULATED_STEPS, ahead, simulate
-from specjax.training.methods.base import Batch, Given, Method, Metrics
-from specjax.training.methods.unrolling import layer_sizes
-from specjax.training.methods.windows import document_mask, first_tokens, score
+from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
+from specjax.training.objectives.unrolling import layer_sizes
+from specjax.training.objectives.windows import document_mask, first_tokens, score
 
 
 @dataclass(frozen=True)
-class MoATraining(Method):
+class MoATraining(TrainingMethod):
     """Cross entropy to the target's distribution, and SmoothL1 to the states that the target comes to itself.
 
     Attributes:
@@ -77,12 +77,11 @@ class MoATraining(Method):
     def objective(self, student: MixtureOfAttentions, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats. With target layer inference the states that enter the target's last layers are compared, too."""
         assert target is not None
-        first = student.config.tli_layers[0]
+        first = student.tli_layers(target)[0]
         output, entries = score(target, batch, taps=(first,) if self.tli else ())
-        assert output.logits is not None
         length, staircase = self.draw(batch["key"], batch["tokens"].shape[0], batch["progress"])
-        forward = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
-        hidden, begun = forward(student, batch, target, output, entries, block_starts(batch, length), staircase)
+        draft = jax.checkpoint(draft_blocks) if self.remat else draft_blocks
+        hidden, begun = draft(student, batch, target, output, entries, block_starts(batch, length), staircase)
         mask = batch["loss_mask"]
         token = losses.mean_over_positions(losses.soft_cross_entropy(output.logits, target.head(hidden)), mask)
         feature = losses.mean_over_positions(losses.smooth_l1(hidden, output.hidden), mask)
@@ -123,9 +122,9 @@ def block_starts(batch: Batch, length: Int[Array, " B"]) -> Int[Array, "B T"]:
 @shape_checked
 def block_masks(segments: Int[Array, "B T"], starts: Int[Array, "B T"]) -> tuple[Bool[Array, "B T T"], Bool[Array, "B T T"]]:
     """Which tokens of its document lie before each token's block, and which in its block up to itself."""
-    seen = document_mask(segments)
+    visible = document_mask(segments)
     before = jnp.arange(segments.shape[1])[None, None] < starts[:, :, None]
-    return seen & before, seen & ~before
+    return visible & before, visible & ~before
 
 
 def draft_blocks(
@@ -155,10 +154,10 @@ def draft_blocks(
     verified, drafted = block_masks(segments, starts)
     positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     summaries = student.remember_summaries(student.summarise(output, entries), positions)
-    seen_by_self = drafted | (verified & ~staircase[:, None, None])
-    x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, seen_by_self)
+    visible = drafted | (verified & ~staircase[:, None, None])
+    x, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), positions, visible)
     begun = student.cross_attend(x, positions, (summaries, verified))
-    first, last = student.config.tli_layers
+    first, last = student.tli_layers(target)
     hidden, _ = student.finish(target, begun, positions, drafted, scratch=[(entries[first:last], verified)])
     return hidden, begun
 
@@ -176,7 +175,7 @@ def draft_everywhere(
     verified = block_masks(segments, index)[0]
     summaries = student.remember_summaries(student.summarise(output, entries), index)
     states, _ = student.self_attend(target.embed(batch["tokens"][:, :-1]), index, document_mask(segments))
-    first, last = student.config.tli_layers
+    first, last = student.tli_layers(target)
     beside: list[tuple[tuple[Entry, ...], jax.Array | None]] = [(entries[first:last], verified)]
     alone = jnp.eye(count, dtype=bool)[None]
     for step in range(steps):

@@ -8,11 +8,11 @@ import jax
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.transformer import Target
-from specjax.training.methods.ahead import Labels
-from specjax.training.methods.base import Batch, Given, Metrics
-from specjax.training.methods.module_loss import check_modules, module_loss
-from specjax.training.methods.unrolling import FeatureMethod, layer_sizes
-from specjax.training.methods.windows import read
+from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.objectives.ahead import Labels
+from specjax.training.objectives.module_loss import check_modules, module_loss
+from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
+from specjax.training.objectives.windows import forward
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,6 @@ class MTPTraining(FeatureMethod):
     def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
         assert target is not None
-        output = read(target, batch)
+        output = forward(target, batch)
         loss, metrics = module_loss(student, batch, target, output, self.labels, steps=self.steps, remat=self.remat)
         return loss, {"loss": loss, **metrics}

@@ -1,0 +1,1 @@
+"""``specjax plan``: what speculation should gain, before anything is generated. A file a command."""

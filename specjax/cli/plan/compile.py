@@ -1,0 +1,160 @@
+"""``specjax plan compile``: decoding compiled for chips that need not be there, and what it would take."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from specjax.chips import Chip
+from specjax.cli.plan.options import find_model, new_console
+from specjax.cli.plan.programs import exchanges_of, memory_table, program_as_json
+from specjax.drafts.names import parse_shape
+from specjax.drafts.shapes import Chain
+from specjax.errors import InputError
+from specjax.lowering import abstract
+from specjax.lowering.compiled import Compiled, Setup, Step, TurnCosts, compile_step
+from specjax.lowering.topologies import find_mesh
+from specjax.planning import theory
+from specjax.reports.tables import table_of_numbers
+from specjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Compile prefill and a step of decoding for chips that need not be here, plain and with a drafter: their memory, the bytes
+    that they move and exchange, and what the drafter should gain. Needs specjax[compile], and for h100 specjax[compile-cuda].
+
+    Attributes:
+        chips: to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
+        mesh: devices by axis: data (splits the rows) and model (splits the weights).
+        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
+        drafter: its draft model, named likewise, or a method such as eagle3 or prompt-lookup; by default none.
+        draft: shape of the drafts, as in generate; by default the drafter's own.
+        batch: rows decoded together.
+        context: tokens in each row's cache.
+        temperature: of the generation; 0 is greedy.
+        alpha: acceptance rate, the chance that a token of a chain is accepted, for what it gains; by default 0.8.
+        json: print JSON and no tables.
+    """
+
+    chips: str = ""
+    mesh: tuple[int, int] = (1, 1)
+    target: str = ""
+    drafter: str = ""
+    draft: str = ""
+    batch: int = 1
+    context: int = 1024
+    temperature: float = 0.0
+    alpha: float | None = None
+    json: bool = False
+
+
+_ALPHA = 0.8
+
+
+def run_compile(config: CompileConfig) -> None:
+    """``specjax plan compile``."""
+    # What is refused is refused before any compiler is asked for.
+    if not config.target:
+        raise InputError("target='': name the model to compile, such as llama-3.1-8b")
+    names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
+    for name, value in {"draft": config.draft or None, "alpha": config.alpha}.items():
+        if len(names) == 1 and value is not None:
+            raise InputError(f"{name}={value}: is not read without --drafter; leave it out")
+    alpha = _ALPHA if config.alpha is None else config.alpha
+    theory.expected_tokens(alpha, 1)
+    sampling = Sampling(temperature=config.temperature)
+    sampling.rows(1)
+    draft = parse_shape(config.draft) if config.draft else None
+    shape = find_model("target", config.target)
+
+    mesh, chip = find_mesh(config.chips, *config.mesh)
+    target = abstract.abstract_model(shape, mesh)
+    setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling)
+    drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target) for name in names]
+    is_chain = isinstance(drafters[-1].draft, Chain)
+    if config.alpha is not None and not is_chain:
+        raise InputError(f"alpha={alpha:g}: says what a chain gains, and the draft is a {drafters[-1].draft}; leave it out")
+    console, steps = new_console(), []
+    for name, drafter in zip(names, drafters, strict=True):
+        title = "plain" if name == "none" else name
+        if not config.json:
+            console.out(f"compiling {title} for {mesh.size} x {chip.name} ...")
+        steps.append(compile_step(setup, drafter, title))
+    if config.json:
+        print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))
+        return
+    where = f"{config.target} on {mesh.size} x {chip.name}, {config.batch} rows, context of {config.context:,} tokens"
+    console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
+    console.print(_step_table(steps, chip, mesh.size))
+    console.print(_loop_table(steps[-1].decode))
+    if len(steps) > 1:
+        _say_gain(console, steps[0], steps[1], chip, mesh.size, alpha if is_chain else None)
+
+
+def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
+    table = table_of_numbers("a step, on one chip", "", *(step.drafter for step in steps), named=True)
+    limits = [step.limits(chip, chips) for step in steps]
+    lines: dict[str, list[str]] = {
+        "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
+        "moved, GB": [f"{step.decode.bytes / 1e9:.2f}" for step in steps],
+        "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
+        "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
+        "exchanges": [exchanges_of(step.decode) for step in steps],
+        "exchanged, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
+        "copies of the cache": [f"{len(step.decode.cache_copies)}" for step in steps],
+        "largest new array, MB": [f"{step.decode.largest / 1e6:.2f}" for step in steps],
+        "kernels": [f"{step.decode.kernels:,}" for step in steps],
+    }
+    if any(step.decode.cycles for step in steps):
+        lines["cycles by the compiler, M"] = [f"{step.decode.cycles / 1e6:.2f}" for step in steps]
+        lines["cycles by bytes, M"] = [f"{1e-6 * step.decode.bytes / chip.bandwidth * chip.clock:.2f}" for step in steps]
+    for name in limits[0]:
+        lines[f"ms, by {name}"] = [f"{1e3 * limit[name]:.2f}" for limit in limits]
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _loop_table(program: Compiled) -> Table:
+    headers = ("turns", "MB a turn", "exchanges", "kernels", "cycles", "most cycles")
+    table = table_of_numbers(f"loops of a step, {program.name}", *headers)
+    alike: dict[str, TurnCosts] = {}  # a loop in each layer, say: added up
+    for turn in program.turns:
+        key = repr(replace(turn, turns=0))
+        alike[key] = replace(turn, turns=turn.turns + (alike[key].turns if key in alike else 0))
+    for turn in alike.values():
+        if turn.bytes > 1e5 or turn.kernels > 20:
+            most = "; ".join(f"{cycles:,} {kind}" for kind, cycles in list(turn.cycles_by_kind.items())[:3])
+            exchanges = str(sum(turn.collectives.values()))
+            table.add_row(str(turn.turns), f"{turn.bytes / 1e6:,.1f}", exchanges, f"{turn.kernels:,}", f"{turn.cycles:,}", most)
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _say_gain(console: Console, plain: Step, step: Step, chip: Chip, chips: int, alpha: float | None) -> None:
+    """How many plain steps a step with the drafter takes, and what chains of that acceptance rate gain."""
+    ratios = {"memory, arithmetic and links": step.seconds(chip, chips) / plain.seconds(chip, chips)}
+    if plain.decode.cycles:
+        ratios["the compiler's cycles"] = step.decode.cycles / plain.decode.cycles
+    for by, ratio in ratios.items():
+        console.out(f"By {by} a step with {step.drafter} takes {ratio:.2f} plain ones: it gains from so many tokens a step on.")
+        if alpha is not None:
+            tokens = theory.expected_tokens(alpha, step.depth)
+            console.out(
+                f"  At alpha = {alpha:g} it makes {tokens:.2f} tokens: {tokens / ratio:.2f} times as fast as plain decoding."
+            )
+
+
+def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
+    return {
+        "drafter": step.drafter,
+        "prefill": program_as_json(step.prefill),
+        "decode": program_as_json(step.decode),
+        "must_read_bytes": step.floor,
+        "cache_bytes": step.cache,
+        "seconds": step.limits(chip, chips),
+        "depth": step.depth,
+    }

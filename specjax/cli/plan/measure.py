@@ -1,0 +1,82 @@
+"""``specjax plan measure``: the fastest drafts on this machine, from measured times and acceptance."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+from specjax import text
+from specjax.cli.plan.on_prompts import OnPrompts
+from specjax.cli.plan.options import new_console, save_plot
+from specjax.drafts.shapes import Chain, StaticTree
+from specjax.errors import InputError
+from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
+from specjax.reports.speedups import count_rows, draw_by_nodes
+from specjax.reports.tables import table_of_numbers
+
+_SHOWN, _PROMPTS = 8, 32
+
+
+@dataclass(frozen=True)
+class MeasureConfig(OnPrompts):
+    """Which chain or tree is fastest here, for each number of rows: from times, and acceptance measured on up to 32 prompts."""
+
+
+def run_measure(config: MeasureConfig) -> None:
+    """``specjax plan measure``."""
+    pair, prompts, options = config.load("measure")
+    target, drafter, longest = pair.target, pair.drafter, config.longest
+    if drafter is None:
+        raise InputError("drafter='none': there is nothing to measure; name a drafter")
+    console = new_console()
+    prompts_read = text.pad([pair.encode(prompt) for prompt in prompts[:_PROMPTS]])
+    compared = {}
+    options = replace(options, max_new_tokens=target.config.max_positions)  # trials may take all there is
+    acceptance = measure_acceptance(target, drafter, *prompts_read, options=options, longest=longest)
+    for rows in config.batch:
+        compared[rows] = compare_drafts(
+            target, drafter, *prompts_read, batch=rows, options=options, longest=longest, acceptance=acceptance
+        )
+        console.print(_table(config, rows, compared[rows]))
+        best = compared[rows].best
+        console.out(f"Best with {count_rows(rows)}: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x.")
+        if isinstance(best.draft, StaticTree):
+            console.out(f"  StaticTree({best.draft.choices})")
+    if config.plot:
+        panels = {rows: _fastest_by_nodes(found) for rows, found in compared.items()}
+        save_plot(console, draw_by_nodes(config.title, panels), config.plot)
+
+
+def _table(config: MeasureConfig, rows: int, found: Comparison) -> Table:
+    """The fastest candidates, the fastest chain, and plain decoding."""
+    title = f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature {config.temperature:g}"
+    table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "", named=True)
+    chains = [candidate for candidate in found.candidates if isinstance(candidate.draft, Chain)]
+    plain = [candidate for candidate in found.candidates if candidate.draft is None]
+    shown = dict.fromkeys([*found.candidates[:_SHOWN], *chains[:1], *plain])
+    for candidate in sorted(shown, key=lambda candidate: -candidate.speedup):
+        table.add_row(
+            str(candidate.draft or "plain decoding"),
+            f"{candidate.tokens:.2f}",
+            f"{1e3 * candidate.seconds:.2f}",
+            f"{candidate.speedup:.2f}x",
+            "best" if candidate is found.best else "",
+            style="bold" if candidate is found.best else None,
+        )
+    verify = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in found.verify.items())
+    draft = ", ".join(f"{n}: {1e3 * seconds:.2f}" for n, seconds in found.draft_times.items())
+    ranks = ", ".join(f"{chance:.2f}" for chance in found.acceptance.by_rank)
+    table.caption = f"T_V ms by nodes: {verify}. T_D ms a level by nodes read: {draft}." + (
+        f" Accepted by rank: {ranks}." if ranks else ""
+    )
+    return table
+
+
+def _fastest_by_nodes(found: Comparison) -> Mapping[str, Mapping[int, float]]:
+    """The speed-up of the chain of each size, and of the fastest static tree, by their nodes."""
+    fastest: dict[str, dict[int, float]] = {"chains": {}, "fastest static tree": {}}
+    for kind, of_kind in zip((Chain, StaticTree), fastest.values(), strict=True):
+        for candidate in found.candidates:  # the fastest first
+            if isinstance(candidate.draft, kind):
+                of_kind.setdefault(candidate.draft.nodes, candidate.speedup)
+    return fastest

@@ -1,0 +1,61 @@
+"""What several commands of ``specjax plan`` ask of their options, and the model that a name stands for."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from specjax.errors import InputError
+from specjax.models import huggingface
+from specjax.models.config import ModelConfig
+from specjax.models.published import PUBLISHED, published
+from specjax.reports import pictures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_ROWS, _LONGEST_CHAIN = 2**20, 256
+
+
+def check_batch(batch: Sequence[int]) -> None:
+    """Refuse numbers of rows that cannot be used."""
+    if min(batch, default=0) < 1:
+        raise InputError(f"batch={min(batch, default=())}: give at least one number of rows, each at least 1")
+    if max(batch) > _MOST_ROWS:
+        raise InputError(f"batch={max(batch)}: give at most {_MOST_ROWS} rows")
+
+
+def check_longest(longest: int) -> None:
+    """Refuse a longest chain that cannot be used."""
+    if not 1 <= longest <= _LONGEST_CHAIN:
+        raise InputError(f"longest={longest}: the longest chain to look at has at least 1 token and at most {_LONGEST_CHAIN}")
+
+
+def check_plot(plot: str) -> None:
+    """Refuse a picture that could not be written, where there is to be one, before anything else is done."""
+    if plot:
+        pictures.check_path("plot", plot)
+
+
+def new_console() -> Console:
+    """Where tables are printed. Names and numbers are no markup."""
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def save_plot(console: Console, figure: "Figure", plot: str) -> None:
+    """Write the picture that was asked for, and say where it is."""
+    pictures.save(figure, "plot", Path(plot))
+    console.out(f"picture: {plot}")
+
+
+def find_model(argument: str, name: str) -> ModelConfig:
+    """The published configuration of that name, or else what the config.json of the directory or hub id says."""
+    elsewhere = "/" in name or os.path.isdir(os.path.expanduser(name))
+    if elsewhere and name.lower() not in PUBLISHED:
+        return huggingface.read_config(huggingface.locate(name, weights=False))
+    try:
+        return published(name)
+    except InputError as error:
+        raise InputError(f"{argument}: {error}; or give a directory or a hub id owner/name") from None

@@ -1,0 +1,39 @@
+"""What is printed of every program that was compiled for chips that need not be there."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from specjax.chips import Chip
+from specjax.lowering.compiled import Compiled
+from specjax.reports.tables import table_of_numbers
+
+
+def memory_table(title: str, programs: Sequence[Compiled], chip: Chip) -> Table:
+    """What each program needs on one chip."""
+    headers = ("program", "compiled s", "given GB", "inner GB", "all GB", f"of {chip.memory / 1e9:.0f} GB")
+    table = table_of_numbers(title, *headers, named=True)
+    for program in programs:
+        memory = program.memory
+        table.add_row(
+            program.name,
+            f"{program.seconds:.0f}",
+            f"{memory.arguments / 1e9:.2f}",
+            f"{memory.temporaries / 1e9:.2f}",
+            f"{memory.together / 1e9:.2f}",
+            "fits" if memory.together <= chip.memory else "does not fit",
+        )
+    return table
+
+
+def exchanges_of(program: Compiled) -> str:
+    """How many of each kind, such as "64 all-reduce"."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(program.collectives.items())) or "none"
+
+
+def program_as_json(program: Compiled) -> dict[str, Any]:
+    """Its fields, but for the text, and what all of its turns cost together."""
+    totals = {name: getattr(program, name) for name in ("bytes", "collectives", "collective_bytes", "kernels", "cycles")}
+    return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}

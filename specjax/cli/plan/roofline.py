@@ -1,0 +1,167 @@
+"""``specjax plan roofline``: what speculation should gain on a chip, from the shapes of two models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.table import Table
+
+from specjax.chips import find_chip
+from specjax.cli.plan.options import check_batch, check_longest, check_plot, find_model, new_console, save_plot
+from specjax.drafters import check_vocabulary
+from specjax.errors import InputError
+from specjax.planning import roofline
+from specjax.reports.speedups import draw_by_length_and_context
+from specjax.reports.tables import table_of_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class RooflineConfig:
+    """What speculation should gain on a chip, for each number of rows, and from which context on it pays.
+
+    Attributes:
+        target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
+        drafter: its draft model, named likewise; "self" is the target itself with a draft cache.
+        draft_cache: entries that the drafter keeps of a row's cache; by default all. Of several the best is chosen for each
+            number of rows.
+        alpha: acceptance rate, the chance that a drafted token is accepted; with several sizes of draft_cache one for each.
+        chip: the accelerator that target and drafter share.
+        batch: rows decoded together; the table has a line for each number given.
+        context: tokens in each row's cache.
+        longest: longest chain to look at, in tokens.
+        plot: a picture to write: .png, .pdf or .svg.
+    """
+
+    target: str = ""
+    drafter: str = ""
+    draft_cache: tuple[int, ...] = ()
+    alpha: tuple[float, ...] = (0.8,)
+    chip: str = "h100"
+    batch: tuple[int, ...] = (1, 4, 16, 64)
+    context: int = 1024
+    longest: int = roofline.LONGEST
+    plot: str = ""
+
+
+def run_roofline(config: RooflineConfig) -> None:
+    """``specjax plan roofline``."""
+    check_batch(config.batch)
+    check_longest(config.longest)
+    check_plot(config.plot)
+    pair, alphas = _load_pair(config), _alphas(config)
+    best = {rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest) for rows in config.batch}
+    console = new_console()
+    console.print(_table(config, pair, alphas, best))
+    if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
+        console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
+    if config.longest == max(choice.gamma for choice in best.values()):
+        console.out(f"A chain of more than {config.longest} may be better still: raise --longest.")
+    console.out("The peaks of arithmetic and bandwidth are never reached: speed-ups are upper bounds.")
+    if config.plot:
+        save_plot(console, _draw(config, pair, alphas), config.plot)
+
+
+def _alphas(config: RooflineConfig) -> dict[int | None, float]:
+    """The acceptance rate by entries of the draft cache; None is all of them."""
+    sizes: tuple[int | None, ...] = config.draft_cache or (None,)
+    if len(config.alpha) != len(sizes):
+        raise InputError(
+            f"alpha={config.alpha}: give one acceptance rate, or with several sizes of --draft-cache one for each, in order"
+        )
+    if len(set(sizes)) < len(sizes):
+        raise InputError(f"draft_cache={config.draft_cache}: give each size once")
+    return dict(zip(sizes, config.alpha, strict=True))
+
+
+def _load_pair(config: RooflineConfig) -> roofline.Pair:
+    """The target and the drafter as shapes, on the chip; reads at most their config.json. Its draft cache is not set."""
+    chip = find_chip(config.chip)
+    if not config.target:
+        raise InputError("target='': name the model to generate from, such as llama-3.1-8b")
+    if not config.drafter:
+        raise InputError("drafter='': give a draft model, or \"self\" with --draft-cache ENTRIES")
+    if config.drafter == "self" and not config.draft_cache:
+        raise InputError("drafter='self': a target that drafts with its whole cache gains nothing; give --draft-cache ENTRIES")
+    target = find_model("target", config.target)
+    drafter = None if config.drafter == "self" else find_model("drafter", config.drafter)
+    if drafter is not None:
+        check_vocabulary(drafter, target)
+    pair = roofline.Pair(target, chip, drafter)
+    if config.context > pair.longest_context:
+        raise InputError(f"context={config.context}: the models have positions for {pair.longest_context} tokens")
+    return pair
+
+
+def _table(
+    config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float], best: Mapping[int, roofline.CacheChoice]
+) -> Table:
+    """For each number of rows: the three times, the best chain, its speed-up, where speculation starts to pay, and memory."""
+    room, several = f"{pair.chip.memory / 1e9:.0f}", len(alphas) > 1
+    headers = ["rows", "T_T ms", "T_D ms", "T_V ms", "gamma", "gain", "pays from", "memory GB"]
+    table = table_of_numbers(_title(config, pair), *headers, *["K"] * several)
+    table.caption = (
+        "T_T: a decoding step. T_D: a drafting step. T_V: a verification of the best chain. gain: over plain decoding. "
+        f"pays from: the smallest context, in tokens, at which speculation pays. The chip has {room} GB."
+        + several
+        * " K: entries of the best draft cache."
+    )
+    for rows, choice in best.items():
+        chosen = replace(pair, draft_cache=choice.draft_cache)
+        break_even = _break_even(config, pair, rows, alphas)
+        memory = f"{chosen.memory(rows, config.context) / 1e9:,.1f}"
+        table.add_row(
+            str(rows),
+            f"{1e3 * chosen.target_time(rows, config.context):.2f}",
+            f"{1e3 * chosen.draft_time(rows, config.context):.2f}",
+            f"{1e3 * chosen.verify_time(rows, config.context, choice.gamma):.2f}" if choice.gamma else "-",
+            str(choice.gamma) if choice.gamma else "plain",
+            f"{choice.factor:.2f}x",
+            "never" if break_even is None else f"{break_even:,}",
+            memory if chosen.fits(rows, config.context) else f"{memory} > {room}",
+            *([f"{choice.draft_cache:,}" if choice.gamma else "-"] if several else []),
+        )
+    return table
+
+
+def _break_even(config: RooflineConfig, pair: roofline.Pair, rows: int, alphas: Mapping[int | None, float]) -> int | None:
+    """The smallest context at which speculation pays with any of the draft caches."""
+    found = [
+        roofline.break_even_context(replace(pair, draft_cache=entries), rows, alpha, config.longest)
+        for entries, alpha in alphas.items()
+    ]
+    return min((context for context in found if context is not None), default=None)
+
+
+def _title(config: RooflineConfig, pair: roofline.Pair) -> str:
+    entries = " or ".join(f"{entries:,}" for entries in config.draft_cache)
+    cache = f" with {entries} cache entries" if entries else ""
+    place = f"{pair.chip.name}, context of {config.context:,} tokens"
+    return f"{config.target}, drafter {config.drafter}{cache}; {place}; alpha = {' or '.join(f'{a:g}' for a in config.alpha)}"
+
+
+def _draw(config: RooflineConfig, pair: roofline.Pair, alphas: Mapping[int | None, float]) -> "Figure":
+    """Speed-up against chain length, and that of the best chain against context; a line for each number of rows.
+
+    Of several draft caches every point is the best one's.
+    """
+    last, longest = pair.longest_context, config.longest
+    contexts = np.unique(np.geomspace(max(1, last // 1024), last, 60).round().astype(int)).tolist()
+    sized = [(replace(pair, draft_cache=entries), alpha) for entries, alpha in alphas.items()]
+    by_length, by_context, held = {}, {}, {}
+    for rows in config.batch:
+        by_length[rows] = [
+            max(roofline.chain_speedup(each, rows, config.context, gamma, alpha) for each, alpha in sized)
+            for gamma in range(longest + 1)
+        ]
+        by_context[rows] = [
+            max(roofline.best_gamma(each, rows, context, alpha, longest, shortest=1).factor for each, alpha in sized)
+            for context in contexts
+        ]
+        held[rows] = sum(
+            any(each.fits(rows, context) for each, _ in sized) for context in contexts
+        )  # memory grows with context
+    return draw_by_length_and_context(_title(config, pair), by_length, contexts, by_context, held, config.context)

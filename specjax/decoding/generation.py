@@ -1,0 +1,194 @@
+"""From prompts to tokens: what is asked is checked on the host, the prompts are read, and the loop runs to its end.
+
+`generate` and `stream` run the same program.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specjax import sharding
+from specjax.decoding.loop import decode
+from specjax.decoding.options import GenerationOptions, bucket, check_prompts
+from specjax.decoding.state import DecodeState, prefill
+from specjax.decoding.stats import Stats
+from specjax.drafters.base import Drafter, NoDraft
+from specjax.errors import InputError
+from specjax.models.transformer import Target
+from specjax.sampling import Rule, Sampling
+
+
+@struct.dataclass
+class Result:
+    """What was generated; numpy arrays.
+
+    Attributes:
+        tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output; what lies beyond ``lengths`` is filler.
+        lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as emitted.
+        stats: see `Stats`.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    stats: Stats
+
+
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: Any = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[Any] | None = None,
+    rule: Rule | None = None,
+) -> Result:
+    """Generate from the target, distributed exactly as it alone would; the drafter decides only how fast.
+
+    Args:
+        target: the model to generate from.
+        drafter: proposes tokens; None is plain autoregressive decoding.
+        tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
+        lengths: ``[B]`` prompt lengths; None: all are P.
+        max_new_tokens: most tokens to emit; one number, or one a row.
+        sampling: how to draw; the default is greedy.
+        key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
+            key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.
+        eos_token_ids: ids that end a row; they are emitted. One sequence of ids for all rows, or one sequence a row. None: the
+            target's own (`ModelConfig.eos_token_ids`); ``()``: none.
+        rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
+            that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
+
+    Raises:
+        InputError: an argument is out of its range; names it, its value and what it must be.
+    """
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    drafter, state = start(target, drafter, tokens, lengths, options)
+    state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max)
+    return _result(target, state, _width(tokens, max_new_tokens))
+
+
+def stream(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any = None,
+    *,
+    max_new_tokens: Any = 64,
+    sampling: Sampling = Sampling(temperature=0.0),
+    key: jax.Array | None = None,
+    eos_token_ids: Sequence[Any] | None = None,
+    rule: Rule | None = None,
+    steps: int = 4,
+) -> Iterator[Result]:
+    """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
+
+    Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
+    """
+    if steps < 1:
+        raise InputError(f"steps={steps}: must be at least 1")
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    started = start(target, drafter, tokens, lengths, options)
+    width = _width(tokens, max_new_tokens)
+
+    def results(drafter: Drafter, state: DecodeState) -> Iterator[Result]:
+        while True:
+            state = decode(target, drafter, state, steps)
+            done = sharding.to_host(state.done, target.mesh).all()
+            yield _result(target, state, width)
+            if done:
+                return
+
+    return results(*started)
+
+
+def start(
+    target: Target,
+    drafter: Drafter | None,
+    tokens: Any,
+    lengths: Any = None,
+    options: GenerationOptions = GenerationOptions(),
+    *,
+    capacity: int | None = None,
+    mixed: bool = False,
+) -> tuple[Drafter, DecodeState]:
+    """Check everything on the host, then read the prompts: the drafter and the state to `decode` on.
+
+    Args:
+        target: as for `generate`.
+        drafter: as for `generate`.
+        tokens: as for `generate`.
+        lengths: as for `generate`.
+        options: as for `generate`.
+        capacity: most tokens that a row may come to hold, prompt and output; by default as many as prompts of this width need,
+            rounded up to a `bucket`. Prompts are padded to a bucket too, so that few programs serve many widths.
+        mixed: compile for rows of all kinds of sampling, whatever these rows ask for, so that any request can be inserted.
+
+    Raises:
+        InputError: as `generate`.
+    """
+    config = target.config
+    tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
+    batch, width = tokens.shape
+    width = width if capacity is None else min(width, capacity)
+    checked = options.check(config, batch)
+    drafter = NoDraft() if drafter is None else drafter
+    drafter.draft_shape.check(config.vocab_size)
+    drafter.check(target)
+    wanted = lengths + checked.limits
+    _check_positions(lengths, wanted, config.max_positions, "the target")
+    _check_positions(lengths, wanted, most_positions(target, drafter), "the drafter")
+    if capacity is None:  # from the shape of the prompts and not from their lengths: equal shapes share a program
+        capacity = bucket(width + int(checked.limits.max()))
+    elif capacity < wanted.max():
+        raise InputError(f"capacity={capacity}: a row may come to hold {wanted.max()} tokens; give at least that")
+    padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
+    rule = options.rule_for(drafter.draft_shape)
+    rows = options.sampling.rows(batch, rule)
+    if mixed:
+        rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    state = prefill(
+        target,
+        drafter,
+        jnp.asarray(padded),
+        jnp.asarray(lengths),
+        jnp.asarray(wanted.astype(np.int32)),
+        checked.keys,
+        jnp.asarray(checked.eos),
+        rows,
+        capacity=capacity,
+    )
+    return drafter, state
+
+
+def most_positions(target: Target, drafter: Drafter) -> int:
+    """The longest text, in tokens, that both can hold."""
+    own = drafter.max_positions
+    return target.config.max_positions if own is None else min(own, target.config.max_positions)
+
+
+def _check_positions(lengths: np.ndarray, wanted: np.ndarray, positions: int, whose: str) -> None:
+    longest = int(np.argmax(wanted))
+    if wanted[longest] > positions:
+        raise InputError(
+            f"prompt ({lengths[longest]} tokens) plus max_new_tokens make {wanted[longest]} tokens, but {whose} has "
+            f"{positions} positions: shorten the prompt or lower max_new_tokens"
+        )
+
+
+def _width(tokens: Any, max_new_tokens: Any) -> int:
+    return np.asarray(tokens).shape[1] + int(np.max(max_new_tokens))
+
+
+def _result(target: Target, state: DecodeState, width: int) -> Result:
+    """The result so far; its tokens are ``width`` wide, whatever the capacity is."""
+    tokens, lengths, stats = sharding.to_host((state.tokens, state.lengths, state.stats), target.mesh)
+    missing = max(0, width - tokens.shape[1])
+    return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)

@@ -1,0 +1,233 @@
+"""The decoding loop: draft, score, verify, keep - all of it on the device, in one compiled program.
+
+Plain autoregressive decoding (``drafter=None``) runs it too, with a draft that is only a root: it is the baseline of every
+speed figure.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax import sharding
+from specjax.decoding.few_rows import by_rows
+from specjax.decoding.state import DecodeState, place_rows
+from specjax.decoding.stats import StepInfo
+from specjax.decoding.verification import CHAIN_RULES, verify
+from specjax.drafters.base import Committed, Drafter, append_tokens
+from specjax.drafts.draft import Draft, Verdict
+from specjax.errors import InputError
+from specjax.models.cache import Entry, gather_entries
+from specjax.models.transformer import States, Target
+from specjax.sampling import position_keys, split_keys
+
+
+def step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+    """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done."""
+    draft, state = propose_step(target, drafter, state)
+    return advance(target, drafter, state, draft)
+
+
+def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
+    """Draft below every row's root. The state is for `advance`, which ends the step."""
+    _, draft_keys, _ = _keys_of_step(state, drafter.draft_shape.depth)
+    reads = drafter.reads(target.config)
+    given = {"cache": state.cache.of_layers(reads)} if reads else {}
+    draft, drafter_state = drafter.propose(target, state.drafter, state.roots, state.sampling, draft_keys, ~state.done, **given)
+    return draft, replace(state, drafter=drafter_state)
+
+
+def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The random keys of a step.
+
+    Worked example: drafts of depth 2 below a row of 7 tokens, whose last is the root. Tokens are drawn for the positions 7 (the
+    first drafted), 8 (the second) and 9 (the bonus, if both are accepted).
+
+    Coupled, ``k(i)`` being the row's key folded with position i, which never changes::
+
+        the state's next key    the row's, as before
+        the drafter's           k(7)   k(8)          first and second level
+        verification's          k(7)   k(8)   k(9)   the target's own draw at the root, at the first and at the second token
+
+    Drafter and target share k(7) and k(8), and the target's draw is what is emitted. If the first token is rejected, position 7
+    is decided and the next step begins at 8, with k(8) once more: nothing was emitted with it yet.
+
+    Not coupled, the row's key is split into three and nothing is shared::
+
+        the state's next key    a              split anew in the next step
+        the drafter's           b split in 2   first and second level
+        verification's          c              one key, which the rule splits: some judge drafted tokens, one draws the last
+
+    Returns:
+        The state's next ones ``[B]``; the drafter's ``[depth, B]``; and verification's: ``[B]``, or with coupled sampling
+        ``[depth + 1, B]``, one for each position below the root, of which the first are the drafter's.
+    """
+    if state.sampling.coupled:
+        positions = position_keys(state.keys, state.lengths + jnp.arange(depth + 1)[:, None])
+        return state.keys, positions[:-1], positions
+    keys, draft_keys, verify_keys = split_keys(state.keys, 3)
+    return keys, split_keys(draft_keys, depth), verify_keys
+
+
+def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) -> tuple[DecodeState, StepInfo]:
+    """Score ``draft``, verify it and keep what was accepted.
+
+    The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
+    what it needs in ``absorb`` alone, or has proposed nothing in this step. A draft may be of any shape, and shallower than
+    those that the state was started for, down to a root alone.
+
+    Returns:
+        The next state, and what happened; of both the shapes depend on ``state`` alone, but for the draft itself.
+
+    Raises:
+        InputError: the draft is deeper than those that the state was started for: the statistics have no room. Or it is a tree,
+            and the state's rule verifies chains.
+    """
+    if state.sampling.rule in CHAIN_RULES and not draft.is_chain:
+        raise InputError(
+            f"draft: a tree, but the state was started with rule={state.sampling.rule!r}, which verifies chains: start it with "
+            'rule="independent", or rule="coupled"'
+        )
+    room = state.stats.depth
+    if draft.depth > room:
+        mend = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
+        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{mend}")
+    keys, _, verify_keys = _keys_of_step(state, draft.depth)
+    scored = _score(target, drafter, draft, state, verify_keys)
+    accepted = scored.verdict.count - 1
+    verdict, done = _cut(scored.verdict, scored.emitted, state)
+    cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
+    committed = Committed(
+        tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
+        following=scored.emitted,
+        output=scored.output,
+        entries=scored.entries,
+        count=verdict.count,
+        cache=cache,
+    )
+    info = StepInfo(
+        active=~state.done,
+        emitted=verdict.count,
+        accepted=jnp.minimum(accepted, verdict.count),
+        drafted=jnp.where(state.done, 0, draft.length),
+        drafted_at=_pad(draft.drafted_at & ~state.done[:, None], room),
+        scored=jnp.where(state.done, 0, scored.nodes),
+        draft=draft,
+        path=_pad(verdict.path, room + 1),
+    )
+    return replace(
+        state,
+        tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
+        lengths=state.lengths + verdict.count,
+        done=done,
+        keys=keys,
+        cache=cache,
+        drafter=drafter.update(target, state.drafter, draft, verdict, committed),
+        stats=state.stats.add(info),
+    ), info
+
+
+@struct.dataclass
+class _Scored:
+    """What one pass of the target over a draft gives.
+
+    Attributes:
+        verdict: what is accepted of it.
+        emitted: ``[B, D+1]`` the accepted tokens and the bonus, in order.
+        output: the target's along the accepted path, ``[B, D+1, …]``.
+        entries: each layer's, along the accepted path: ``[B, heads, D+1, dim]`` each part.
+        nodes: scalar, how many nodes the pass had.
+    """
+
+    verdict: Verdict
+    emitted: jax.Array
+    output: States
+    entries: tuple[Entry, ...]
+    nodes: jax.Array
+
+
+def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array) -> _Scored:
+    """One pass of the target over the draft, and the verdict.
+
+    Drafts may be shorter than their shape has room for: on a CPU the pass runs at the smallest compiled number of nodes that
+    holds every row's draft, but for rows that are done. Elsewhere a few nodes more cost nothing, and one width is compiled. The
+    cache is only read in here, because XLA copies what a branch of a conditional writes.
+    """
+    cache, taps = state.cache, drafter.taps(target.config)
+    # A long context of a row that is done is not read on.
+    readable = replace(cache, length=jnp.where(state.done, 0, cache.length))
+
+    def branch(nodes: int) -> _Scored:
+        shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
+        positions = cache.length[:, None] + shorter.depths
+        output, new = target.score(shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps)
+        verdict = verify(shorter, output.logits, state.sampling, keys)
+
+        def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
+            if shorter.is_chain:
+                return widen(leaf)
+            return jnp.take_along_axis(leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1)
+
+        widen = partial(_pad, size=draft.depth + 1)
+
+        return _Scored(
+            verdict=replace(verdict, path=widen(verdict.path)),
+            emitted=widen(verdict.emitted(shorter)),
+            output=jax.tree.map(along_path, output.states),
+            entries=jax.tree.map(partial(widen, axis=2), new) if shorter.is_chain else gather_entries(new, verdict.path),
+            nodes=jnp.asarray(nodes, jnp.int32),
+        )
+
+    full = draft.tokens.shape[1]
+    may_be_shorter = draft.is_chain and drafter.draft_shape.nodes == full and sharding.is_on_cpu(target.mesh)
+    counts = drafter.node_counts if may_be_shorter else (full,)
+    if len(counts) == 1:
+        return branch(*counts)
+    count = jnp.sum(jnp.asarray(counts) < 1 + jnp.max(jnp.where(state.done, 0, draft.length)))
+    return jax.lax.switch(count, [partial(branch, nodes) for nodes in counts])
+
+
+def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
+    """``values`` with zeros, or False, at the end of an ``axis``, which then has ``size``."""
+    missing = size - values.shape[axis]
+    return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)]) if missing else values
+
+
+def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:
+    """End each row at its first end-of-sequence token or at its limit, also in the middle of an accepted path.
+
+    Returns:
+        The shortened verdict (count 0 for rows that were done already), and ``done [B]``.
+    """
+    index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
+    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < verdict.count[:, None])
+    until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
+    count = jnp.minimum(verdict.count, jnp.minimum(until_end, state.limits - state.lengths))
+    count = jnp.where(state.done, 0, count)
+    done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
+    last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return replace(verdict, count=count, token=last), done
+
+
+def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
+    """How many nodes the target reads in one pass, of all rows of the batch together."""
+    return state.lengths.shape[0] * drafter.draft_shape.nodes
+
+
+@by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
+def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array | int) -> DecodeState:
+    """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated."""
+
+    def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        steps, state = carry
+        return (steps < max_steps) & ~jnp.all(state.done)
+
+    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        steps, state = carry
+        return steps + 1, step(target, drafter, state)[0]
+
+    _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
+    return place_rows(state, target)

@@ -1,0 +1,171 @@
+"""What a batch of rows needs from one step to the next, made by reading the prompts. Rows are independent slots."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax import sharding
+from specjax.decoding.stats import Stats
+from specjax.drafters.base import Committed, Drafter
+from specjax.errors import InputError
+from specjax.models.cache import KVCache
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything the next step needs. Rows are independent, and every array has the row axis first: see `insert`.
+
+    Attributes:
+        tokens: ``[B, S]`` prompt and output; S is the capacity.
+        lengths: ``[B]`` committed tokens, the root included. The root is token ``lengths - 1``.
+        limits: ``[B]`` where to stop.
+        done: ``[B]`` bool.
+        keys: ``[B]`` random keys, one a row.
+        eos: ``[B, E]`` ids that end each row; -1 is none.
+        sampling: the rows' settings.
+        cache: the target's; it holds ``lengths - 1`` tokens, all but the root.
+        drafter: the drafter's own state.
+        stats: so far.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    limits: jax.Array
+    done: jax.Array
+    keys: jax.Array
+    eos: jax.Array
+    sampling: RowSampling
+    cache: KVCache
+    drafter: Any
+    stats: Stats
+
+    @property
+    def roots(self) -> jax.Array:
+        """``[B]`` each row's newest committed token."""
+        return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
+
+
+PREFILL_CHUNK = 512
+"""Prompt tokens read in one forward pass: so memory does not grow with the prompt."""
+
+
+@partial(jax.jit, static_argnames="capacity")
+def prefill(
+    target: Target,
+    drafter: Drafter,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    limits: jax.Array,
+    keys: jax.Array,
+    eos: jax.Array,
+    sampling: RowSampling,
+    *,
+    capacity: int,
+) -> DecodeState:
+    """Read the prompts ``tokens [B, P]`` and make the state that `decode` continues. See `DecodeState` for the shapes."""
+    batch, width = tokens.shape
+    cache, drafter_state = read_prompts(target, drafter, tokens, lengths, capacity)
+    state = DecodeState(
+        tokens=jnp.pad(tokens, ((0, 0), (0, max(0, capacity - width))))[:, :capacity],
+        lengths=lengths,
+        limits=limits,
+        done=lengths >= limits,
+        keys=keys,
+        eos=eos,
+        sampling=sampling,
+        cache=cache,
+        drafter=drafter_state,
+        stats=Stats.zeros(batch, drafter.draft_shape.depth),
+    )
+    return place_rows(state, target)
+
+
+def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: jax.Array, capacity: int) -> tuple[KVCache, Any]:
+    """The target's cache and the drafter's state after the prompts, read `PREFILL_CHUNK` tokens at a time.
+
+    A prompt's last token is its first root: the first step reads it, and ``lengths - 1`` tokens are committed here.
+    """
+    batch, width = tokens.shape
+    committed, taps = lengths - 1, drafter.taps(target.config)
+    # The token after each. What comes after the last one lies beyond what is committed, and does not matter.
+    following = jnp.roll(tokens, -1, axis=1)
+    # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
+    cache, state = jax.lax.optimization_barrier((target.new_cache(batch, capacity), drafter.start(target, batch, capacity)))
+
+    def absorb(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
+        return drafter.absorb(target, state, Committed(tokens=tokens, following=following, **read))
+
+    if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
+        output, new = target.read(tokens, taps=taps)
+        cache = cache.append(new, committed, after=output.hidden)
+        state = absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
+        return cache, drafter.prompts_read(target, state, tokens, cache)
+
+    chunks = -(-width // PREFILL_CHUNK)
+
+    def split(values: jax.Array) -> jax.Array:  # [B, P] -> [chunks, B, C]
+        padded = jnp.pad(values, ((0, 0), (0, chunks * PREFILL_CHUNK - width)))
+        return jnp.moveaxis(padded.reshape(batch, chunks, PREFILL_CHUNK), 1, 0)
+
+    def read(carry: tuple[KVCache, Any], part: tuple[jax.Array, ...]) -> tuple[tuple[KVCache, Any], None]:
+        cache, state = carry
+        tokens, following, number = part
+        count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
+        output, new = target.read(tokens, cache, taps=taps)
+        written = cache.append(new, count, after=output.hidden)
+        return (written, absorb(state, tokens, following, output=output, entries=new, count=count, cache=written)), None
+
+    parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
+    (cache, state), _ = jax.lax.scan(read, (cache, state), parts)
+    return cache, drafter.prompts_read(target, state, tokens, cache)
+
+
+def place_rows(state: DecodeState, target: Target) -> DecodeState:
+    """Spread the rows' small arrays over the mesh. `decode` is given them as it returns them: one compilation serves all."""
+    batch = state.lengths.shape[0]
+
+    def place(leaf: jax.Array) -> jax.Array:
+        if leaf.ndim not in (1, 2) or leaf.shape[0] != batch:
+            return leaf
+        return sharding.constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)), {}, target.mesh)
+
+    return jax.tree.map(place, state)
+
+
+def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
+    """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
+
+    Args:
+        state: of B rows, as `start` or `decode` returned it.
+        request: of one row, from `start` with the same drafter and rule and the ``capacity`` of ``state``, and with ``mixed``
+            where some rows are greedy and others are not. Give it a key of its own.
+        row: from 0 to B - 1.
+
+    Raises:
+        InputError: the two do not fit together.
+    """
+    batch, ends = state.eos.shape
+    if not 0 <= row < batch:
+        raise InputError(f"row={row}: the state has {batch} rows; give 0 to {batch - 1}")
+    if request.eos.shape[1] > ends:
+        raise InputError(f"eos_token_ids: {request.eos.shape[1]} of the request, but the state has room for {ends} a row")
+    padding = jnp.full((request.eos.shape[0], ends - request.eos.shape[1]), -1, request.eos.dtype)
+    request = replace(request, eos=jnp.concatenate([request.eos, padding], axis=1))
+    if jax.tree.structure(state) != jax.tree.structure(request):
+        raise InputError("request: other sampling or another drafter than the state's; start both alike, and with mixed=True")
+    for whole, one in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
+        if one.shape != (1, *whole.shape[1:]):
+            raise InputError(f"request: an array of shape {one.shape} for one of {whole.shape}; start it with one prompt, "
+                             f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
+    return _insert(state, request, jnp.asarray(row))
+
+
+@partial(jax.jit, donate_argnames="state")
+def _insert(state: DecodeState, request: DecodeState, row: jax.Array) -> DecodeState:
+    return jax.tree.map(lambda all_rows, one: jax.lax.dynamic_update_slice_in_dim(all_rows, one, row, axis=0), state, request)

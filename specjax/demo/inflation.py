@@ -1,0 +1,62 @@
+"""Inflate a small model to a realistic size without changing what it computes.
+
+Speed has to be measured at a realistic cost *and* a realistic acceptance rate. Random weights of a realistic size accept
+nothing, and small trained models cost nothing. Padding a small trained model with zeros gives both: memory traffic and
+arithmetic of the large one, logits and acceptance of the small one.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from specjax.errors import InputError
+from specjax.models import params as declarations
+from specjax.models.params import Param
+from specjax.models.transformer import Target
+
+
+def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_layers: int) -> Target:
+    """``target`` with more hidden units, heads, MLP units and layers, all of which contribute exactly nothing.
+
+    Heads are added in whole groups of query heads and their key/value head, as many as fit ``hidden_size``. RMSNorm averages
+    over the hidden axis, so zeros added there shrink the mean square by old over new size: its epsilon shrinks as much, and its
+    weights by the square root. The logits stay the same but for rounding; with q/k norm, whose axis does not grow but whose
+    epsilon is the same number, but for that epsilon too.
+
+    Raises:
+        InputError: a size is below the target's own, or the target has latent attention, experts or layers that differ.
+    """
+    config = target.config
+    if config.mla is not None or config.moe is not None or config.layers:
+        raise InputError(
+            f"a model of type {config.model_type!r} cannot be inflated: give one with ordinary attention, no experts, "
+            "and layers that are alike"
+        )
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
+    for name, size in sizes.items():
+        if size < getattr(config, name):
+            raise InputError(f"{name}={size}: a model can only be inflated, and the target has {getattr(config, name)}")
+    group = config.num_heads // config.num_kv_heads
+    kv_heads = max(hidden_size // config.head_dim // group, config.num_kv_heads)
+    share = config.hidden_size / hidden_size
+    inflated = replace(
+        config,
+        **sizes,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        norm_eps=config.norm_eps if share == 1 else config.norm_eps * share,
+    )
+
+    def pad(param: Param, small: jax.Array) -> jax.Array:
+        scale = share**0.5 if param.shape == (hidden_size,) and param.init == "ones" else 1.0
+        corner = tuple(slice(0, size) for size in small.shape)
+        return jnp.zeros(param.shape, small.dtype).at[corner].set(small * scale)
+
+    declared = declarations.declare(inflated)
+    silent = jax.tree.map(jnp.zeros_like, target.params["layers"][0])
+    layers = target.params["layers"] + [silent] * (num_layers - config.num_layers)
+    params = jax.tree.map(pad, declared, target.params | {"layers": layers})
+    if target.mesh is not None:
+        params = jax.device_put(params, declarations.shardings(declared, target.mesh, inflated.axis_units))
+    return replace(target, params=params, config=inflated)

@@ -1,0 +1,127 @@
+"""A drafter that was trained for a small target, at work on an inflated copy of it."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.drafters.base import Committed, Drafter
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import DraftShape
+from specjax.errors import InputError
+from specjax.models.cache import Entry, KVCache
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling
+
+
+@struct.dataclass
+class _Narrow(Target):
+    """The small target, its layers run by the ``inflated`` one: they cost what a real target's do.
+
+    Attributes:
+        params: the small target's embedding, final norm and head.
+        inflated: the inflated target. Its first layers are the small target's.
+    """
+
+    inflated: Target = struct.field(kw_only=True)
+
+    def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
+        return self.inflated.new_scratch(batch, slots, (0, self.config.num_layers) if layers is None else layers)
+
+    def run(self, x: jax.Array, cache: KVCache | None = None, **options: Any) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
+        size, layers = self.config.hidden_size, options.pop("layers", None) or (0, self.config.num_layers)
+        wide = jnp.pad(x, ((0, 0), (0, 0), (0, self.inflated.config.hidden_size - size)))
+        after, taps, new = self.inflated.run(wide, cache, layers=layers, **options)
+        return after[..., :size], taps[..., :size], new
+
+
+@struct.dataclass
+class OnInflated(Drafter[Any]):
+    """``inner``, whose target has been inflated by `demo.inflation.inflate`.
+
+    An inflated model computes what the small one does, in the first units of its hidden states and the first heads of its keys
+    and values; all others are 0. So the drafter is shown those alone, and stays as small as it was trained. Layers of the
+    target that it runs itself are the inflated one's. It is for demonstrations and measurements: real targets come in the size
+    that their drafters were made for.
+
+    Attributes:
+        inner: the drafter of the small target.
+        original: the small target's embedding, final norm and head.
+        draft: the shape of its drafts.
+    """
+
+    inner: Any
+    original: Target
+    draft: DraftShape | int = struct.field(pytree_node=False)
+    grows_trees: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, inner: Drafter, small: Target) -> "OnInflated":
+        """The drafter of ``small``, for an inflated copy of it."""
+        kept = {name: values for name, values in small.params.items() if name != "layers"}
+        return cls(inner=inner, original=replace(small, params=kept), draft=inner.draft)
+
+    @property
+    def _drafter(self) -> Any:
+        return replace(self.inner, draft=self.draft)
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.inner.max_positions
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        return self._drafter.node_counts
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.inner.taps(self.original.config)  # inflation adds layers behind the others
+
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.inner.reads(self.original.config)
+
+    def check(self, target: Target) -> None:
+        if type(self.inner).prompts_read is not Drafter.prompts_read:
+            raise InputError(f"OnInflated: {type(self.inner).__name__} keeps the target's cache: use it on the target itself")
+        self._drafter.check(self.original)
+        small, large = self.original.config, target.config
+        for name in ("hidden_size", "num_layers", "num_kv_heads"):
+            if getattr(large, name) < getattr(small, name):
+                raise InputError(f"target: {name}={getattr(large, name)} cannot have been inflated from {getattr(small, name)}")
+        for name in ("vocab_size", "head_dim"):
+            if getattr(large, name) != getattr(small, name):
+                raise InputError(f"target: {name}={getattr(large, name)}, and the small target's is {getattr(small, name)}")
+
+    def start(self, target: Target, batch: int, capacity: int) -> Any:
+        return self._drafter.start(self._narrow(target), batch, capacity)
+
+    def absorb(self, target: Target, state: Any, committed: Committed) -> Any:
+        return self._drafter.absorb(self._narrow(target), state, self._narrowed(committed))
+
+    def propose(
+        self,
+        target: Target,
+        state: Any,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+        cache: KVCache | None = None,
+    ) -> tuple[Draft, Any]:
+        given = {} if cache is None else {"cache": cache}
+        return self._drafter.propose(self._narrow(target), state, root, sampling, keys, active, **given)
+
+    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
+        return self._drafter.update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
+
+    def _narrow(self, target: Target) -> Target:
+        return _Narrow(self.original.params, self.original.config, self.original.mesh, inflated=target)
+
+    def _narrowed(self, committed: Committed) -> Committed:
+        config = self.original.config
+        size, heads = config.hidden_size, config.num_kv_heads
+        output = replace(committed.output, hidden=committed.output.hidden[..., :size], taps=committed.output.taps[..., :size])
+        entries = jax.tree.map(lambda part: part[:, :heads], committed.entries[: config.num_layers])
+        return replace(committed, output=output, entries=entries)

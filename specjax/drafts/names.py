@@ -1,0 +1,56 @@
+"""The shapes of drafts by name, as command lines and configuration files give them."""
+
+from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
+from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
+from specjax.errors import InputError
+
+SHAPE_NAMES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
+SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
+
+
+def parse_shape(name: str) -> DraftShape:
+    """The shape called ``name``, such as ``chain:4`` or ``dynamic:10,7,60``.
+
+    Raises:
+        InputError: there is none of that name, or its numbers do not make one.
+    """
+    kind, _, rest = name.partition(":")
+    words = rest.split(",") if rest else []
+    try:
+        match kind, len(words):
+            case "chain", 1 | 2:
+                return Chain(int(words[0]), *map(float, words[1:]))
+            case "complete", count if count:
+                return StaticTree(complete_tree(tuple(map(int, words))))
+            case "sampled", count if count:
+                return SampledTree(tuple(map(int, words)))
+            case "dynamic", 0 | 3:
+                return DynamicTree(*map(int, words))
+            case "eagle", 0:
+                return StaticTree(EAGLE_TREE)
+            case "medusa", 0:
+                return StaticTree(MEDUSA_TREE)
+    except InputError:
+        raise
+    except ValueError:  # a word is no number: as wrong as another name
+        pass
+    raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}")
+
+
+def as_shape(draft: DraftShape | int | str) -> DraftShape:
+    """The shape that an argument ``draft`` means: a shape itself, the length of a chain, or a name as for `parse_shape`.
+
+    Raises:
+        InputError: it is none of these.
+
+    Example:
+        >>> as_shape(4) == as_shape("chain:4") == Chain(4)
+        True
+    """
+    if isinstance(draft, DraftShape):
+        return draft
+    if isinstance(draft, str):
+        return parse_shape(draft)
+    if isinstance(draft, int) and not isinstance(draft, bool):
+        return Chain(draft)
+    raise InputError(f"draft={draft!r}: give a shape such as Chain(4), the length of a chain, or {SHAPE_NAMES}")

@@ -1,0 +1,322 @@
+"""Programs compiled for accelerators that need not be there, and what each costs: memory, traffic, exchange, time at best."""
+
+import math
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import decoding
+from specjax.chips import Chip
+from specjax.decoding.options import default_rule
+from specjax.drafters.base import Drafter
+from specjax.errors import InputError
+from specjax.lowering import abstract, hlo
+from specjax.lowering.topologies import compiler_options
+from specjax.models.attention import BLOCK, LOOP, block_width
+from specjax.models.transformer import Target
+from specjax.planning.roofline import attention_work, product_work
+from specjax.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one chip.
+
+    Attributes:
+        arguments: weights, caches and whatever else the program is given.
+        temporaries: what it needs beside them.
+        results: what it returns and was not given.
+    """
+
+    arguments: int
+    temporaries: int
+    results: int
+
+    @property
+    def together(self) -> int:
+        """All of it."""
+        return self.arguments + self.temporaries + self.results
+
+
+@dataclass(frozen=True)
+class TurnCosts:
+    """What one turn of a loop costs on one chip: the program's step itself, or a loop inside it.
+
+    Attributes:
+        turns: how often it runs in a step.
+        bytes: read from and written to main memory.
+        collectives: exchanges between chips, by kind.
+        collective_bytes: of their results.
+        sent: bytes of which each of many chips sends as many: a sum over chips goes round twice.
+        kernels: operations that are launched on their own.
+        cycles: the compiler's estimate; 0 where it makes none. Custom kernels are not in it.
+        cycles_by_kind: likewise, of the operations that take most, by kind and shape.
+    """
+
+    turns: int
+    bytes: int
+    collectives: Mapping[str, int]
+    collective_bytes: int
+    sent: int
+    kernels: int
+    cycles: int
+    cycles_by_kind: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program.
+
+    Attributes:
+        name: what it does.
+        seconds: of compilation, on this machine.
+        memory: on one chip.
+        turns: the step's, and its inner loops'.
+        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or a few
+            more.
+        largest: bytes of the largest array that an operation of a step writes anew to main memory.
+        text: as the compiler prints it.
+    """
+
+    name: str
+    seconds: float
+    memory: Memory
+    turns: tuple[TurnCosts, ...]
+    cache_copies: tuple[str, ...]
+    largest: int
+    text: str
+
+    @property
+    def bytes(self) -> int:
+        """Of a step, with all turns of its loops."""
+        return sum(turn.turns * turn.bytes for turn in self.turns)
+
+    @property
+    def collectives(self) -> Mapping[str, int]:
+        """Of a step, likewise."""
+        total: Counter[str] = Counter()
+        for turn in self.turns:
+            total.update({kind: turn.turns * count for kind, count in turn.collectives.items()})
+        return dict(total)
+
+    @property
+    def collective_bytes(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.collective_bytes for turn in self.turns)
+
+    @property
+    def kernels(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.kernels for turn in self.turns)
+
+    @property
+    def cycles(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.cycles for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is generated where.
+
+    Attributes:
+        target: abstract.
+        mesh: its mesh.
+        chip: what each device is.
+        batch: rows.
+        context: tokens of the prompts.
+        new_tokens: most that are generated after them.
+        sampling: of all rows; drafts are verified by the rule that `specjax.generate` takes where none is asked for.
+    """
+
+    target: Target
+    mesh: Mesh
+    chip: Chip
+    batch: int
+    context: int
+    new_tokens: int = 256
+    sampling: Sampling = Sampling(temperature=0.0)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context", "new_tokens"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"{name}={value}: must be at least 1")
+        if self.batch % self.mesh.shape["data"]:
+            raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple")
+        config, model = self.target.config, self.mesh.shape["model"]
+        if whole := [axis for axis in ("mlp", "vocab", "heads") if config.axis_units[axis] % model]:
+            axis = whole[0]
+            raise InputError(f"mesh: model={model} does not divide the target's {config.axis_units[axis]} units of {axis!r}")
+        if self.context + self.new_tokens > config.max_positions:
+            raise InputError(
+                f"context={self.context}: with {self.new_tokens} new tokens too long for the target's {config.max_positions} "
+                "positions"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of decoding with one drafter, and the least that it can take.
+
+    Attributes:
+        drafter: its name.
+        prefill: reads the prompts.
+        decode: the step.
+        floor: bytes that one chip must read in a step: weights and caches, once for each pass over them.
+        cache: bytes that one chip holds of the target's cache.
+        flops: operations of one chip in a step.
+        depth: tokens that a draft is deep.
+    """
+
+    drafter: str
+    prefill: Compiled
+    decode: Compiled
+    floor: int
+    cache: int
+    flops: float
+    depth: int
+
+    def seconds(self, chip: Chip, chips: int) -> float:
+        """The longest of what memory, arithmetic and links allow."""
+        return max(self.limits(chip, chips).values())
+
+    def limits(self, chip: Chip, chips: int) -> dict[str, float]:
+        """Seconds of a step by what holds it up."""
+        exchanged = (chips - 1) / chips * sum(turn.turns * turn.sent for turn in self.decode.turns)
+        return {
+            "memory": self.decode.bytes / chip.bandwidth,
+            "arithmetic": self.flops / chip.flops,
+            "links": exchanged / (chip.links / 2),
+        }
+
+
+def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
+    """Compile prefill and the decoding loop with ``drafter``, whose params are shapes."""
+    given = _arguments(setup, drafter)
+    capacity, depth = setup.context + setup.new_tokens, drafter.draft_shape.depth
+    lowered = decoding.prefill.lower(*given, capacity=capacity)
+    prefill, executable = compile_program(f"prefill, {name}", lowered, setup.mesh)
+    state = jax.eval_shape(partial(decoding.prefill, capacity=capacity), *given)
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings
+    )
+    steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
+    cache = state.cache.layers
+    blocks = -(-capacity // block_width(capacity, BLOCK))
+    lowered = decoding.decode.lower(setup.target, drafter, state, steps)
+    decode, _ = compile_program(
+        f"decode, {name}",
+        lowered,
+        setup.mesh,
+        large=min(
+            abstract.bytes_of_one(part) for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:]
+        ),
+        axis_length=capacity,
+        turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
+        is_loop=True,
+    )
+    floor = abstract.bytes_of_pass(setup.target, cache)
+    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
+    return Step(name, prefill, decode, floor, abstract.bytes_of_one(cache), _flops(setup, drafter), depth)
+
+
+def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
+    """What `decoding.prefill` is given, as shapes."""
+    batch, mesh = setup.batch, setup.mesh
+    row = partial(abstract.rows, mesh, batch)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    settings = setup.sampling.rows(batch, default_rule(drafter.draft_shape))
+    sampling = jax.tree.map(lambda leaf: row(leaf.shape, leaf.dtype), settings)
+    lengths = row((batch,), jnp.int32)
+    tokens, eos = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
+    return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), eos, sampling
+
+
+def _flops(setup: Setup, drafter: Drafter) -> float:
+    """Of one chip in a step: the target's pass over the draft, and two for each weight that a node of a level is made by."""
+    config, batch, draft = setup.target.config, setup.batch, drafter.draft_shape
+    attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
+    of_target = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
+    weights = abstract.bytes_of_draft(drafter, setup.target) / setup.target.dtype.itemsize
+    return of_target + 2.0 * weights * batch * draft.width
+
+
+def compile_program(
+    name: str,
+    lowered: jax.stages.Lowered,
+    mesh: Mesh,
+    large: float = math.inf,
+    axis_length: int | None = None,
+    turns: Callable[[str], int] = lambda origin: 1,
+    is_loop: bool = False,
+) -> tuple[Compiled, jax.stages.Compiled]:
+    """Compile a program for the devices of ``mesh``.
+
+    Args:
+        name: what it does.
+        lowered: the program.
+        mesh: of its arguments.
+        large: bytes from which on a copy is named.
+        axis_length: the length that one of its axes must have, or a little more; None: any.
+        turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
+        is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
+
+    Returns:
+        What it costs, and the executable.
+
+    Raises:
+        InputError: it does not compile, for lack of memory perhaps, or the compiler does not go with this version of JAX.
+    """
+    started = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+            executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))
+        seconds = time.perf_counter() - started
+        text = executable.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise InputError(
+            f"{name}: cannot be compiled for these chips by the compiler that is installed ({reason[:300]})"
+        ) from error
+    analysis = executable.memory_analysis()
+    assert text is not None and analysis is not None  # all of XLA's compilers give both
+    program = hlo.Program(text)
+    of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
+    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, axis_length)]
+    memory = Memory(
+        arguments=analysis.argument_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        results=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+    )
+    made = (found for turn in of_step for found in program.moved(turn.operations) if not found[0].kind.startswith("copy"))
+    largest = max((written for _, _, written in made), default=0)
+    costs = tuple(_costs(program, turn) for turn in of_step)
+    return Compiled(name, seconds, memory, costs, tuple(copies), largest, text), executable
+
+
+def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
+    collectives = [operation for operation in turn.operations if operation.collective]
+    by_kind: Counter[str] = Counter()
+    for operation in turn.operations:
+        if operation.cycles:
+            by_kind[f"{operation.kind} {hlo.without_layout(operation.shape)[:60]}"] += operation.cycles
+    return TurnCosts(
+        turns=turn.turns,
+        bytes=program.bytes_moved(turn.operations),
+        collectives=dict(Counter(operation.collective for operation in collectives)),
+        collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
+        sent=sum(hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce")) for operation in collectives),
+        kernels=hlo.kernels(turn.operations),
+        cycles=sum(operation.cycles for operation in turn.operations),
+        cycles_by_kind=dict(by_kind.most_common(12)),
+    )

@@ -1,0 +1,122 @@
+"""Accelerators that are not there: devices to compile for, on a machine that has none.
+
+XLA's compilers need no device. That for TPUs comes with the wheel ``libtpu``; that for NVIDIA's GPUs with JAX's CUDA plugin,
+which is told what an H100 is like.
+"""
+
+import importlib
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from specjax.chips import CHIPS, Chip
+from specjax.errors import InputError
+from specjax.sharding import make_mesh
+
+_TPUS = {"v4": ("tpu-v4", 3), "v5e": ("tpu-v5e", 2), "v5p": ("tpu-v5p", 3), "v6e": ("tpu-v6e", 2)}
+"""Kinds by the name in a topology: the chip, and in how many directions its links go."""
+
+_CUDA = {"jax_cuda13_plugin": "nvidia.cu13", "jax_cuda12_plugin": "nvidia.cuda_nvcc"}
+"""JAX's plugins for NVIDIA's GPUs, and where the assembler of each comes with its wheels."""
+
+_H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84942979072 cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""What XLA's compiler asks of a device, for an H100 SXM5 at NVIDIA's own figures."""
+
+
+def find_mesh(topology: str, data: int, model: int) -> tuple[Mesh, Chip]:
+    """A ``data x model`` mesh of devices that need not be there, and what each of them is.
+
+    Args:
+        topology: ``h100``, or of TPUs the kind and how the chips lie, such as ``v5e:2x4`` or ``v5p:2x2x2``.
+        data: devices that split the batch.
+        model: devices that split the weights.
+
+    Raises:
+        InputError: there is no such topology, it has fewer chips than the mesh, or what compiles for it is not installed.
+    """
+    if data < 1 or model < 1:
+        raise InputError(f"mesh={data} {model}: each axis is at least 1")
+    if topology == "h100":
+        return make_mesh(data, model, _gpus(data * model)), CHIPS["h100"]
+    kind, _, sides = topology.partition(":")
+    directions = _TPUS.get(kind, ("", 0))[1]
+    if not directions or not re.fullmatch(rf"\d{{1,2}}(x\d{{1,2}}){{{directions - 1}}}", sides):
+        raise InputError(
+            f"chips={topology!r}: give h100, or a kind of TPU ({', '.join(_TPUS)}) and how its chips lie, such as v5e:2x4 or "
+            "v5p:2x2x2"
+        )
+    chips = math.prod(map(int, sides.split("x")))
+    if data * model > chips:
+        raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {topology} has {chips}")
+    return make_mesh(data, model, _tpus(topology)), CHIPS[_TPUS[kind][0]]
+
+
+def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
+    """What to tell the compiler for the devices of ``mesh``."""
+    if mesh.devices.flat[0].platform != "gpu":
+        return {}
+    # Nothing can be timed on a device that is not there.
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": cuda_directory()}
+
+
+def _tpus(topology: str) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise InputError(f"chips={topology!r}: needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
+    libtpu = importlib.import_module("libtpu")
+    # It would look for a TPU here, ask a metadata server about it, and refuse to be loaded by two processes at once.
+    for name, value in {
+        "TPU_LIBRARY_PATH": libtpu.get_library_path(),
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    return _devices(topology, platform="tpu", topology_name=topology)
+
+
+def _gpus(count: int) -> list[jax.Device]:
+    if not cuda_directory():
+        raise InputError("chips='h100': needs the compilers for NVIDIA's GPUs: pip install 'specjax[compile-cuda]'")
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # libraries that only a program which runs needs
+    return _devices("h100", platform="cuda", topology=f"1x1x{count}", target_config=_H100)
+
+
+def cuda_directory() -> str:
+    """Where NVIDIA's assembler lies that JAX's plugin compiles with; empty where either is not installed."""
+    for plugin, assembler in _CUDA.items():
+        try:
+            found = importlib.util.find_spec(plugin) and importlib.util.find_spec(assembler)
+        except ModuleNotFoundError:
+            continue
+        if found:
+            return next(iter(found.submodule_search_locations or ()), "")
+    return ""
+
+
+def _devices(asked: str, **description: Any) -> list[jax.Device]:
+    try:
+        return list(topologies.get_topology_desc(**description).devices)
+    except Exception as error:  # JAX raises one kind or another
+        reason = next(iter(str(error).splitlines()), "")
+        smallest = "the smallest are v5e:2x2 and v5p:2x2x1"
+        raise InputError(f"chips={asked!r}: the compiler knows no such topology; {smallest} ({reason})") from error

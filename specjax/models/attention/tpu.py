@@ -1,0 +1,171 @@
+"""Attention as one TPU kernel (flash attention; Dao et al. 2022, arXiv 2205.14135, in Pallas).
+
+Scores live in the chip's fast memory alone: of the big arrays, queries, keys and values are read once and what is found is
+written once. Blocks of a cache that hold nothing a row may see are neither fetched nor multiplied, row by row. What is no part
+of the cache, drafted tokens and the call's own, is attended to in the same kernel: on a TPU every operation costs about a
+microsecond however little it does, and a layer's attention of a few tokens would be twenty.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from specjax.models.cache import Entry, Other
+from specjax.models.primitives import LEAST
+
+BLOCK = 512
+"""Slots that are fetched at a time, for many queries; up to four times as many for few."""
+
+ROWS = 512
+"""Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
+
+
+def attend_in_kernel(
+    q: tuple[jax.Array, ...],
+    entry: Entry,
+    count: jax.Array,
+    since: jax.Array,
+    others: Sequence[Other] = (),
+    *,
+    values_part: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attention of R queries to the slots of a cache, and to other tokens beside it.
+
+    Args:
+        q: ``[B, kv_heads, R, d_i]`` queries for each part of an entry that is a key, scaled; the products are added.
+        entry: ``[B, kv_heads, S, d_i]`` each part.
+        count: ``[B]`` how many slots of each row are filled.
+        since: ``[B, R]`` the first slot that each query sees.
+        others: further tokens.
+        values_part: which part is attended to.
+        interpret: run it as ordinary JAX, on any backend: for tests.
+
+    Returns:
+        ``[B, kv_heads, R, d]`` in the queries' dtype, zeros where a query sees nothing.
+    """
+    batch, kv_heads, rows, _ = q[0].shape
+    slots, dim = entry[0].shape[2], entry[values_part].shape[3]
+    tile = min(ROWS, rows)
+    width = min(BLOCK * min(4, max(1, ROWS // tile)), slots)
+    blocks = -(-slots // width)
+
+    first = jnp.maximum(jnp.min(since, axis=1), 0) // width
+    last = jnp.maximum(-(-count // width) - 1, 0)
+
+    def of_rows(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        return b, h, r, 0
+
+    def of_block(b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any) -> tuple[Any, ...]:
+        # Asked for the block that is there already, the chip fetches nothing.
+        return b, h, jnp.clip(i, first[b], last[b]), 0
+
+    given = [since[..., None], *q, *entry]
+    in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
+    in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_rows) for part in q]
+    in_specs += [pl.BlockSpec((1, 1, width, part.shape[3]), of_block) for part in entry]
+    if others:
+        other, visible = _joined(others)
+        beside = visible.shape[2]
+        given += [visible, *other]
+        in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
+        in_specs += [pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in other]
+    products = 2 * batch * kv_heads * rows * slots * (dim + sum(part.shape[3] for part in q))
+    return pl.pallas_call(
+        functools.partial(
+            _kernel, parts=len(q), entry_parts=len(entry), width=width, blocks=blocks, values_part=values_part,
+            has_others=bool(others),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, -(-rows // tile), blocks),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((1, 1, tile, dim), of_rows),
+            scratch_shapes=[pltpu.VMEM((tile, size), jnp.float32) for size in (1, 1, dim)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        cost_estimate=pl.CostEstimate(
+            flops=products,
+            bytes_accessed=sum(part.size * part.dtype.itemsize for part in given),
+            transcendentals=batch * kv_heads * rows * slots,
+        ),
+        interpret=interpret,
+    )(count, first, last, *given)  # fmt: skip
+
+
+def _joined(others: Sequence[Other]) -> Other:
+    """Several of them side by side. Some that nobody sees make n a multiple of 8, which is how a TPU's registers are filled."""
+    missing = -sum(visible.shape[-1] for _, visible in others) % 8
+
+    def join(*parts: jax.Array) -> jax.Array:
+        filler = jnp.zeros((*parts[0].shape[:2], missing, parts[0].shape[3]), parts[0].dtype)
+        return jnp.concatenate([*parts, filler], axis=2)
+
+    entry = jax.tree.map(join, *(entry for entry, _ in others))
+    return entry, jnp.pad(jnp.concatenate([visible for _, visible in others], axis=2), ((0, 0), (0, 0), (0, missing)))
+
+
+def _kernel(
+    count_ref: Any,
+    first_ref: Any,
+    last_ref: Any,
+    since_ref: Any,
+    *refs: Any,
+    parts: int,
+    entry_parts: int,
+    width: int,
+    blocks: int,
+    values_part: int,
+    has_others: bool,
+):
+    """One block of one row's head; what is found so far is kept in fast memory until the last."""
+    *given, out_ref, top_ref, mass_ref, total_ref = refs
+    q_refs, entry_refs, others_refs = given[:parts], given[parts : parts + entry_parts], given[parts + entry_parts :]
+    row, block = pl.program_id(0), pl.program_id(3)
+    count = count_ref[row]
+
+    def scores_of(keys_refs: Any) -> jax.Array:
+        products = [
+            jax.lax.dot_general(q[0, 0], keys[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            for q, keys in zip(q_refs, keys_refs, strict=False)
+        ]
+        return functools.reduce(jnp.add, products)
+
+    def add(scores: jax.Array, visible: jax.Array, values: jax.Array) -> None:
+        scores = jnp.where(visible, scores, 2 * LEAST)
+        before = top_ref[...]
+        top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        weights, shrunk = jnp.exp(scores - top), jnp.exp(before - top)
+        total = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        top_ref[...] = top
+        mass_ref[...] = mass_ref[...] * shrunk + jnp.sum(weights, axis=1, keepdims=True)
+        total_ref[...] = total_ref[...] * shrunk + total
+
+    @pl.when(block == 0)
+    def _() -> None:
+        top_ref[...] = jnp.full_like(top_ref, LEAST)
+        mass_ref[...] = jnp.zeros_like(mass_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
+        if has_others:
+            visible_ref, *keys_refs = others_refs
+            add(scores_of(keys_refs), visible_ref[0].astype(jnp.int32) > 0, keys_refs[values_part][0, 0])
+
+    @pl.when((block >= first_ref[row]) & (block <= last_ref[row]) & (count > 0))
+    def _() -> None:
+        scores = scores_of(entry_refs)
+        slot = block * width + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        values = entry_refs[values_part][0, 0]
+        # Beyond the last slot a block holds whatever was there, NaN perhaps.
+        is_slot = block * width + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < count
+        add(scores, (slot < count) & (slot >= since_ref[0]), jnp.where(is_slot, values, jnp.zeros_like(values)))
+
+    @pl.when(block == blocks - 1)
+    def _() -> None:
+        mass = mass_ref[...]
+        out_ref[0, 0] = (total_ref[...] / jnp.where(mass > 0, mass, 1.0)).astype(out_ref.dtype)

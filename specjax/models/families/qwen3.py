@@ -1,0 +1,13 @@
+"""Qwen3 (Yang et al. 2025, arXiv 2505.09388): a Llama with norms of queries and keys."""
+
+from specjax.models.families.base import Family
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults={"max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
+    switches={"qk_norm": True},
+    biases={"attention_bias": ("qkv_bias", "output_bias")},
+    windows="any",
+    window_switch="use_sliding_window",
+)

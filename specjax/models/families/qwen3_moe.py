@@ -1,0 +1,55 @@
+"""Qwen3-MoE (Yang et al. 2025, arXiv 2505.09388): a Qwen3 with experts in all layers, or in some."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.models.config import ModelConfig, MoE
+from specjax.models.families import experts
+from specjax.models.families.base import Family
+from specjax.models.fields import Field, flag, whole
+
+_FIELDS: dict[str, Field] = {
+    **experts.FIELDS,
+    "num_experts": whole(1, 100_000),
+    "norm_topk_prob": flag(default=False),
+    "decoder_sparse_step": whole(1, 10_000, default=1),
+    "mlp_only_layers": Field(
+        "a list of layers, counted from 0",
+        lambda value: type(value) is list and all(type(layer) is int and 0 <= layer < 10_000 for layer in value),
+        default=None,
+    ),
+}
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
+    moe = MoE(
+        num_experts=fields["num_experts"],
+        experts_per_token=fields["num_experts_per_tok"],
+        intermediate_size=fields["moe_intermediate_size"],
+        normalise=fields["norm_topk_prob"],
+        dense_layers=tuple(layer for layer in range(fields["num_hidden_layers"]) if layer in dense or (layer + 1) % step),
+    )
+    return {"moe": moe}
+
+
+def _format(config: ModelConfig) -> dict[str, Any]:
+    if (moe := config.moe) is None:
+        return {}
+    own = {"num_experts": moe.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": list(moe.dense_layers)}
+    return experts.format_experts(moe) | own
+
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    defaults={"max_position_embeddings": 32_768, "sliding_window": 4096},
+    switches={"qk_norm": True},
+    biases={"attention_bias": ("qkv_bias", "output_bias")},
+    windows="all",
+    window_switch="use_sliding_window",
+    fields=_FIELDS,
+    aliases={"num_local_experts": "num_experts"},  # its name since transformers 5
+    parse=_parse,
+    format=_format,
+)

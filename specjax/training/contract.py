@@ -1,0 +1,111 @@
+"""What a training method is: the contract between the loop and what it trains."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+import tokenizers
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from specjax.config import ConfigError
+from specjax.models.transformer import Target
+
+Batch = dict[str, jax.Array]
+"""What one step learns from:
+
+- ``tokens [B, T+1]``: inputs are the first T, labels the last T;
+- ``segments [B, T+1]``: the number of the document that each token belongs to;
+- ``loss_mask [B, T]`` bool: which labels count;
+- ``key``: a random key of this step's own, for methods that add noise; the same one in every evaluation;
+- ``progress``: share of the training that is done, for methods whose loss changes on the way; 1 in an evaluation.
+"""
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a student is made for.
+
+    Attributes:
+        tokenizer: of the text.
+        counts: ``[V]`` how often each token is a label that counts, in the windows to train on.
+        target: the frozen one, or None.
+        mesh: where the student is to lie; None is the default device.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    counts: np.ndarray
+    target: Target | None = None
+    mesh: Mesh | None = None
+
+    @property
+    def frozen_target(self) -> Target:
+        """The target, for methods that need one."""
+        assert self.target is not None
+        return self.target
+
+
+class Student(Protocol):
+    """What is trained: any pytree (a ``flax.struct.dataclass`` with its params as leaves and its config static) that can
+    write itself. A `Target` is one, and so is a drafter with weights.
+    """
+
+    def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
+        """Write a directory that ``from_pretrained`` reads, in ``dtype`` (by default the params' own)."""
+
+
+class TrainingMethod:
+    """How one kind of student is trained. Subclass it as a frozen dataclass.
+
+    Its fields are the method's section of a configuration file. One of them is the tag that chooses it there:
+    ``name: Literal["lm"] = "lm"``. Whatever it computes follows from its fields and arguments alone: two equal methods share
+    one compiled step.
+
+    Attributes:
+        target: directory or hub id of the frozen target; a field of every method that learns from one.
+        needs_target: whether it learns from one.
+        whole_model: whether the student is a `Target`, or has one, so that a tokenizer is written beside it.
+        best_by: the held-out metric by which the best of several checkpoints is told; of a loss the smallest is best.
+    """
+
+    target: str = ""
+    needs_target: ClassVar[bool] = True
+    whole_model: ClassVar[bool] = False
+    best_by: ClassVar[str] = "loss"
+
+    def check(self, window: int) -> None:
+        """Refuse, with a ConfigError, fields out of range, before anything is read; ``window`` is the length T."""
+        if self.needs_target and not self.target:
+            raise ConfigError("method.target='': this method learns from a target; give its directory or hub id")
+
+    def init(self, key: jax.Array, given: Given) -> Student:
+        """A student with random weights; consumes ``key``.
+
+        On a mesh its params lie as they are declared; arrays that lie elsewhere are copied to every device afterwards. It may
+        hold arrays of the target.
+        """
+        raise NotImplementedError
+
+    def objective(self, student: Any, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
+        """What a step minimises, and what it reports. Pure; ``target`` gets no gradient.
+
+        The loss divides by all B*T positions (`losses.mean_over_positions`), the other metrics by the labels that count
+        (`losses.mean_over_labels`). The metrics hold the loss itself as ``loss``.
+        """
+        raise NotImplementedError
+
+    def evaluation(self, student: Any, batch: Batch, target: Target | None) -> Metrics:
+        """What is reported of held-out windows: by default the metrics of the objective."""
+        return self.objective(student, batch, target)[1]
+
+    def goodness(self, value: float) -> float:
+        """``value`` of the metric ``best_by``, turned so that larger is better."""
+        return -value if self.best_by == "loss" else value
+
+    def frozen(self, path: str) -> bool:
+        """Whether the student's parameter at ``path`` ("params.layers.0.q") stays as it is. Whole numbers always do."""
+        return False

@@ -1,0 +1,341 @@
+"""Programs compiled from shapes alone: here for this machine's CPU; for TPUs and GPUs where their compilers are installed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decoding
+from specjax.chips import Chip
+from specjax.cli.main import main
+from specjax.cli.plan import compile as plan_compile
+from specjax.cli.plan import compile_training
+from specjax.drafters import DraftModel, Eagle, EagleWithLayerAttention, MixtureOfAttentions, NoDraft
+from specjax.drafters.registry import METHODS
+from specjax.drafts.shapes import Chain
+from specjax.errors import InputError
+from specjax.lowering import abstract, compiled, topologies
+from specjax.lowering.compiled import Setup, compile_program, compile_step
+from specjax.models import huggingface
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from specjax.sharding import make_mesh
+from tests.conftest import SHAPES, tiny_config
+
+CHIP = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
+CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3)
+BATCH, CONTEXT, NEW = 4, 24, 16
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(2, 2)
+
+
+def setup_on(mesh) -> Setup:
+    return Setup(abstract.abstract_model(CONFIG, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW)
+
+
+def layout(tree) -> list:
+    """Path, shape and place of every array."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for path, leaf in leaves]
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
+def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
+    real = METHODS[name].trained.init(Target.init(CONFIG, jax.random.key(0), mesh=mesh), jax.random.key(1))
+    drafter = abstract.abstract_drafter(name, None, setup_on(mesh).target)
+    assert jax.tree.structure(drafter) == jax.tree.structure(real)
+    assert layout(drafter) == layout(real)
+
+
+def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
+    """What a program is given, as XLA counts it, is what the arrays of a real state take on one device."""
+    setup = setup_on(mesh)
+    drafter = DraftModel(abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=Chain(3))
+    step = compile_step(setup, drafter, "draft model")
+    target = Target.init(CONFIG, jax.random.key(0), mesh=mesh)
+    real = DraftModel.init(target, jax.random.key(1), Chain(3), num_layers=1)
+    options = decoding.GenerationOptions(max_new_tokens=NEW)
+    _, state = decoding.start(target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW)
+    used = abstract.bytes_of_one((target, real, state))
+    keys = 8 * BATCH // 2
+    unread = abstract.bytes_of_one((state.sampling, state.eos))  # greedy rows have settings that nothing asks for
+    assert used - unread <= step.decode.memory.arguments <= used + keys + 4
+
+    exchanges = step.decode.collectives
+    assert exchanges["all-reduce"] >= 2 * (3 + 3 * 1)  # two sums a layer: of the target, and of the draft model at each level
+    assert set(exchanges) <= {"all-reduce", "all-gather", "collective-permute"}
+    of_pass = abstract.bytes_of_pass
+    assert step.floor == of_pass(target, state.cache.layers) + 3 * of_pass(real.model, state.drafter)
+    assert step.decode.bytes >= of_pass(target, state.cache.layers)
+    assert step.seconds(CHIP, 4) == max(step.limits(CHIP, 4).values()) > 0
+
+
+def test_all_of_a_long_cache_is_counted(mesh) -> None:
+    """It is read block by block, in a loop whose end depends on data."""
+    config = replace(CONFIG, max_positions=8192)
+    setup = Setup(abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, 8000, NEW)
+    step = compile_step(setup, NoDraft(), "plain")
+    assert step.cache > 0.9 * step.floor
+    assert step.decode.bytes > step.floor
+
+
+def test_rows_that_are_drawn_are_verified_by_the_rule_that_generate_takes(mesh, monkeypatch) -> None:
+    """Trees are coupled by default: another program than the one of independent draws."""
+    setup = replace(setup_on(mesh), sampling=Sampling(temperature=1.0))
+    drafters = {
+        name: DraftModel(abstract.abstract_model(replace(CONFIG, num_layers=1), mesh, jnp.float32), draft=shape)
+        for name, shape in SHAPES.items()
+    }
+    drafters["plain"] = NoDraft()
+    rules = {name: compiled._arguments(setup, drafter)[-1].rule for name, drafter in drafters.items()}
+    options = decoding.GenerationOptions(sampling=setup.sampling)
+    assert rules == {name: options.rule_for(drafter.draft_shape) for name, drafter in drafters.items()}
+    assert len(set(rules.values())) > 1
+
+
+def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
+    step = compile_step(setup_on(mesh), NoDraft(), "plain")
+    beyond = 4  # the embedding that is looked up, and the likeliest token of all
+    assert 2 * CONFIG.num_layers <= step.decode.collectives["all-reduce"] <= 2 * CONFIG.num_layers + beyond
+    assert not step.decode.cache_copies
+
+
+# --- what drafting must read ------------------------------------------------------------------------------------------
+
+
+def drafting_bytes(drafter, target) -> int:
+    state, cache = drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers
+    return abstract.bytes_of_draft(drafter, target, state, cache)
+
+
+@pytest.mark.parametrize("tli", [0, 2])
+def test_mixture_of_attentions_reads_the_layers_that_finish_a_prediction(tli) -> None:
+    """In every level, with what these layers remember. Summaries are made once a step."""
+    target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
+    drafter = MixtureOfAttentions.init(target, jax.random.key(1), Chain(3), tli=tli)
+    first = CONFIG.num_layers - tli
+    blocks = size((drafter.params["self_attention"], drafter.params["cross_attention"]))
+    remembered = size((drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[first:]))
+    of_target = size((target.params["layers"][first:], target.params["lm_head"]))
+    assert drafting_bytes(drafter, target) == 3 * (blocks + remembered + of_target) + size(drafter.params) - blocks
+
+
+def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
+    target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
+    plain, summaries = (kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention))
+    beside = size(summaries.params) - size(plain.params)
+    assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + beside
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A target's shape; its weights are never read."""
+    content = huggingface.format_config(CONFIG, "float32")
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    return str(tmp_path)
+
+
+def run(capsys, monkeypatch, command: str, *arguments: str) -> str:
+    """What a command of ``specjax plan`` prints, with four CPU devices in place of a TPU's."""
+    for module in (plan_compile, compile_training):
+        monkeypatch.setattr(module, "find_mesh", lambda topology, data, model: (make_mesh(data, model), CHIP))
+    assert main(["plan", command, "--chips", "v5e:2x2", "--mesh", "2", "2", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
+    shape = ("--drafter", "eagle3", "--draft", "chain:2", "--batch", "4", "--context", "24")
+    out = run(capsys, monkeypatch, "compile", "--target", directory, *shape)
+    for program in ("prefill, plain", "decode, plain", "prefill, eagle3", "decode, eagle3"):
+        assert program in out
+    assert "fits" in out and "moved / must be read" in out and "loops of a step, decode, eagle3" in out
+    assert "At alpha = 0.8 it makes 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
+
+
+def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, directory) -> None:
+    shape = ("--drafter", "prompt-lookup", "--batch", "4", "--context", "24")
+    found = json.loads(run(capsys, monkeypatch, "compile", "--json", "--target", directory, *shape))
+    plain, lookup = found["steps"]
+    assert (plain["drafter"], lookup["drafter"], found["chips"]) == ("plain", "prompt-lookup", 4)
+    assert plain["decode"]["a_step"]["collectives"]["all-reduce"] >= 2 * CONFIG.num_layers
+    assert plain["must_read_bytes"] == lookup["must_read_bytes"] > plain["cache_bytes"] > 0
+
+
+def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
+    """As the demo's own configuration says, for another target."""
+    file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")
+    out = run(capsys, monkeypatch, "compile-training", "--target", directory, "--train", file)
+    assert "a training step, eagle3" in out and "all-reduce" in out
+
+
+# --- what cannot be compiled -----------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["plan", "compile", "--target", "llama-3.2-1b", "--batch", "8", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("specjax: error: ") and error.count("\n") == 1
+    return error
+
+
+TREE = ("--drafter", "llama-3.2-1b", "--draft", "complete:2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "chips='': give h100, or a kind of TPU"),
+        (("--chips", "v9x:2x4"), "v5e:2x4"),
+        (("--chips", "v5e"), "v5e:2x4"),
+        (("--chips", "v5e:2x4", "--mesh", "2", "8"), "needs 16 chips, and v5e:2x4 has 8"),
+        (("--chips", "v5e:2x4", "--mesh", "0", "8"), "each axis is at least 1"),
+        (("--chips", "v5e:2x4", "--draft", "chain:4"), "draft=chain:4: is not read without --drafter"),
+        (("--chips", "v5e:2x4", "--alpha", "0.8"), "alpha=0.8: is not read without --drafter"),
+        (("--chips", "v5e:2x4", *TREE, "--alpha", "0.8"), "alpha=0.8: says what a chain gains, and the draft is a static tree"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reason) -> None:
+    monkeypatch.setattr(topologies, "_tpus", lambda topology: jax.devices())
+    assert reason in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--target", "llama-9"), "target: "),
+        (("--drafter", "llama-3.2-1b", "--draft", "nonsense"), "nonsense"),
+        (("--temperature", "-1"), "temperature"),
+    ],
+)
+def test_names_are_looked_up_before_any_compiler_is(capsys, monkeypatch, arguments, reason) -> None:
+    monkeypatch.setattr(plan_compile, "find_mesh", lambda *_: pytest.fail("the compiler was asked for"))
+    assert reason in refused(capsys, "--chips", "v5e:2x4", *arguments)
+
+
+def test_a_program_of_another_version_is_one_line(mesh) -> None:
+    """A compiler may make what this version of JAX cannot read."""
+
+    class Foreign:
+        def compile(self, **_):
+            return self
+
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: unknown proto\nand a trace")
+
+    with pytest.raises(InputError, match=r"^a pass: cannot be compiled .* \(INVALID_ARGUMENT: unknown proto\)$"):
+        compile_program("a pass", Foreign(), mesh)
+
+
+@pytest.mark.parametrize(("topology", "extra"), [("v5e:2x4", "specjax[compile]"), ("h100", "specjax[compile-cuda]")])
+def test_a_compiler_that_is_missing_is_named(capsys, monkeypatch, topology, extra) -> None:
+    find = importlib.util.find_spec
+    missing = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in missing else find(name, *rest))
+    assert f"pip install '{extra}'" in refused(capsys, "--chips", topology)
+
+
+def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
+    target = abstract.abstract_model(tiny_config(intermediate_size=25), mesh)
+    with pytest.raises(InputError, match="does not divide the target's 25 units of 'mlp'"):
+        Setup(target, mesh, CHIP, BATCH, CONTEXT)
+    with pytest.raises(InputError, match="batch=3: the mesh splits it in 2"):
+        Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, 3, CONTEXT)
+    with pytest.raises(InputError, match="context=500: with 256 new tokens too long for the target's 512"):
+        Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, BATCH, 500)
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'specjax[compile]'"
+)
+V5E, V5P = ("v5e:2x4", "llama-3.1-8b", 32), ("v5p:2x2x2", "llama-3.1-70b", 80)
+DRAFT_LAYERS = {"llama-3.2-1b": 16, "eagle3": 1}
+PROJECT = Path(__file__).parents[2]
+
+
+def planned(*arguments: str) -> dict:
+    """The JSON of a command of ``specjax plan``, from a process of its own."""
+    command = [sys.executable, "-m", "specjax", "plan", *arguments, "--json"]
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}")
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@needs_libtpu
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("place", "drafter", "draft", "levels"),
+    [
+        (V5E, "llama-3.2-1b", "chain:4", 4),
+        (V5E, "llama-3.2-1b", "dynamic:10,7,60", 7),
+        (V5E, "eagle3", "chain:4", 4),
+        (V5E, "eagle3", "dynamic:10,7,60", 7),
+        (V5P, "llama-3.2-1b", "chain:4", 4),
+    ],
+)
+def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
+    """Eight rows with 1,024 tokens each, weights split over eight chips. Prefill and step fit; nothing as large as the cache is
+    copied or made; what is moved is what must be read; and a layer takes two sums over chips, with a few for the vocabulary."""
+    topology, target, layers = place
+    shape = ("--draft", draft, "--batch", "8", "--context", "1024")
+    found = planned("compile", "--chips", topology, "--mesh", "1", "8", "--target", target, "--drafter", drafter, *shape)
+    for step, of_drafter in zip(found["steps"], (0, DRAFT_LAYERS[drafter]), strict=True):
+        decode = step["decode"]
+        for program in (step["prefill"], decode):
+            assert sum(program["memory"].values()) < found["chip"]["memory"]
+        assert not decode["cache_copies"]
+        assert decode["largest"] < step["cache_bytes"]
+        assert decode["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+        if (place, drafter, draft) == (V5E, "llama-3.2-1b", "chain:4"):
+            # By the compiler's cycles a pass costs little more than its bytes do: a plain step, the verification (with the
+            # drafter's first pass), a level of drafting. EAGLE-3's levels move next to nothing, and trees are wide.
+            assert [turn["turns"] for turn in decode["turns"]] == ([1, levels - 1] if of_drafter else [1])
+            for turn in decode["turns"]:
+                by_bytes = turn["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+                assert 0 < turn["cycles"] <= (1.3 if turn["turns"] > 1 else 1.1) * by_bytes
+        passes = 1 + (levels if of_drafter else 0)
+        # Beside a layer's two: of the embedding, and of the likeliest tokens; and a few for the whole step.
+        sums = decode["a_step"]["collectives"]["all-reduce"]
+        assert sums <= 2 * (layers + levels * of_drafter) + 6 * passes + 10 * bool(of_drafter)
+        # The likeliest tokens are gathered from the chips' parts of a vocabulary, and nothing is laid out anew.
+        others = {kind: n for kind, n in decode["a_step"]["collectives"].items() if kind != "all-reduce"}
+        assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
+
+
+@pytest.mark.skipif(not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
+@pytest.mark.thorough
+@pytest.mark.parametrize("draft", ["chain:4", "dynamic:4,3,16"])
+def test_budgets_of_decoding_on_a_gpu(draft) -> None:
+    """A large and a small model on one H100: no cache is copied, and what is moved is what must be read."""
+    shape = ("--draft", draft, "--batch", "8", "--context", "4096")
+    found = planned("compile", "--chips", "h100", "--target", "llama-3.2-3b", "--drafter", "llama-3.2-1b", *shape)
+    for step in found["steps"]:
+        assert not step["decode"]["cache_copies"]
+        assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_budgets_of_a_training_step_on_a_tpu() -> None:
+    """EAGLE-3 for Llama-3.1-8B, 8 windows of 2,048 tokens on eight v5p: it fits, and no logits are whole on any chip."""
+    place = ("compile-training", "--chips", "v5p:2x2x2", "--mesh", "2", "4", "--target", "llama-3.1-8b")
+    found = planned(*place, "--train", "configs/eagle3_llama3_8b.yaml")
+    assert sum(found["step"]["memory"].values()) < found["chip"]["memory"]
+    whole_logits = 4 * (8 // 2) * 2048 * 128_256
+    assert found["step"]["largest"] < whole_logits

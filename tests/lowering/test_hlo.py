@@ -1,0 +1,158 @@
+"""What is read out of compiled programs: of small ones that are compiled here, and of lines as other compilers print them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specjax.lowering import hlo
+from specjax.lowering.hlo import Program
+from specjax.sharding import make_mesh
+
+ROW = 4 * 1024  # bytes
+
+
+def compiled(function, *shapes, **options) -> Program:
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) if isinstance(shape, tuple) else shape for shape in shapes]
+    return Program(jax.jit(function, **options).lower(*shapes).compile().as_text())
+
+
+def step(program: Program, unknown: int = 1) -> list[hlo.Turn]:
+    return program.turns(program.main_loop, lambda origin: unknown)
+
+
+def test_what_goes_in_and_comes_out_is_moved() -> None:
+    program = compiled(lambda x, y: jnp.sin(x) + y, (1024,), (1024,))
+    (turn,) = step(program)
+    assert turn.turns == 1
+    assert program.bytes_moved(turn.operations) == 3 * ROW
+
+
+def test_a_row_that_is_looked_up_is_all_that_is_read_of_a_table() -> None:
+    program = compiled(lambda table, i: jnp.sin(table[i]), (5000, 1024), jax.ShapeDtypeStruct((), jnp.int32))
+    (turn,) = step(program)
+    assert 2 * ROW <= program.bytes_moved(turn.operations) < 5 * ROW
+
+
+def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
+    def fill(table, row):
+        return jax.lax.fori_loop(0, 7, lambda i, table: jax.lax.dynamic_update_slice(table, (row + i)[None], (i, 0)), table)
+
+    program = compiled(fill, (5000, 1024), (1024,), donate_argnums=0)
+    (turn,) = step(program)  # the loop is the program's step
+    assert ROW <= program.bytes_moved(turn.operations) < 8 * ROW
+    assert not program.copies(turn.operations, large=ROW)
+
+
+def test_turns_of_loops_inside_a_step() -> None:
+    def two(x, enough):
+        def body(x):
+            x = jax.lax.fori_loop(0, 7, lambda i, x: jnp.sin(x) @ jnp.eye(64), x)
+            return jax.lax.while_loop(lambda x: jnp.sum(x) < enough, lambda x: jnp.exp(x) @ jnp.eye(64), x)
+
+        return jax.lax.while_loop(lambda x: x[0, 0] < 1.0, body, x)
+
+    program = compiled(two, (64, 64), ())
+    # A loop that only counts turns as often as it says; one whose end depends on data as often as it is told.
+    assert sorted(turn.turns for turn in step(program, unknown=5)) == [1, 5, 7]
+
+
+def test_exchanges_between_devices() -> None:
+    mesh = make_mesh(1, 4)
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("model",), (None, "model")))
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=columns)
+    weight = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=rows)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    program = compiled(lambda x, weight: x @ weight, x, weight, out_shardings=everywhere)
+    (turn,) = step(program)
+    (exchange,) = [operation for operation in turn.operations if operation.collective]
+    assert exchange.collective == "all-reduce"
+    assert hlo.array_bytes(exchange) == 4 * 8 * 32
+
+
+TPU = """HloModule step, is_scheduled=true
+
+%fused (p0: bf16[8,64], p1: bf16[64,64]) -> bf16[8,64] {
+  %p0 = bf16[8,64]{1,0} parameter(0)
+  %p1 = bf16[64,64]{1,0} parameter(1)
+  ROOT %c = bf16[8,64]{1,0} convolution(%p0, %p1), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[8,64], w: bf16[64,64], k: bf16[8,512,64]) -> bf16[8,64] {
+  %x = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %w = bf16[64,64]{1,0:T(8,128)(2,1)} parameter(1)
+  %k = bf16[8,512,64]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %slice-start = ((bf16[64,64]{1,0:T(8,128)(2,1)}), bf16[32,64]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) slice-start(%w)
+  %slice-done = bf16[32,64]{1,0:T(8,128)(2,1)S(1)} slice-done(%slice-start)
+  %copy-start = (bf16[64,64]{1,0:T(8,128)(2,1)S(1)}, bf16[64,64]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
+  %copy-done = bf16[64,64]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start)
+  %again = bf16[8,512,64]{1,2,0:T(8,128)(2,1)} copy(%k), metadata={op_name="jit(step)/copy"}
+  ROOT %f = bf16[8,64]{1,0:T(8,128)(2,1)} fusion(%x, %copy-done), kind=kOutput, calls=%fused, metadata={op_name="jit(step)/dot"}, backend_config={"estimated_cycles":"1234"}
+}
+"""  # noqa: E501
+
+
+def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
+    program = Program(TPU)
+    (turn,) = step(program)
+    moved = {operation.name: read + written for operation, read, written in program.moved(turn.operations)}
+    weight, cache = 2 * 64 * 64, 2 * 8 * 512 * 64
+    assert moved == {"%slice-start": weight // 2, "%copy-start": weight, "%again": 2 * cache, "%f": 2 * 8 * 64}
+    assert [operation.cycles for operation in turn.operations if operation.cycles] == [1234]
+    assert hlo.kernels(turn.operations) == 2
+
+
+JOINED = """HloModule step, is_scheduled=true
+
+%join (p0: bf16[8,512,64], p1: bf16[8,3,64]) -> bf16[8,515,64] {
+  %p0 = bf16[8,512,64]{2,1,0} parameter(0)
+  %p1 = bf16[8,3,64]{2,1,0} parameter(1)
+  ROOT %c = bf16[8,515,64]{2,1,0} concatenate(%p0, %p1), dimensions={1}
+}
+
+ENTRY %main (k: bf16[8,512,64], own: bf16[8,3,64]) -> bf16[8,515,64] {
+  %k = bf16[8,512,64]{2,1,0} parameter(0)
+  %own = bf16[8,3,64]{2,1,0} parameter(1)
+  ROOT %f = bf16[8,515,64]{2,1,0} fusion(%k, %own), kind=kLoop, calls=%join
+}
+"""
+
+
+def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
+    program = Program(JOINED)
+    (turn,) = step(program)
+    assert program.copies(turn.operations, 2 * 8 * 512 * 64, 512) == ["bf16[8,515,64]"]
+    assert not program.copies(turn.operations, 2 * 8 * 512 * 64, 400)
+
+
+@pytest.mark.parametrize(
+    ("large", "axis_length", "found"),
+    [
+        (2 * 8 * 512 * 64, None, ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64 + 1, None, []),
+        (2 * 8 * 512 * 64, 512, ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64, 513, []),
+        (2 * 8 * 512 * 64, 400, []),
+    ],
+)
+def test_copies_within_main_memory_are_named(large, axis_length, found) -> None:
+    """Not the weights that are fetched into fast memory."""
+    program = Program(TPU)
+    assert program.copies(step(program)[0].operations, large, axis_length) == found
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("%a = f32[8,32]{1,0} all-reduce(%x), to_apply=%add", 4 * 8 * 32),
+        ("%a = (f32[1024]{0}, f32[4]{0}) all-reduce-start(%x, %y), to_apply=%add", 4 * 1028),
+        ("%a = (f32[64]{0}, f32[512]{0}) all-gather-start(%x), dimensions={0}", 4 * 512),
+        ("%a = ((f32[64]{0}, s8[8]{0}), (f32[512]{0}, s8[64]{0})) all-gather-start(%x, %y), dimensions={0}", 4 * 512 + 64),
+        ("%a = (f32[256]{0}, f32[256]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x)", 4 * 256),
+        ("%a = f8e4m3fn[100]{0} all-to-all(%x), dimensions={0}", 100),
+    ],
+)
+def test_the_bytes_of_an_exchange(line, size) -> None:
+    operation = hlo._operation(line)
+    assert operation.collective
+    assert hlo.array_bytes(operation) == size
