@@ -1,6 +1,6 @@
 """Speculation with a compressed cache by context and batch: predicted from measured parts, and as it is (MagicDec's figure).
 
-python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot docs/long_context.png
+python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot docs/images/long_context.png
 
 Of every context and number of rows the parts are measured: a step of plain decoding, verifications, and drafted tokens with
 caches of several budgets; and how far chains are accepted behind real texts of that length. From these the best budget and
@@ -45,8 +45,8 @@ class LongContextConfig:
     Attributes:
         target: directory or hub id of a target with positions for the longest context and the new tokens.
         source: files of long texts: a directory or a glob; by default numpy's own source.
-        mlp: inflate the target's MLP to so many units before measuring: heavier weights beside the same keys and values, and
-            the same texts but for rounding. 0 leaves it as it is.
+        mlp: pad the target's MLP with zeros to this many units before measuring: the same outputs up to rounding, and heavier
+            weights beside the same keys and values. 0 leaves it as it is.
         scheme: of the compressed cache: streaming or snapkv.
         contexts: tokens of a prompt.
         batches: rows decoded together.

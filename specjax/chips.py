@@ -1,4 +1,4 @@
-"""Accelerators at their vendors' figures, and how fast the one at hand is."""
+"""Accelerators at their vendors' figures, and how fast the one of this machine is."""
 
 import time
 from dataclasses import dataclass

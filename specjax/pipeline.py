@@ -67,7 +67,7 @@ def load(
         mesh: of the params that are loaded here.
 
     Raises:
-        InputError: something cannot be used; names it, its value and the mend.
+        InputError: something cannot be used; names it, its value and what to do.
     """
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
@@ -120,7 +120,7 @@ class TextGenerator:
             options: see `settings`, and ``stop``, a sequence of strings: the text ends before the first of them.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and the mend.
+            InputError: an argument cannot be used; names it, its value and what to do.
         """
         prompts, is_list = _prompts(prompt)
         stop, made = _split_options(options)

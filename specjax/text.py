@@ -77,7 +77,7 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
     same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
     """
     ours, theirs = (tokenizer.get_vocab() for tokenizer in (target, drafter))
-    mend = "a drafter must share the target's tokenizer; take one of the target's family"
+    advice = "a drafter must share the target's tokenizer; take one of the target's family"
     here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
     for i in sorted(here.keys() | there.keys()):
         left, right = here.get(i), there.get(i)
@@ -87,13 +87,13 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
                 continue
         elif left == right:
             continue
-        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {mend}")
+        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {advice}")
     for role in ("bos_token", "eos_token"):
         left, right = getattr(target, role, None), getattr(drafter, role, None)
         if left is not None and right is not None and left != right:
             raise InputError(
                 f"tokenizers: {role} is {left!r} (id {ours.get(left)}) for the target and {right!r} (id {theirs.get(right)}) "
-                f"for the drafter: {mend}"
+                f"for the drafter: {advice}"
             )
 
 

@@ -57,7 +57,7 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 
     Not coupled, the row's key is split into three and nothing is shared::
 
-        the state's next key    a              split anew in the next step
+        the state's next key    a              split again in the next step
         the drafter's           b split in 2   first and second level
         verification's          c              one key, which the rule splits: some judge drafted tokens, one draws the last
 
@@ -93,8 +93,8 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         )
     room = state.stats.depth
     if draft.depth > room:
-        mend = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
-        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{mend}")
+        advice = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
+        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{advice}")
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys)
     accepted = scored.verdict.count - 1

@@ -48,7 +48,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class DraftingReads:
-    """Arrays that drafting must read, in any pytrees: what a step of decoding costs at least is reckoned from them.
+    """Arrays that drafting must read, in any pytrees: the least that a step of decoding costs is computed from them.
 
     Attributes:
         level: in every level of a draft.

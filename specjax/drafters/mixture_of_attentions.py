@@ -83,7 +83,7 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         mesh: Mesh | None = None,
         tli: int | None = None,
     ) -> Self:
-        """Load a checkpoint of our own or of the authors; told by its config.json.
+        """Load a checkpoint of our own or of the authors, recognised by its config.json.
 
         Args:
             path: directory, or hub id, with config.json and safetensors.

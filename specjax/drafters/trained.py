@@ -199,7 +199,7 @@ class TrainedDrafter(Drafter[State]):
         mesh: Mesh | None = None,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint, in any of its layouts; told by what is in it.
+        """Load a checkpoint, in any of its layouts, recognised by what is in it.
 
         Args:
             path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.

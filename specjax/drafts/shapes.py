@@ -101,7 +101,7 @@ def template_of(choices: Choices) -> Template:
 
 
 class DraftShape:
-    """The shape of a draft: how large it is, as the drafter that grows it and the target that verifies it must know.
+    """The shape of a draft: how large it is, as the drafter that drafts it and the target that verifies it must know.
 
     Attributes:
         depth: most drafted tokens that one step can accept, D.
@@ -246,7 +246,7 @@ class SampledTree(FixedShape):
 
 @dataclass(frozen=True)
 class DynamicTree(DraftShape):
-    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), grown where the drafter is confident. Children are chosen, not drawn.
+    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), deeper where the drafter is confident. Children are chosen, not drawn.
 
     A token that the drafter offers as a child is a candidate; it scores the product of the drafter's probabilities along its
     path. (With coupled sampling, of its probabilities given the random numbers.) Of every level's candidates the ``top_k`` best

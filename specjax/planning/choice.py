@@ -1,8 +1,8 @@
 """Which draft is fastest here: a chain, a tree, or none at all.
 
-Every candidate is reckoned from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and how often the
-child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic programming; where
-tokens are drawn, a few sampled trees are tried as well.
+Every candidate's speed is predicted from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and how
+often the child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic
+programming; where tokens are drawn, a few sampled trees are tried as well.
 """
 
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every candidate, the fastest first, and what the reckoning was made from.
+    """Every candidate, the fastest first, and what their speed-ups were computed from.
 
     Attributes:
         acceptance: in trials.
@@ -104,7 +104,7 @@ def compare_drafts(
     nodes: int = 33,
     acceptance: TrialAcceptance | None = None,
 ) -> Comparison:
-    """Measure, and reckon every chain of up to ``longest`` tokens and the best static trees of up to ``nodes`` nodes.
+    """Measure, and predict the speed of chains up to ``longest`` tokens and of the best static trees up to ``nodes`` nodes.
 
     Chains alone where the rule is for chains alone.
 
@@ -132,18 +132,18 @@ def compare_drafts(
     ranks = len(acceptance.by_rank)
     costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
-    def reckon(shape: DraftShape, emitted: float) -> Candidate:
+    def predict(shape: DraftShape, emitted: float) -> Candidate:
         level = float(np.interp(shape.width, sorted(draft_times), [draft_times[width] for width in sorted(draft_times)]))
         seconds = shape.depth * level + costs.verification(shape.nodes)
         return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
 
     candidates = [replace(plain, seconds=costs.target)]
-    candidates += [reckon(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
-    candidates += [reckon(shape, emitted) for shape, emitted in acceptance.sampled.items()]
+    candidates += [predict(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
+    candidates += [predict(shape, emitted) for shape, emitted in acceptance.sampled.items()]
     if ranks and nodes > 1:
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
-        candidates += [reckon(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
+        candidates += [predict(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
     ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
     return Comparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
@@ -156,7 +156,7 @@ def fastest_drafter(
     *,
     options: GenerationOptions = GenerationOptions(),
 ) -> tuple[Drafter | None, Candidate]:
-    """The drafter with its fastest draft here, None for plain decoding, and what it was reckoned to gain.
+    """The drafter with its fastest draft here, None for plain decoding, and its predicted speed-up.
 
     A compressed cache is tried with its own budget, and with each of `BUDGETS` that is smaller than the prompts. Arguments are
     those of `compare_drafts`.
@@ -227,7 +227,7 @@ def chain_survival(
 
 
 def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
-    """How many tokens the longest of the prompts can grow by."""
+    """How many tokens the longest of the prompts can be continued by."""
     _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
     return decoding.most_positions(target, drafter) - int(checked.max())
 

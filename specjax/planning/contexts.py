@@ -50,7 +50,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class MeasuredContexts:
-    """The parts that gains are reckoned from.
+    """The parts that gains are computed from.
 
     Attributes:
         costs: by context and batch, T_V(n) of the target, T_T = T_V(1) among them; T_D is 0 here.

@@ -129,7 +129,7 @@ class Pair:
         chip: the accelerator that both run on.
         drafter: a draft model; None is the target itself (self-speculation), which is worth it only with a `draft_cache`.
         draft_cache: K, entries that the drafter keeps of a row's cache (MagicDec: StreamingLLM, SnapKV); None is all of them.
-        selection: share of the drafter's whole cache that is read to choose the K entries anew at each drafting step. 0 where
+        selection: share of the drafter's whole cache that is read to choose the K entries again at each drafting step. 0 where
             they are chosen once; 0.5 where every key is scored, as in top-k attention.
         weight_bytes: of one weight.
         kv_bytes: of one number in a cache.
@@ -251,7 +251,7 @@ def break_even_context(pair: Pair, batch: int, alpha: float, longest: int = LONG
     """The smallest S, in tokens, at which some chain of up to ``longest`` tokens is faster than plain decoding.
 
     MagicDec's critical sequence length, where speculation pays from there on; with a drafter that keeps its whole cache, or
-    selects anew, it may stop paying at a longer context. None where no context up to `Pair.longest_context` pays.
+    selects again each time, it may stop paying at a longer context. None where no context up to `Pair.longest_context` pays.
 
     For a fixed gamma all three times are linear in S up to K, and again beyond it: attention's arithmetic and traffic both
     grow with S, so the slower of them stays the slower. A ratio of linear functions is monotonic, so there is at most one
