@@ -94,7 +94,7 @@ def default_rule(draft: DraftShape) -> Rule:
     """The rule by which drafts of this shape are accepted most often.
 
     Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it
-    accepts. Drawn siblings come out even. The README, "Chains and trees", has the figures of ``benchmarks.acceptance``.
+    accepts. Drawn siblings come out even. docs/results/trees.md has the figures of ``benchmarks.acceptance``.
     """
     return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "independent"
 
