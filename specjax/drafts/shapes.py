@@ -255,8 +255,7 @@ class DynamicTree(DraftShape):
 
     Attributes:
         top_k: children of a node, and nodes read a level.
-        depth: levels below the root. SGLang counts them so too (``num_steps``); EAGLE's own code counts one less (``depth=7`` there
-            is 8 here).
+        depth: levels below the root, as SGLang's ``num_steps``. EAGLE's own code counts one less: its ``depth=7`` is 8 here.
         nodes: of the draft, the root included.
 
     Raises:
