@@ -1,7 +1,7 @@
 """Hugging Face checkpoints of whole models: where they lie, and what their config.json says.
 
 Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
-the field, its value and the mend. What the model types differ in is said by `specjax.models.families`; the tensors themselves
+the field, its value and what to do. What the model types differ in is said by `specjax.models.families`; the tensors themselves
 are read and written by `specjax.models.checkpoint`.
 """
 
@@ -100,7 +100,7 @@ def _is_readable(quantisation: dict[str, Any]) -> bool:
     return kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
 
 
-# What every family's config.json may say. The bounds are far beyond any model, and small enough to reckon with.
+# What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),
