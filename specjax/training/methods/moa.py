@@ -43,6 +43,13 @@ class MoATraining(TrainingMethod):
         token_weight: of the cross entropy.
         feature_weight: of SmoothL1.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import MoATraining
+        >>> MoATraining(target="embedded").check(window=512)
+        >>> MoATraining().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["moa"] = "moa"
