@@ -1,6 +1,6 @@
 """Speculation with a compressed cache by context and batch: predicted from measured parts, and as it is (MagicDec's figure).
 
-python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot docs/images/long_context.png
+python -m benchmarks.long_context --target runs/long_context/best --output long_context.json --plot long_context.png
 
 Of every context and number of rows the parts are measured: a step of plain decoding, verifications, and drafted tokens with
 caches of several budgets; and how far chains are accepted behind real texts of that length. From these the best budget and
@@ -13,7 +13,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
 from specjax.sampling import Sampling
 from specjax.training.documents import find_files
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -184,31 +187,32 @@ def main(config: LongContextConfig) -> None:
     critical = measured.critical_context()
     if critical is not None:
         console.print(f"Critical context: about {critical:,.0f} tokens.")
+    found = {
+        "settings": asdict(config),
+        "gains": rows,
+        "verify": [{"context": c, "batch": b, "verify": costs.verify} for (c, b), costs in measured.costs.items()],
+        "draft": [{"budget": budget, "batch": b, "seconds": s} for (budget, b), s in measured.draft_times.items()],
+        "survival": [{"context": c, "budget": budget, "survival": s} for (c, budget), s in measured.survival.items()],
+        "critical_context": critical,
+    }
     if config.output:
-        parts = [
-            {"context": context, "batch": batch, "verify": costs.verify} for (context, batch), costs in measured.costs.items()
-        ]
-        drafts = [{"budget": budget, "batch": batch, "seconds": s} for (budget, batch), s in measured.draft_times.items()]
-        survival = [{"context": c, "budget": b, "survival": s} for (c, b), s in measured.survival.items()]
-        found = {
-            "settings": asdict(config),
-            "gains": rows,
-            "verify": parts,
-            "draft": drafts,
-            "survival": survival,
-            "critical_context": critical,
-        }
         Path(config.output).write_text(json.dumps(found, indent=2) + "\n")
     if config.plot:
-        by_context: dict[str, dict[int, dict[int, float]]] = {"predicted": {}, "realised": {}}
-        for row in rows:
-            best = row["predicted"]
-            by_context["predicted"].setdefault(best["context"], {})[best["batch"]] = best["speedup"]
-            if config.realise:
-                by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
-        title = f"Drafting with a compressed cache ({config.scheme}), temperature {config.temperature:g}{size}"
-        figure = draw_by_batch(title, by_context["predicted"], by_context["realised"], critical)
-        pictures.save(figure, "plot", Path(config.plot))
+        pictures.save(picture(found), "plot", Path(config.plot))
+
+
+def picture(found: dict[str, Any]) -> "Figure":
+    """Of what is written into a results file: speed-up by context and rows, predicted and, where it was timed, measured."""
+    settings, gains = found["settings"], found["gains"]
+    by_context: dict[str, dict[int, dict[int, float]]] = {"predicted": {}, "realised": {}}
+    for row in gains:
+        best = row["predicted"]
+        by_context["predicted"].setdefault(best["context"], {})[best["batch"]] = best["speedup"]
+        if "realised" in row:
+            by_context["realised"].setdefault(best["context"], {})[best["batch"]] = row["realised"]
+    size = f", {settings['mlp']:,} MLP units" if settings["mlp"] else ""
+    title = f"Drafting with a compressed cache ({settings['scheme']}), temperature {settings['temperature']:g}{size}"
+    return draw_by_batch(title, by_context["predicted"], by_context["realised"], found["critical_context"])
 
 
 if __name__ == "__main__":

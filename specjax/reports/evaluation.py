@@ -1,9 +1,10 @@
 """The report of an evaluation: speed-up and acceptance by kind of question, as a table, Markdown and a picture."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from specjax.decoding.stats import Stats
 from specjax.evaluation import metrics
-from specjax.reports import pictures
+from specjax.reports import pictures, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PLAIN = "plain"
 """Decoding without a drafter, which every speed-up is over."""
@@ -139,28 +143,53 @@ def markdown(results: Results, repeats: int, questions: int, device: str) -> str
     return "\n".join([*lines, "", explanation(repeats, questions, device), ""])
 
 
+@style.styled
 def draw(results: Results, path: Path) -> None:
     """Speed-up of every method by kind of question, and how acceptance falls with depth."""
     methods = [method for method in results[OVERALL] if method != PLAIN]
-    figure, (bars, lines) = pictures.new_figure(4 + 1.6 * len(results) + 4, 4.2, panels=2)
-    width = 0.8 / max(len(methods), 1)
+    one_bar = max(0.24, 0.62 / max(len(methods), 1))  # inches
+    bars_height = 0.7 + len(results) * (one_bar * len(methods) + 0.2)
+    figure, (bars, lines) = style.new_figure(bars_height + 0.24 * len(methods), 3.0)
+    _draw_speedups(bars, results, methods)
+    _draw_acceptance(lines, results[OVERALL], methods)
+    columns = 1 if max(map(len, methods), default=0) > 24 else 2
+    figure.legend(*bars.get_legend_handles_labels(), loc="outside upper left", ncols=columns)
+    pictures.save(figure, "output", path)
+
+
+def _draw_speedups(axes: "Axes", results: Results, methods: Sequence[str]) -> None:
+    """A bar for each method and kind of question, the smallest and the largest of its runs as a line."""
+    width = 0.86 / max(len(methods), 1)
     for i, method in enumerate(methods):
         values = [results[category][method] for category in results]
-        places = np.arange(len(results)) - 0.4 + (i + 0.5) * width
-        heights = [value["speedup"] for value in values]
-        reach = np.array([[abs(h - edge) for h, edge in zip(heights, edges, strict=True)]
-                          for edges in zip(*(value["spread"] for value in values), strict=True)])  # fmt: skip
-        bars.bar(places, heights, width * 0.95, yerr=reach, capsize=2, label=method)
-        shares = results[OVERALL][method]["acceptance_by_position"]
-        lines.plot(range(1, len(shares) + 1), [np.nan if share is None else share for share in shares], "o-", label=method)
-    bars.axhline(1.0, color="black", linewidth=0.8)
-    bars.set_xticks(range(len(results)), list(results), rotation=20, ha="right")
-    bars.set_ylabel("speed-up over plain decoding")
-    bars.legend(fontsize="small", loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
-    lines.set_xlabel("drafted token")
-    lines.set_ylabel("share of steps that emit it")
-    lines.set_ylim(0, 1)
-    deepest = max((len(results[OVERALL][method]["acceptance_by_position"]) for method in methods), default=0)
-    lines.set_xticks(range(1, deepest + 1))
-    lines.set_title("all questions", fontsize="medium")
-    pictures.save(figure, "output", path)
+        heights = np.array([value["speedup"] for value in values])
+        low, high = np.array([value["spread"] for value in values]).T
+        places = np.arange(len(results)) - 0.43 + (i + 0.5) * width
+        ends = {
+            "xerr": np.abs(np.stack([heights - low, high - heights])),
+            "ecolor": style.theme().ink,
+            "error_kw": {"elinewidth": 1.0},
+        }
+        axes.barh(places, heights, width * 0.9, label=method, **ends)
+        for place, height, end in zip(places, heights, np.maximum(high, heights), strict=True):
+            axes.annotate(f"{height:.2f}x", (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9.5)
+    axes.axvline(1, color=style.theme().muted, linestyle="--", linewidth=1.2)
+    axes.set_yticks(range(len(results)), list(results))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("speed-up over plain decoding (thin line: slowest to fastest run)")
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.margins(x=0.12, y=0.02)
+
+
+def _draw_acceptance(axes: "Axes", overall: dict[str, dict[str, Any]], methods: Sequence[str]) -> None:
+    """How often each drafted token was emitted, by its place in the draft."""
+    deepest = max((len(overall[method]["acceptance_by_position"]) for method in methods), default=0)
+    for method, marker in zip(methods, itertools.cycle(style.MARKERS), strict=False):
+        shares = [np.nan if share is None else share for share in overall[method]["acceptance_by_position"]]
+        axes.plot(range(1, len(shares) + 1), shares, f"{marker}-")
+    axes.set_title("all questions")
+    axes.set_xlabel("place in the draft (tokens after the root)")
+    axes.set_ylabel("share of steps that emit it")
+    axes.set_ylim(0, 1)
+    axes.set_xticks(range(1, deepest + 1))

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from specjax.reports import pictures
+from specjax.reports import style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_PLAIN = "plain decoding"
 
+
+@style.styled
 def draw_by_batch(
     title: str,
     predicted: Mapping[int, Mapping[int, float]],
@@ -26,27 +27,30 @@ def draw_by_batch(
         realised: likewise, as measured; drawn as points.
         critical: the context from which on more rows gain more.
     """
-    figure, (axes,) = _figure(1, title, width=7)
-    contexts = sorted(predicted)
-    for context, colour in zip(contexts, _colours(len(contexts)), strict=True):
-        rows = sorted(predicted[context])
-        axes.plot(rows, [predicted[context][n] for n in rows], "-", color=colour, label=f"{context:,} tokens")
+    figure, (axes,) = style.new_figure(4.2, title=title)
+    contexts, ends = sorted(predicted), {}
+    for context, colour in zip(contexts, style.ramp(len(contexts)), strict=True):
+        by_rows = sorted(predicted[context].items())
+        axes.plot(*zip(*by_rows, strict=True), "-" if realised else "o-", color=colour)
         if realised and context in realised:
-            rows = sorted(realised[context])
-            axes.plot(rows, [realised[context][n] for n in rows], "o", color=colour)
-    if realised:
-        axes.plot([], [], "o", color="grey", label="realised")
-        axes.plot([], [], "-", color="grey", label="predicted from parts")
-    _finish(axes, "rows decoded together")
-    if critical is not None:
-        axes.plot([], [], " ", label=f"critical context: about {critical:,.0f} tokens")
-    rows = sorted({n for of_context in predicted.values() for n in of_context})
+            axes.plot(*zip(*sorted(realised[context].items()), strict=True), "o", markersize=7, color=colour)
+        ends[f"{context:,} tokens"] = by_rows[-1][1], colour
+    rows = sorted({count for by_rows in predicted.values() for count in by_rows})
+    _label(axes, "rows decoded together")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(rows, [str(n) for n in rows])
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    axes.set_xticks(rows, [str(count) for count in rows])
+    if critical is not None:
+        axes.set_xlabel(f"rows decoded together\nMore rows gain more from a context of about {critical:,.0f} tokens on.")
+    if realised:
+        muted = style.theme().muted
+        axes.plot([], [], "o", markersize=7, color=muted, label="measured")
+        axes.plot([], [], "-", color=muted, label="predicted from the times of its parts")
+        figure.legend(loc="outside lower left", ncols=2)
+    style.label_ends(axes, ends | _plain(axes))
     return figure
 
 
+@style.styled
 def draw_by_length(title: str, lines: Mapping[str, Sequence[float]], strong: str) -> "Figure":
     """Speed-up against the length of the chain.
 
@@ -55,15 +59,18 @@ def draw_by_length(title: str, lines: Mapping[str, Sequence[float]], strong: str
         lines: by name, the speed-up with chains of 0, 1, 2, … tokens.
         strong: the name of the line that stands out.
     """
-    figure, (axes,) = _figure(1, title)
-    for (name, factors), colour in zip(lines.items(), _colours(len(lines)), strict=True):
-        width = 2.5 if name == strong else 1.2
-        axes.plot(range(len(factors)), factors, "o-", color=colour, linewidth=width, markersize=2 * width, label=name)
-    _finish(axes, "chain length gamma (tokens)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    figure, (axes,) = style.new_figure(4.2, title=title)
+    ends = {}
+    for (name, factors), colour in zip(lines.items(), style.ramp(len(lines)), strict=True):
+        width = 3.0 if name == strong else 1.5
+        axes.plot(range(len(factors)), factors, "o-", color=colour, linewidth=width, markersize=3 + width)
+        ends[name] = factors[-1], colour
+    _label(axes, "chain length gamma (tokens)")
+    style.label_ends(axes, ends | _plain(axes))
     return figure
 
 
+@style.styled
 def draw_by_length_and_context(
     title: str,
     by_length: Mapping[int, Sequence[float]],
@@ -82,32 +89,39 @@ def draw_by_length_and_context(
         held: by rows, for how many of them there is memory.
         context: the one that ``by_length`` is of.
     """
-    figure, (left, right) = _figure(2, title)
-    for rows, colour in zip(by_length, _colours(len(by_length)), strict=True):
+    figure, (above, below) = style.new_figure(3.4, 3.4, title=title)
+    ends_above, ends_below = {}, {}
+    for rows, colour in zip(by_length, style.ramp(len(by_length)), strict=True):
         factors, best, last = by_length[rows], by_context[rows], held[rows]
-        left.plot(range(len(factors)), factors, "o-", color=colour, markersize=3, label=count_rows(rows))
-        right.plot(contexts[:last], best[:last], color=colour)
-        right.plot(contexts[max(last - 1, 0) :], best[max(last - 1, 0) :], ":", color=colour)
-    left.plot([], [], ":", color="grey", label="beyond the memory")
-    _finish(left, "chain length gamma (tokens)")
-    _finish(right, "context (tokens; 1k = 1024), each with its best chain")
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(lambda s, _: f"{s / 1024:g}k" if s >= 1024 else f"{s:g}")
-    right.axvline(context, color="grey", linewidth=0.8)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right center")
+        above.plot(range(len(factors)), factors, "o-", color=colour)
+        below.plot(contexts[:last], best[:last], color=colour)
+        below.plot(contexts[max(last - 1, 0) :], best[max(last - 1, 0) :], ":", color=colour)
+        ends_above[count_rows(rows)] = factors[-1], colour
+        ends_below[count_rows(rows)] = best[-1], colour
+    below.set_xscale("log", base=2)
+    below.xaxis.set_major_formatter(lambda s, _: f"{s / 1024:g}k" if s >= 1024 else f"{s:g}")
+    below.axvline(context, color=style.theme().muted, linewidth=1)
+    _label(above, "chain length gamma (tokens)")
+    above.set_title(f"at a context of {context:,} tokens")
+    beyond = "; dotted: more than the memory holds" if min(held.values()) < len(contexts) else ""
+    _label(below, f"context (tokens; 1k = 1024{beyond})", whole=False)
+    below.set_title("with the best chain for each context")
+    style.label_ends(above, ends_above | _plain(above))
+    style.label_ends(below, ends_below | _plain(below))
     return figure
 
 
+@style.styled
 def draw_by_nodes(title: str, panels: Mapping[int, Mapping[str, Mapping[int, float]]]) -> "Figure":
     """Speed-up against the nodes of a draft, a panel for each number of rows: by name, the speed-up of so many nodes."""
-    figure, all_axes = _figure(len(panels), title)
+    figure, all_axes = style.new_figure(*[2.9] * len(panels), title=title)
     for axes, (rows, lines) in zip(all_axes, panels.items(), strict=True):
-        for name, by_nodes in lines.items():
-            nodes = sorted(by_nodes)
-            axes.plot(nodes, [by_nodes[n] for n in nodes], "o-", markersize=3, label=name)
-        axes.set_title(count_rows(rows), fontsize="medium")
-        _finish(axes, "nodes, the root included")
-    all_axes[0].legend()
+        for (name, by_nodes), marker in zip(lines.items(), style.MARKERS, strict=False):
+            axes.plot(*zip(*sorted(by_nodes.items()), strict=True), f"{marker}-", label=name)
+        axes.set_title(count_rows(rows))
+        _label(axes, "nodes of a draft, the root included")
+        _plain(axes)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=len(all_axes[0].lines))
     return figure
 
 
@@ -116,25 +130,20 @@ def count_rows(count: int) -> str:
     return f"{count} row{'s' * (count > 1)}"
 
 
-def _figure(panels: int, title: str, width: float | None = None) -> "tuple[Figure, list[Axes]]":
-    figure, axes = pictures.new_figure(2 + 4.5 * panels if width is None else width, 4.2, panels)
-    figure.suptitle(title, fontsize="medium")
-    return figure, axes
-
-
-def _colours(count: int) -> list[tuple[float, ...]]:
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](x) for x in np.linspace(0, 0.85, count)]
-
-
-def _finish(axes: "Axes", label: str) -> None:
-    """Labels, a light grid, whole numbers below, and the line at 1 above which speculation pays."""
+def _label(axes: "Axes", label: str, whole: bool = True) -> None:
+    """Name both axes; ``whole`` numbers below."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.axhline(1, color="black", linestyle="--", linewidth=1, label="plain decoding")
     axes.set_xlabel(label)
     axes.set_ylabel("speed-up over plain decoding")
     axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
+    axes.yaxis.set_major_formatter("{x:g}x")
+    if whole:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _plain(axes: "Axes") -> dict[str, tuple[float, str]]:
+    """Draws the line at 1, above which speculation pays, and gives its end for `style.label_ends`."""
+    muted = style.theme().muted
+    axes.axhline(1, color=muted, linestyle="--", linewidth=1.2, label=_PLAIN)
+    return {_PLAIN: (1.0, muted)}

@@ -1,0 +1,199 @@
+"""Draws the pictures of the documentation, each light and dark, with real tokens and from measured results.
+
+python -m docs.images.draw            all of them, in less than a minute
+python -m docs.images.draw NAME ...   some of them
+
+The recording of the demo is made by docs/images/record.py.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import specjax
+from benchmarks import long_context as benchmark
+from specjax.assets import embedded
+from specjax.reports import pictures, style
+from specjax.reports.snapshot import take_snapshot
+from specjax.text import encode, load_tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+IMAGES = Path(__file__).parent
+ROOT = IMAGES.parents[1]
+THEMES = {"": style.LIGHT, "-dark": style.DARK}
+"""By the end of a picture's name."""
+
+
+@cache
+def _pair() -> tuple[specjax.Target, specjax.Target, Any]:
+    """The embedded target, its draft model and their tokenizer."""
+    models = (specjax.Target.from_pretrained(embedded(name)) for name in ("target", "draft"))
+    return (*models, load_tokenizer(embedded("target")))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One greedy step with a chain.
+
+    Attributes:
+        before: the text so far.
+        drafted: what the drafter proposed, token by token.
+        said: what the target would write in the place of each, and after the last.
+        accepted: how many drafted tokens are kept.
+    """
+
+    before: str
+    drafted: tuple[str, ...]
+    said: tuple[str, ...]
+    accepted: int
+
+
+@cache
+def real_step(before: str = "    try:\n        import json\n    except") -> Step:
+    """What the embedded pair does with a chain of 4 after ``before``."""
+    target, draft, tokenizer = _pair()
+    prompt = encode(tokenizer, before)
+    shot = take_snapshot(target, specjax.DraftModel(draft, draft=specjax.Chain(4)), prompt, steps=1)
+    drafted = shot.tokens[1:]
+    output, _ = target.forward(np.array([[*prompt, *drafted]]))
+    said = np.argmax(output.logits[0, len(prompt) - 1 :], axis=-1)
+    accepted = len(shot.path) - 1
+    assert said[:accepted].tolist() == drafted[:accepted].tolist() and said[accepted] == shot.bonus
+    texts = [tokenizer.decode([token]) for token in (*drafted.tolist(), *said.tolist())]
+    return Step(before, tuple(texts[: len(drafted)]), tuple(texts[len(drafted) :]), accepted)
+
+
+@style.styled
+def draw_step(step: Step) -> "Figure":
+    """Propose, score, accept, keep: the four parts of a step, one below the other, a column for each place in the draft."""
+    now, line, row, size = style.theme(), 0.23, 0.9, 12
+    new = [*step.drafted[: step.accepted], step.said[step.accepted]]
+    headings = (
+        ("propose", f"the drafter guesses {len(step.drafted)} tokens, one by one"),
+        ("score", "one pass of the target: what it would write"),
+        ("accept", "guesses are kept as far as the two agree"),
+        ("keep", f"{len(new)} new tokens for one pass of the target"),
+    )
+    last = step.before.split("\n")[-1]
+    top = 0.35 + line * step.before.count("\n") + 0.48  # of the first heading
+    end = top + 3 * row + 0.42 + line * "".join(new).count("\n")  # the last line of code
+    figure, (axes,) = style.new_figure(end + 0.82)
+    figure.set_layout_engine("none")
+    axes.set_position((0, 0, 1, 1))  # data are inches, y from the top
+    axes.set(xlim=(0, style.WIDTH), ylim=(end + 0.82, 0))
+    axes.axis("off")
+    _code(axes, 1.5, 0.35, line, [(step.before, None)])
+    axes.text(0.45, 0.35, "text", fontsize=14, fontweight="bold", va="center_baseline")
+    for i, (name, about) in enumerate(headings):
+        axes.text(0.1, top + i * row, f"{i + 1}", fontsize=14, fontweight="bold", color=now.muted, va="center")
+        axes.text(0.45, top + i * row, name, fontsize=14, fontweight="bold", va="center")
+        axes.text(1.5, top + i * row, about, fontsize=size, color=now.muted, va="center")
+    proposed = [(text, now.drafted, True) for text in step.drafted]
+    said = [(text, now.passed_over, i <= step.accepted) for i, text in enumerate(step.said)]
+    paints = [now.accepted] * step.accepted + [now.rejected] + [now.passed_over] * len(step.drafted)
+    judged = [(text, paint, paint is now.accepted) for text, paint in zip(step.drafted, paints, strict=False)]
+    places = _columns(proposed, said, size)
+    for i, tokens in enumerate((proposed, said, judged)):
+        for place, (text, paint, strong) in zip(places, tokens, strict=False):
+            at = place, top + i * row + 0.43
+            pictures.write_token(axes, *at, _visible(text), paint, size=size, strong=strong)
+            if tokens is judged and not strong:  # struck out
+                half = pictures.letters_width(len(text), size) / 2 + 0.04
+                axes.plot([place - half, place + half], [at[1]] * 2, color=paint.edge, linewidth=1.6, zorder=3)
+    _code(axes, 1.5, top + 3 * row + 0.42, line, [(last, None), *((text, now.accepted) for text in new)])
+    note = (
+        "Real tokens of the embedded models, greedy. When sampling, rejection sampling\n"
+        "decides what is kept: the text is distributed exactly as the target's."
+    )
+    axes.text(0.1, end + 0.3, note, fontsize=11, color=now.muted, va="top", linespacing=1.4)
+    bend = {"arrowstyle": "-|>", "color": now.muted, "connectionstyle": "arc,armA=20,armB=20,rad=8", "linewidth": 1.6}
+    axes.annotate("", xy=(5.75, top), xytext=(5.75, top + 3 * row), arrowprops=bend)
+    axes.text(6.12, top + 1.5 * row, "again", fontsize=size, color=now.muted, rotation=90, va="center")
+    return figure
+
+
+def _columns(proposed: list[Any], said: list[Any], size: float) -> list[float]:
+    """The middle of each place in the draft, in inches."""
+    letters = [max(len(token[0]) for token in tokens if token) for tokens in zip_longest(proposed, said)]
+    inches = np.array([pictures.letters_width(count, size) + 0.22 for count in letters])
+    return (0.45 + np.cumsum([0.0, *inches[:-1] + 0.2]) + inches / 2).tolist()
+
+
+def _code(axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str, style.Paint | None]]) -> None:
+    """Lines of code from ``y`` down, pieces with a paint on a ground of that colour, the last of them with a dashed edge."""
+    from matplotlib.patches import FancyBboxPatch
+
+    letter, column, number = pictures.letters_width(1, 12), 0, 0
+    margin = min(len(text) - len(text.lstrip()) for text in pieces[0][0].split("\n"))  # not shown
+    for text, paint in pieces:
+        for i, part in enumerate(text.split("\n")):
+            if i:
+                column, number = 0, number + 1
+            start = x + (column + len(part) - len(part.lstrip()) - margin) * letter, y + number * line
+            column, shown = column + len(part), part.strip()
+            if paint and shown:
+                corner = start[0] - 0.01, start[1] - 0.1
+                look = {"facecolor": paint.face, "edgecolor": paint.edge, "linestyle": "--" if text is pieces[-1][0] else "-"}
+                shape = "round,pad=0,rounding_size=0.04"
+                axes.add_patch(FancyBboxPatch(corner, len(shown) * letter + 0.02, 0.2, boxstyle=shape, linewidth=1, **look))
+            axes.text(*start, shown, family="monospace", fontsize=12, va="center_baseline")
+
+
+def _visible(text: str) -> str:
+    return text.replace(" ", "·").replace("\n", "⏎")
+
+
+def how_it_works() -> "Figure":
+    """One step of the loop."""
+    return draw_step(real_step())
+
+
+@cache
+def _tree() -> Any:
+    """A step with a dynamic tree, after the last of the demo's prompts."""
+    target, draft, tokenizer = _pair()
+    drafter = specjax.DraftModel(draft, draft=specjax.DynamicTree(top_k=3, depth=4, nodes=12))
+    prompt = 'def walk(self, node):\n    """Visit every child of the node."""\n    for'
+    return take_snapshot(target, drafter, encode(tokenizer, prompt), steps=1)
+
+
+def draft_tree() -> "Figure":
+    """A draft tree, its accepted path in green."""
+    return _tree().draw(_pair()[2])
+
+
+def long_context() -> "Figure":
+    """Speed-up by rows and context, of `benchmarks/results/long_context.json`."""
+    return benchmark.picture(json.loads((ROOT / "benchmarks/results/long_context.json").read_text()))
+
+
+PICTURES: dict[str, Callable[[], "Figure"]] = {
+    "how_it_works": how_it_works,
+    "draft_tree": draft_tree,
+    "long_context": long_context,
+}
+
+
+def main(names: list[str]) -> None:
+    """Draw and write them."""
+    if unknown := set(names) - set(PICTURES):
+        sys.exit(f"no such picture: {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    for name in names or PICTURES:
+        for ending, theme in THEMES.items():
+            with style.use(theme):
+                pictures.save(PICTURES[name](), "picture", IMAGES / f"{name}{ending}.png")
+            print(f"docs/images/{name}{ending}.png")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
