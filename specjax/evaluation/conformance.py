@@ -214,7 +214,7 @@ def check_distribution(
         >>> from dataclasses import replace
         >>> from specjax import conformance
         >>> tiny = specjax.Target.init(replace(config, vocab_size=3), jax.random.key(0))
-        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> drafter = specjax.PromptLookup(draft=2)
         >>> conformance.check_distribution(tiny, drafter, draws=2_000)
     """
     for sampling, p_value in zip(settings, p_values(target, drafter, settings, rule=rule, draws=draws), strict=True):
@@ -244,7 +244,7 @@ def p_values(
         >>> from dataclasses import replace
         >>> from specjax import conformance
         >>> tiny = specjax.Target.init(replace(config, vocab_size=3), jax.random.key(0))
-        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> drafter = specjax.PromptLookup(draft=2)
         >>> values = conformance.p_values(tiny, drafter, draws=2_000)
         >>> min(values) > 1e-9
         True
