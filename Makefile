@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-thorough lint clean
+.PHONY: demo test test-thorough lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -22,6 +22,17 @@ lint: .venv-test/installed
 	.venv-test/bin/lint-imports
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
+# The documentation site, into site/: a warning ends it. The docstrings are read as text, so its virtual environment holds
+# neither JAX nor anything else that specjax needs. The variable keeps an advertisement of Material's out of the output. (Do not
+# add --quiet: with it mkdocs neither prints nor counts warnings, and --strict finds none.)
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "site/index.html is the start page"
+
+# The same on http://127.0.0.1:8000, built again whenever a page changes.
+docs-serve: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --watch specjax
+
 .venv/installed: requirements.txt pyproject.toml
 	$(MAKE) check-python
 	$(PYTHON) -m venv .venv
@@ -36,13 +47,21 @@ lint: .venv-test/installed
 	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
+.venv-docs/installed: pyproject.toml
+	$(MAKE) check-python
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
+	touch $@
+
 .PHONY: check-python
 check-python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
 	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 
 clean:
-	rm -rf .venv .venv-test build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-test .venv-docs site build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Train the embedded pair again, from nothing (see the README for how long), and put it in place.
 .PHONY: assets

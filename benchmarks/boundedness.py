@@ -1,11 +1,11 @@
-"""How far a drafter goes on alone: the target falls silent, and what is drafted then is compared with the target's text.
+"""How far a drafter goes on alone: what it drafts without the target is compared with what the target would have written.
 
 python -m benchmarks.boundedness --target TARGET --runs "MoA=runs/moa_*/best" "EAGLE-1=runs/eagle1_*/best"
 
 For each prompt the target writes some tokens, greedily. Then every drafter drafts one long chain, and the target goes on for as
 many tokens. Agreement is the share of places at which the two are equal; the first that differ are followed by others, so a
-drafter agrees for a while and then goes its own way. As in table 4 of Mixture of Attentions (arXiv 2410.03804), where the
-server is lost in the middle of an answer.
+drafter agrees for a while and then goes on with a text of its own. As in table 4 of Mixture of Attentions (arXiv 2410.03804),
+where the server is lost in the middle of an answer.
 """
 
 import json
@@ -43,7 +43,7 @@ class BoundednessConfig:
         prompts: JSON lines with "text"; by default the source of standard modules.
         count: prompts.
         context: tokens of a prompt.
-        written: tokens that the target writes before it falls silent.
+        written: tokens that the target writes before the drafter goes on alone.
         alone: tokens that the drafter drafts then.
         output: a .json file for the results; empty prints only.
     """
@@ -104,7 +104,7 @@ def main(config: BoundednessConfig) -> None:
         "of each seed",
         "until the first difference",
         *(f"at {place}" for place in places),
-        title=f"{config.target}: {config.count} texts, the target silent after {config.written} tokens",
+        title=f"{config.target}: {config.count} texts, drafters alone after {config.written} tokens",
     )
     for row in rows:
         table.add_row(

@@ -52,14 +52,14 @@ class BenchmarkConfig:
     """Measure decoding.
 
     Attributes:
-        target: directory or hub id of the target; "embedded" is the small one that comes along.
+        target: directory or hub id of the target; "embedded" is the small one that comes with specjax.
         draft: directory or hub id of the draft model.
         eagle3: directory or hub id of an EAGLE-3 drafter of the target, or "embedded:eagle3"; empty: none.
         inflate: hidden size, MLP size and layers to pad the target to, without a change of its outputs; 0 0 0 leaves it.
         prompts: JSON lines with a "text" each; by default modules of the standard library, which the embedded pair knows.
         batch: rows, one case each.
         context: prompt tokens, one case each.
-        prompts_per_case: at least so many different prompts, in batches one after another.
+        prompts_per_case: at least this many different prompts, in batches one after another.
         new_tokens: to generate in every row.
         temperature: 0 is greedy. Above it the peers are left out.
         rules: every method by each of these, see `specjax.sampling.Rule`; by default by the one that suits its drafts.

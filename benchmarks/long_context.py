@@ -48,8 +48,8 @@ class LongContextConfig:
     Attributes:
         target: directory or hub id of a target with positions for the longest context and the new tokens.
         source: files of long texts: a directory or a glob; by default numpy's own source.
-        mlp: inflate the target's MLP to so many units before measuring: heavier weights beside the same keys and values, and
-            the same texts but for rounding. 0 leaves it as it is.
+        mlp: pad the target's MLP with zeros to this many units before measuring: the same outputs up to rounding, and heavier
+            weights beside the same keys and values. 0 leaves it as it is.
         scheme: of the compressed cache: streaming or snapkv.
         contexts: tokens of a prompt.
         batches: rows decoded together.

@@ -18,7 +18,7 @@ from specjax.planning.messages import Messages, Reader, message_sizes
 
 @dataclass(frozen=True)
 class MessagesConfig:
-    """Reckon the bytes of a round.
+    """Compute the bytes of a round.
 
     Attributes:
         shape: a published shape of a target.

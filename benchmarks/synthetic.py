@@ -1,4 +1,4 @@
-"""Random weights of a published shape with a forced acceptance rate: what steps cost where no weights are at hand.
+"""Random weights of a published shape with a forced acceptance rate: what steps cost, without the model's real weights.
 
 Everything runs as it would with real weights - drafting, scoring, verification, caches - except that the target's logits are
 raised, after they were computed, at the token that the coin says is to be accepted.

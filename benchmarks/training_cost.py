@@ -47,7 +47,7 @@ class TrainingCostConfig:
 
 
 def methods(length: int) -> dict[str, TrainingMethod]:
-    """Each method, trained for drafts of so many tokens."""
+    """Each method, trained for drafts of ``length`` tokens."""
     return {
         "MoA": MoATraining(target="here", shortest_block=length, longest_block=length),
         "MoA, TLI 1": MoATraining(target="here", tli=1, shortest_block=length, longest_block=length),

@@ -1,4 +1,4 @@
-"""Accelerators at their vendors' figures, and how fast the one at hand is."""
+"""Accelerators at their vendors' figures, and how fast the one of this machine is."""
 
 import time
 from dataclasses import dataclass
@@ -21,6 +21,12 @@ class Chip:
         source: the vendor's page that gives the figures.
         links: of its links to other chips, all together and in both directions, bytes a second.
         clock: of its matrix units, cycles a second; 0 where no compiler counts in them.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> chip = find_chip("h100")
+        >>> round(chip.flops / chip.bandwidth)  # operations a byte at which both take as long
+        295
     """
 
     name: str
@@ -49,7 +55,13 @@ CHIPS: dict[str, Chip] = {
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name, in whatever case. Raises `InputError`, which lists the names, when there is none."""
+    """The chip of that name, in whatever case. Raises `InputError`, which lists the names, when there is none.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> find_chip("tpu-v5e").name
+        'TPU v5e'
+    """
     try:
         return CHIPS[name.lower()]
     except KeyError:

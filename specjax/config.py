@@ -15,7 +15,7 @@ _Config = TypeVar("_Config")
 
 
 class ConfigError(InputError):
-    """A configuration that cannot be used; says which field, its value, and the mend."""
+    """A configuration that cannot be used; says which field, its value, and what to do."""
 
 
 def load_yaml(cls: type[_Config], path: str | Path) -> _Config:

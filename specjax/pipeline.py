@@ -39,6 +39,14 @@ class Generation:
         text: without the prompt, special tokens, and the stop string that ended it.
         tokens: their ids, an end-of-sequence token included; up to the token that completed a stop string.
         statistics: of all that was computed, also of what came after a stop string before that was seen.
+
+    Examples:
+        >>> generate = specjax.load("embedded", "embedded:eagle3")
+        >>> answer = generate("import os\\nimport ", max_new_tokens=24)
+        >>> len(answer.tokens), answer.statistics.emitted
+        (24, 24)
+        >>> answer.statistics.acceptance_length > 1.5  # plain decoding has 1
+        True
     """
 
     text: str
@@ -67,7 +75,15 @@ def load(
         mesh: of the params that are loaded here.
 
     Raises:
-        InputError: something cannot be used; names it, its value and the mend.
+        InputError: something cannot be used; names it, its value and what to give instead.
+
+    Examples:
+        >>> generate = specjax.load("embedded", "embedded:eagle3", draft="chain:4")
+        >>> generate.target.config.vocab_size, generate.drafter.draft
+        (3072, Chain(length=4, stop_below=0.0))
+        >>> specjax.load("embedded", "early-exit:four")
+        Traceback (most recent call last):
+        specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as early-exit:4
     """
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
@@ -101,6 +117,13 @@ class TextGenerator:
         target: the model that the text is from.
         tokenizer: its tokenizer.
         drafter: None is plain decoding.
+
+    Examples:
+        >>> generate = specjax.load("embedded", "embedded:eagle3")
+        >>> answer = generate("import os\\nimport ", max_new_tokens=24)
+        >>> pieces = list(generate.stream("import os\\nimport ", max_new_tokens=24))
+        >>> "".join(pieces) == answer.text
+        True
     """
 
     target: Target
@@ -120,7 +143,7 @@ class TextGenerator:
             options: see `settings`, and ``stop``, a sequence of strings: the text ends before the first of them.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and the mend.
+            InputError: an argument cannot be used; names it, its value and what to give instead.
         """
         prompts, is_list = _prompts(prompt)
         stop, made = _split_options(options)
@@ -172,6 +195,14 @@ class Run:
     Attributes:
         generations: when it is over, each row's.
         statistics: when it is over, of all rows together.
+
+    Examples:
+        >>> generate = specjax.load("embedded", "embedded:eagle3")
+        >>> options = specjax.pipeline.settings(max_new_tokens=24)
+        >>> run = generate.start([generate.encode("import os\\nimport ")], options, steps=4)
+        >>> text = "".join(piece for (piece,) in run)
+        >>> run.generations[0].text == text
+        True
     """
 
     def __init__(self, results: Iterator[decoding.Result], rows: "list[_Row]") -> None:
@@ -275,6 +306,11 @@ def settings(
 
     Raises:
         InputError: a number is out of its range; names it, its value and what it must be.
+
+    Examples:
+        >>> options = specjax.pipeline.settings(temperature=0.7, top_p=0.9, seed=3)
+        >>> options.sampling
+        Sampling(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
     """
     _check_size("max_new_tokens", max_new_tokens)
     _check_size("top_k", top_k)

@@ -29,6 +29,23 @@ drawn tokens by block verification, drawn siblings by recursive rejection, chose
 ``block`` and ``rejection`` are for chains alone, and refused for trees. ``block`` is what ``independent`` does for a chain;
 ``rejection`` is the older rule, by which never more tokens are accepted in expectation. Where a chain's tokens were chosen
 (prompt lookup's copies) q is certain, and both come to matching.
+
+Examples:
+    >>> sampling, key = specjax.Sampling(), jax.random.key(7)
+    >>> alone, drafted = (
+    ...     specjax.generate(
+    ...         target,
+    ...         drafter,
+    ...         prompts,
+    ...         max_new_tokens=8,
+    ...         sampling=sampling,
+    ...         key=key,
+    ...         rule="coupled",
+    ...     )
+    ...     for drafter in (None, specjax.PromptLookup(draft=2))
+    ... )
+    >>> np.array_equal(alone.tokens, drafted.tokens)  # drawn, and yet the same text
+    True
 """
 
 RULES: tuple[str, ...] = get_args(Rule)
@@ -69,6 +86,16 @@ class Sampling:
     The logits are divided by ``temperature`` (0: argmax), then restricted to the ``top_k`` most probable tokens (0: no
     limit), then to the smallest set of most probable tokens whose mass reaches ``top_p``, then to tokens at least ``min_p``
     times as probable as the most probable. Tokens that tie with the last one kept are kept.
+
+    Examples:
+        >>> specjax.Sampling(temperature=0.7, top_p=0.9)
+        Sampling(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
+        >>> rows = specjax.Sampling(temperature=(0.0, 1.0)).rows(2)  # the first row is greedy
+        >>> rows.temperature.tolist()
+        [0.0, 1.0]
+        >>> specjax.Sampling(top_p=1.5).rows(2)
+        Traceback (most recent call last):
+        specjax.errors.InputError: top_p=1.5: must be in (0, 1]; 1 is no limit
     """
 
     temperature: Any = 1.0
@@ -115,6 +142,13 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
     """The distribution that each row's tokens are drawn from, float32.
 
     A greedy row's is one-hot at its argmax (the lowest id among ties).
+
+    Examples:
+        >>> from specjax.sampling import probabilities
+        >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+        >>> p = probabilities(logits, specjax.Sampling(top_k=2).rows(1))
+        >>> np.round(np.asarray(p), 3)
+        array([[0.625, 0.375, 0.   ]], dtype=float32)
     """
     one_hot = jax.nn.one_hot(argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32)
     if sampling.greedy:
@@ -167,6 +201,14 @@ def make_key(seed: int) -> jax.Array:
 
     Raises:
         InputError: it is no whole number, or out of range.
+
+    Examples:
+        >>> from specjax.sampling import make_key
+        >>> make_key(3) == jax.random.key(3)
+        Array(True, dtype=bool)
+        >>> make_key(-1)
+        Traceback (most recent call last):
+        specjax.errors.InputError: seed=-1: must be a whole number, at least 0 and below 2**63
     """
     if not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")

@@ -37,6 +37,14 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
 
     Raises:
         InputError: there are fewer devices than that.
+
+    Examples:
+        >>> mesh = specjax.make_mesh(data=1, model=1)
+        >>> dict(mesh.shape)
+        {'data': 1, 'model': 1}
+        >>> specjax.make_mesh(model=1000)
+        Traceback (most recent call last):
+        specjax.errors.InputError: mesh data=1 x model=1000 needs 1000 devices; ...
     """
     devices = jax.devices() if devices is None else devices
     if data < 1 or model < 1:

@@ -30,7 +30,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint directory holds a tokenizer."""
+    """Whether a checkpoint directory holds a tokenizer.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> specjax.text.has_tokenizer(embedded("target"))
+        True
+    """
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
@@ -39,6 +45,12 @@ def load_tokenizer(directory: Path) -> Any:
 
     Raises:
         InputError: it has none, one that is damaged, or one that is there as code alone.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> len(tokenizer)
+        3072
     """
     if not has_tokenizer(directory):
         raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
@@ -75,9 +87,15 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
 
     Equal sizes do not show it: two vocabularies may number their tokens differently. Every id that both have must stand for the
     same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> from specjax.text import check_same_tokenizer, load_tokenizer
+        >>> target_tokenizer = load_tokenizer(embedded("target"))
+        >>> check_same_tokenizer(target_tokenizer, load_tokenizer(embedded("draft")))
     """
     ours, theirs = (tokenizer.get_vocab() for tokenizer in (target, drafter))
-    mend = "a drafter must share the target's tokenizer; take one of the target's family"
+    advice = "a drafter must share the target's tokenizer; take one of the target's family"
     here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
     for i in sorted(here.keys() | there.keys()):
         left, right = here.get(i), there.get(i)
@@ -87,13 +105,13 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
                 continue
         elif left == right:
             continue
-        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {mend}")
+        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {advice}")
     for role in ("bos_token", "eos_token"):
         left, right = getattr(target, role, None), getattr(drafter, role, None)
         if left is not None and right is not None and left != right:
             raise InputError(
                 f"tokenizers: {role} is {left!r} (id {ours.get(left)}) for the target and {right!r} (id {theirs.get(right)}) "
-                f"for the drafter: {mend}"
+                f"for the drafter: {advice}"
             )
 
 
@@ -109,6 +127,13 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
 
     Raises:
         InputError: the prompt is empty or no Unicode text, or the tokenizer has no chat template.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> tokens = specjax.text.encode(tokenizer, "import os")
+        >>> tokenizer.decode(tokens, skip_special_tokens=True)
+        'import os'
     """
     if not prompt:
         raise InputError("prompt='': empty; give at least one character")
@@ -123,6 +148,17 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
 
     Raises:
         InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> messages = [{"role": "user", "content": "Hello"}]
+        >>> specjax.text.encode_chat(tokenizer, messages)  # the embedded target is no chat model
+        Traceback (most recent call last):
+        specjax.errors.InputError: chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text
+        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        >>> tokenizer.decode(specjax.text.encode_chat(tokenizer, messages))
+        'user: Hello'
     """
     if not messages:
         raise InputError("messages=[]: empty; give at least one message")
@@ -146,7 +182,16 @@ def _check_unicode(prompt: str) -> None:
 
 
 def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded ``tokens [B, P]`` int32 and their ``lengths [B]``."""
+    """Right-padded ``tokens [B, P]`` int32 and their ``lengths [B]``.
+
+    Examples:
+        >>> tokens, lengths = specjax.text.pad([[5, 6, 7], [8]])
+        >>> tokens
+        array([[5, 6, 7],
+               [8, 0, 0]], dtype=int32)
+        >>> lengths
+        array([3, 1], dtype=int32)
+    """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), int(lengths.max(initial=0))), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -159,6 +204,12 @@ def read_prompts(argument: str, name: str) -> list[str]:
 
     Raises:
         InputError: it cannot be read, or holds none; names the ``argument`` that gave it, or the file and its line.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("prompts.jsonl").write_text('{"prompt": "one"}\\n{"text": "two"}\\n')
+        >>> specjax.text.read_prompts("prompts_file", "prompts.jsonl")
+        ['one', 'two']
     """
     path = Path(name)
     try:
@@ -180,6 +231,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
     Raises:
         InputError: a line is no JSON, or the file no UTF-8 text.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("records.jsonl").write_text('{"a": 1}\\n\\n{"a": 2}\\n')
+        >>> list(specjax.text.read_json_lines(Path("records.jsonl")))
+        [(1, {'a': 1}), (3, {'a': 2})]
     """
     for number, line in _lines(path):
         try:
@@ -233,6 +290,14 @@ class TextStream:
 
     Text is held back while it ends in an unfinished character, or in single bytes, so that the pieces joined are the whole
     text without the prompt's. Where a prompt itself ends so, what its last tokens have become belongs to the first piece.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> prompt, rest = tokenizer.encode("import os"), tokenizer.encode(", sys")
+        >>> stream = specjax.text.TextStream(tokenizer, prompt)
+        >>> "".join([stream.push([token]) for token in rest] + [stream.push([], last=True)])
+        ', sys'
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
@@ -287,6 +352,13 @@ class StopStrings:
 
     Attributes:
         found: whether one has been met. The text ends there.
+
+    Examples:
+        >>> stop = specjax.text.StopStrings(["END"])
+        >>> [stop.push(piece) for piece in ("one E", "ND two", "three")]
+        ['one ', '', '']
+        >>> stop.found
+        True
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

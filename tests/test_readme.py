@@ -1,67 +1,54 @@
-"""What the README shows, run."""
+"""What the README shows: it is short, its code runs, and what it names is there."""
 
 import re
-import shlex
-from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
-from flax import struct
+import pytest
 
-import specjax
-from specjax.cli.main import Command, find_command, parse_options
-from specjax.drafters import Draft, Drafter
-from specjax.drafts.shapes import Chain
+from tests import documents
+from tests.documents import README, ROOT
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-TEXT_EXAMPLE, EXAMPLE, DRAFTER = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+TEXT = README.read_text()
 
 
-def test_the_example_of_text_in_and_out_runs(capsys) -> None:
-    names: dict = {}
-    exec(TEXT_EXAMPLE, names)
-    out = capsys.readouterr().out
-    assert names["answer"].text
-    assert "\n\n" not in names["answer"].text
-    printed = f"{names['answer'].text}\n{names['answer'].statistics.acceptance_length}\n"
-    assert out.startswith(printed + names["answer"].text)  # and what was streamed
-    assert len(out) > len(printed) + 60
+def test_it_is_short() -> None:
+    assert len(TEXT.splitlines()) <= 250
 
 
-def test_the_python_example_runs(capsys) -> None:
-    exec(EXAMPLE, {})
-    text, acceptance_length = capsys.readouterr().out.rsplit("\n", 2)[:2]
-    assert text.startswith("class Queue:\n")
-    assert float(acceptance_length) > 1
+def test_its_first_code_is_among_its_first_lines() -> None:
+    first = min(block.line for block in documents.blocks(README, "bash", "python"))
+    assert first <= 30
 
 
-def test_the_drafter_of_the_readme_is_lossless(target) -> None:
-    names = {"struct": struct, "jnp": jnp, "Chain": Chain, "Draft": Draft, "Drafter": Drafter}
-    exec(DRAFTER, names)
-    prompts = [[1, 4, 2, 4, 2, 7], [3, 5, 0, 0, 0, 0]]
-    plain = specjax.generate(target, None, prompts, [6, 2], max_new_tokens=40)
-    drafted = specjax.generate(target, names["RepeatLast"](), prompts, [6, 2], max_new_tokens=40)
-    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+def test_its_python_runs(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert documents.run_python(README)
 
 
 def test_every_command_line_is_one_that_the_command_line_takes() -> None:
-    lines = [
-        line
-        for block in re.findall(r"```bash\n(.*?)```", README.replace("\\\n", " "), re.DOTALL)
-        for line in block.splitlines()
-    ]
-    commands = [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("python -m specjax ")]
-    assert len(commands) > 15
+    commands = documents.command_lines(README)
+    assert len(commands) >= 5
     for words in commands:
-        name, command, options = find_command(words)
-        assert isinstance(command, Command), words
-        parse_options(command.config, options, prog=name)
+        documents.check_command_line(words)
 
 
-def test_every_command_and_file_that_is_named_exists() -> None:
-    root = Path(__file__).parents[1]
-    for name in set(re.findall(r"configs/\w+\.yaml|tests/\w+\.py|docs/\w+\.png|specjax/[\w/]+\.py", README)):
-        assert (root / name).is_file(), name
-    targets = set(re.findall(r"make (?:PYTHON=\S+ )?([a-z]+)", README)) & {"demo", "test", "lint", "assets"}
-    makefile = (root / "Makefile").read_text()
-    assert all(f"\n{name}:" in makefile for name in targets)
+def test_every_link_leads_somewhere() -> None:
+    documents.check_links(README)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"(?:configs|tests|docs|specjax|benchmarks|notebooks)/[\w/.-]+\.\w+", TEXT)))
+)
+def test_every_file_that_is_named_exists(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
+def test_every_target_of_make_that_is_named_exists() -> None:
+    named = set(re.findall(r"make (?:PYTHON=\S+ )?([a-z-]+)", "\n".join(code_of(TEXT))))
+    makefile = (ROOT / "Makefile").read_text()
+    assert named
+    assert not [name for name in named if f"\n{name}:" not in makefile]
+
+
+def code_of(text: str) -> list[str]:
+    """What stands in code blocks and between backticks."""
+    return re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) + re.findall(r"`(make [^`\n]+)`", text)

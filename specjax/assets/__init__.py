@@ -1,4 +1,4 @@
-"""The checkpoints that come along: a small target, and for it a draft model, an EAGLE-3 drafter and an MTP module.
+"""The checkpoints that come with specjax: a small target, and for it a draft model, an EAGLE-3 drafter and an MTP module.
 
 Trained by ``configs/demo_target.yaml``, ``configs/demo_draft.yaml``, ``configs/eagle3_embedded.yaml`` and
 ``configs/mtp_embedded.yaml`` on the Python standard library's own source.

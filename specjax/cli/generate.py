@@ -27,7 +27,7 @@ class GenerateConfig:
     """Generate text; it is printed as it is accepted.
 
     Attributes:
-        target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
+        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
         drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers), streaming:256 or snapkv:256
             (the target with a cache of so many tokens) or prompt-lookup; or the bare directory or hub id of a checkpoint, whose
             config.json says what it is; or "none" for plain decoding.

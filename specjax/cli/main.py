@@ -64,7 +64,7 @@ COMMANDS: dict[str, Command | Group] = {
     "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
     "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True),
     "regenerate": Command(
-        "write a data set anew in the target's own words, to train a drafter on",
+        "rewrite a data set in the target's own words, to train a drafter on",
         RegenerateConfig,
         run_regenerate,
         continues=True,
@@ -79,7 +79,9 @@ COMMANDS: dict[str, Command | Group] = {
             "measure": Command("which chain or tree is fastest on this machine and your prompts", MeasureConfig, run_measure),
             "contexts": Command("what a compressed cache gains on this machine, by context", ContextsConfig, run_contexts),
             "compile": Command("compile decoding for chips that need not be here", CompileConfig, run_compile),
-            "compile-training": Command("compile a step of a training, likewise", CompileTrainingConfig, run_compile_training),
+            "compile-training": Command(
+                "compile a step of a training for chips that need not be here", CompileTrainingConfig, run_compile_training
+            ),
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""``specjax regenerate``: the answers of a data set, or the rest of its texts, written anew by the target itself.
+"""``specjax regenerate``: the answers of a data set, or the rest of its texts, rewritten by the target itself.
 
 A drafter has to guess what the target says, not what somebody else said. So it learns more from the target's own words.
 """
@@ -27,16 +27,16 @@ from specjax.training.documents import REGENERATED_FROM, Document, Message, find
 
 @dataclass(frozen=True)
 class RegenerateConfig:
-    """Write a data set anew: every answer of its conversations, turn by turn, or what follows the beginning of its texts.
+    """Rewrite a data set with the target: every answer of conversations, turn by turn, or what follows the beginnings of texts.
 
-    The same command continues a run that was interrupted, and adds what has come to the source: documents are told by their
-    content. Its options and fingerprints of the target, its tokenizer and the chat template are kept beside the output. What is
-    written depends on the batch size no more than rounding does. What leaves no room for an answer is left out, of
-    conversations the turns from there on, and the command says how many.
+    The same command continues a run that was interrupted, and adds what has come to the source: documents are recognised by
+    their content. Its options and fingerprints of the target, its tokenizer and the chat template are kept beside the output.
+    The batch size changes what is written no more than rounding does. What leaves no room for an answer is left out (of
+    conversations, the turns from there on), and the command says how many.
 
     Attributes:
         target: directory or hub id of the model that writes.
-        source: what to write anew, as ``data.source`` of a training: JSONL, Parquet, a directory, ``hf:OWNER/NAME``.
+        source: what to rewrite, as ``data.source`` of a training: JSONL, Parquet, a directory, ``hf:OWNER/NAME``.
         output: a .jsonl file; a line a document and copy, with the document's identity (``document``), the number of the copy
             (``copy``), and what both go back to (``regenerated_from``): a training holds out all copies of a document, and all
             that is written after those, or none. So also documents that are equal.
@@ -116,7 +116,7 @@ class _Copy:
     """One writing of a document.
 
     Attributes:
-        document: what is written anew.
+        document: what is rewritten.
         identity: which it is, wherever in the source it lies (`identities`).
         number: of the copy, from 0.
     """
@@ -143,7 +143,7 @@ class _Copy:
 
 
 def _usable(documents: list[Document]) -> list[Document]:
-    """The documents that can be written anew; says how many cannot."""
+    """The documents that can be rewritten; says how many cannot."""
     chats = [document.messages is not None for document in documents]
     if any(chats) and not all(chats):
         raise InputError("source: holds texts and conversations; give one kind")
@@ -151,7 +151,7 @@ def _usable(documents: list[Document]) -> list[Document]:
     if len(usable) < len(documents):
         print(f"left out, as nothing was asked before an answer: {len(documents) - len(usable)} of {len(documents)}")
     if not usable:
-        raise InputError("source: holds no document that can be written anew")
+        raise InputError("source: holds no document that can be rewritten")
     return usable
 
 
@@ -168,7 +168,7 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
     """See that ``output`` is new, or was begun with the same options, which are noted beside it in place of no other file."""
     beside = output.with_suffix(".yaml")
     if not _is_begun(output):
-        # A claim that nothing came after, be it cut short, is written anew. Any other file is somebody's own.
+        # A claim that nothing came after, be it cut short, is written again. Any other file is somebody's own.
         if beside.exists() and not _CLAIM.startswith(beside.read_text(errors="replace")[: len(_CLAIM)]):
             raise InputError(
                 f"output={config.output!r}: {beside.name}, where its options would be kept, is another file: choose another one"

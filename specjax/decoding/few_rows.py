@@ -1,9 +1,9 @@
 """How a CPU multiplies the few rows of a decoding step.
 
 A pass over a draft multiplies a few rows by every weight, ``[rows, in]`` by ``[in, out]``. XLA's CPU backend has two libraries
-for that. YNNPACK, which it prefers, lays the weights out anew in every call, and with AVX-512 that pays as often as not.
+for that. YNNPACK, which it prefers, rearranges the weights in every call, and with AVX-512 that is sometimes the faster way.
 Without AVX-512, 4 to 48 rows take Eigen two thirds of YNNPACK's time; 2 rows, or more than 64, take it longer
-(benchmarks/README.md has the table). One row takes neither: XLA has code of its own.
+(docs/results/history.md has the table). One row takes neither: XLA has code of its own.
 
 So where a CPU lacks AVX-512, programs over so many rows are compiled without YNNPACK, and no others: each program gets what
 suits its arguments. The choice follows from the CPU's flags and not from a clock, so that one process repeats what another

@@ -31,6 +31,13 @@ class Result:
         tokens: ``[B, P + max_new_tokens]`` each row's prompt, then its output; what lies beyond ``lengths`` is filler.
         lengths: ``[B]`` prompt tokens plus emitted tokens. An end-of-sequence token counts as emitted.
         stats: see `Stats`.
+
+    Examples:
+        >>> result = specjax.generate(target, None, prompts, max_new_tokens=8)
+        >>> result.tokens.shape, result.lengths.tolist()
+        ((2, 14), [14, 14])
+        >>> result.stats.steps.tolist()  # plain decoding: a step for each token
+        [8, 8]
     """
 
     tokens: np.ndarray
@@ -68,6 +75,20 @@ def generate(
 
     Raises:
         InputError: an argument is out of its range; names it, its value and what it must be.
+
+    Examples:
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
+        >>> sampling = specjax.Sampling(temperature=0.8, top_p=0.95)
+        >>> key = jax.random.key(1)
+        >>> result = specjax.generate(
+        ...     target, drafter, prompts, max_new_tokens=8, sampling=sampling, key=key
+        ... )
+        >>> specjax.generate(target, drafter, [[99]])
+        Traceback (most recent call last):
+        specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; is it the target's tokenizer?
     """
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
     drafter, state = start(target, drafter, tokens, lengths, options)
@@ -91,6 +112,12 @@ def stream(
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
 
     Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
+
+    Examples:
+        >>> for result in specjax.stream(target, None, prompts, max_new_tokens=8, steps=4):
+        ...     print(result.lengths.tolist())
+        [10, 10]
+        [14, 14]
     """
     if steps < 1:
         raise InputError(f"steps={steps}: must be at least 1")
@@ -133,6 +160,14 @@ def start(
 
     Raises:
         InputError: as `generate`.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> options = decoding.GenerationOptions(max_new_tokens=8)
+        >>> drafter, state = decoding.start(target, drafter, prompts, options=options)
+        >>> state.lengths.tolist(), state.limits.tolist()
+        ([6, 6], [14, 14])
     """
     config = target.config
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
@@ -169,7 +204,13 @@ def start(
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:
-    """The longest text, in tokens, that both can hold."""
+    """The longest text, in tokens, that both can hold.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> decoding.most_positions(target, specjax.PromptLookup())
+        2048
+    """
     own = drafter.max_positions
     return target.config.max_positions if own is None else min(own, target.config.max_positions)
 

@@ -26,13 +26,29 @@ from specjax.sampling import position_keys, split_keys
 
 
 def step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-    """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done."""
+    """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
+        >>> state, info = jax.jit(decoding.step)(target, drafter, state)
+        >>> np.array_equal(state.lengths, 6 + info.emitted)
+        True
+    """
     draft, state = propose_step(target, drafter, state)
     return advance(target, drafter, state, draft)
 
 
 def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
-    """Draft below every row's root. The state is for `advance`, which ends the step."""
+    """Draft below every row's root. The state is for `advance`, which ends the step.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
+        >>> draft, state = decoding.propose_step(target, drafter, state)
+        >>> draft.tokens[1].tolist()  # the root, 1, and what followed "3 5 1" before
+        [1, 3, 5]
+    """
     _, draft_keys, _ = _keys_of_step(state, drafter.draft_shape.depth)
     reads = drafter.reads(target.config)
     given = {"cache": state.cache.of_layers(reads)} if reads else {}
@@ -57,7 +73,7 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
 
     Not coupled, the row's key is split into three and nothing is shared::
 
-        the state's next key    a              split anew in the next step
+        the state's next key    a              split again in the next step
         the drafter's           b split in 2   first and second level
         verification's          c              one key, which the rule splits: some judge drafted tokens, one draws the last
 
@@ -85,6 +101,19 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
     Raises:
         InputError: the draft is deeper than those that the state was started for: the statistics have no room. Or it is a tree,
             and the state's rule verifies chains.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> from specjax.drafters import Draft
+        >>> options = decoding.GenerationOptions(max_new_tokens=8)
+        >>> drafter, state = decoding.start(
+        ...     target, specjax.PromptLookup(draft=2), prompts, options=options
+        ... )
+        >>> said = jnp.asarray(plain.tokens[:, 6:8])  # from elsewhere: what plain decoding says
+        >>> draft = Draft.chain(state.roots, said)
+        >>> state, info = decoding.advance(target, drafter, state, draft)
+        >>> info.emitted.tolist()  # both tokens are accepted, and the target adds one
+        [3, 3]
     """
     if state.sampling.rule in CHAIN_RULES and not draft.is_chain:
         raise InputError(
@@ -93,8 +122,8 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         )
     room = state.stats.depth
     if draft.depth > room:
-        mend = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
-        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{mend}")
+        advice = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
+        raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{advice}")
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys)
     accepted = scored.verdict.count - 1
@@ -213,13 +242,31 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
-    """How many nodes the target reads in one pass, of all rows of the batch together."""
+    """How many nodes the target reads in one pass, of all rows of the batch together.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
+        >>> decoding.rows_of_pass(drafter, state)  # 2 rows of 3 nodes
+        6
+    """
     return state.lengths.shape[0] * drafter.draft_shape.nodes
 
 
 @by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
 def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array | int) -> DecodeState:
-    """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated."""
+    """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> options = decoding.GenerationOptions(max_new_tokens=8)
+        >>> drafter, state = decoding.start(
+        ...     target, specjax.PromptLookup(draft=2), prompts, options=options
+        ... )
+        >>> state = decoding.decode(target, drafter, state, max_steps=100)
+        >>> state.done.tolist(), state.lengths.tolist()
+        ([True, True], [14, 14])
+    """
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         steps, state = carry

@@ -29,6 +29,12 @@ class GenerationOptions:
             the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
             "block" and "rejection" are for chains alone.
+
+    Examples:
+        >>> from specjax.decoding import GenerationOptions
+        >>> options = GenerationOptions(max_new_tokens=(4, 8), eos_token_ids=(2,))
+        >>> options.check(target.config, batch=2).limits.tolist()
+        [4, 8]
     """
 
     max_new_tokens: Any = 64
@@ -94,7 +100,12 @@ def default_rule(draft: DraftShape) -> Rule:
     """The rule by which drafts of this shape are accepted most often.
 
     Trees whose children are chosen gain from coupled sampling. Chains lose, for block verification looks beyond what it
-    accepts. Drawn siblings come out even. The README, "Chains and trees", has the figures of ``benchmarks.acceptance``.
+    accepts. Drawn siblings come out even. docs/results/trees.md has the figures of ``benchmarks.acceptance``.
+
+    Examples:
+        >>> from specjax.decoding.options import default_rule
+        >>> default_rule(specjax.DynamicTree()), default_rule(specjax.Chain(4))
+        ('coupled', 'independent')
     """
     return "coupled" if isinstance(draft, StaticTree | DynamicTree) else "independent"
 

@@ -32,6 +32,12 @@ class DecodeState:
         cache: the target's; it holds ``lengths - 1`` tokens, all but the root.
         drafter: the drafter's own state.
         stats: so far.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
+        >>> state.roots.tolist()  # the last tokens of the prompts
+        [7, 1]
     """
 
     tokens: jax.Array
@@ -68,7 +74,24 @@ def prefill(
     *,
     capacity: int,
 ) -> DecodeState:
-    """Read the prompts ``tokens [B, P]`` and make the state that `decode` continues. See `DecodeState` for the shapes."""
+    """Read the prompts ``tokens [B, P]`` and make the state that `decode` continues. See `DecodeState` for the shapes.
+
+    Examples:
+        >>> from specjax.decoding import prefill
+        >>> state = prefill(
+        ...     target,
+        ...     specjax.PromptLookup(draft=2),
+        ...     jnp.asarray(prompts),
+        ...     lengths=jnp.array([6, 6]),
+        ...     limits=jnp.array([14, 14]),
+        ...     keys=jax.random.split(jax.random.key(0)),
+        ...     eos=jnp.full((2, 1), -1),  # no token ends a row
+        ...     sampling=specjax.Sampling(temperature=0.0).rows(2),
+        ...     capacity=24,
+        ... )
+        >>> state.tokens.shape, state.cache.length.tolist()
+        ((2, 24), [5, 5])
+    """
     batch, width = tokens.shape
     cache, drafter_state = read_prompts(target, drafter, tokens, lengths, capacity)
     state = DecodeState(
@@ -149,6 +172,21 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
 
     Raises:
         InputError: the two do not fit together.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> options = decoding.GenerationOptions(max_new_tokens=8)
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> drafter, state = decoding.start(
+        ...     target, drafter, prompts, options=options, capacity=24
+        ... )
+        >>> state = decoding.decode(target, drafter, state, max_steps=100)
+        >>> _, request = decoding.start(
+        ...     target, drafter, prompts[:1], options=options, capacity=24
+        ... )
+        >>> state = decoding.insert(state, request, row=1)
+        >>> state.done.tolist(), state.lengths.tolist()
+        ([True, False], [14, 6])
     """
     batch, ends = state.eos.shape
     if not 0 <= row < batch:

@@ -19,6 +19,12 @@ class Stats:
         drafted_at: ``[B, D]`` steps in which a token, or several, were drafted at that depth.
         accepted_at: ``[B, D]`` steps in which one of those was emitted.
         histogram: ``[B, D+2]`` steps by their number of emitted tokens, 0 to D+1: the histogram of acceptance length.
+
+    Examples:
+        >>> plain.stats.steps.tolist(), plain.stats.drafted.tolist()
+        ([8, 8], [0, 0])
+        >>> plain.stats.histogram.tolist()  # every step emitted one token
+        [[0, 8], [0, 8]]
     """
 
     steps: jax.Array
@@ -70,6 +76,13 @@ class StepInfo:
         scored: ``[B]`` nodes that the target's pass was wide.
         draft: what was proposed, a `specjax.drafters.Draft`.
         path: ``[B, D+1]`` the nodes that were accepted of it, the root first; the first ``emitted`` of them.
+
+    Examples:
+        >>> from specjax import decoding
+        >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
+        >>> _, info = jax.jit(decoding.step)(target, drafter, state)
+        >>> np.array_equal(info.emitted, info.accepted + 1)  # the accepted tokens and the bonus
+        True
     """
 
     active: jax.Array

@@ -30,6 +30,25 @@ class Committed:
         entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part.
         count: ``[B]`` how many of them count.
         cache: the target's, in which they are the newest ``count`` entries. To be read, not kept.
+
+    Examples:
+        >>> from specjax.drafters.base import Committed
+        >>> output, entries = target.score(prompts)
+        >>> count = jnp.array([6, 2])
+        >>> cache = target.new_cache(batch=2, capacity=16).append(
+        ...     entries, count, after=output.hidden
+        ... )
+        >>> committed = Committed(
+        ...     tokens=jnp.asarray(prompts),
+        ...     following=jnp.roll(jnp.asarray(prompts), -1, axis=1),
+        ...     output=output.states,
+        ...     entries=entries,
+        ...     count=count,
+        ...     cache=cache,
+        ... )
+        >>> newest = committed.newest(output.hidden, before=jnp.zeros((2, 16)))
+        >>> np.array_equal(newest[1], output.hidden[1, 1])
+        True
     """
 
     tokens: jax.Array
@@ -48,7 +67,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class DraftingReads:
-    """Arrays that drafting must read, in any pytrees: what a step of decoding costs at least is reckoned from them.
+    """Arrays that drafting must read, in any pytrees: what a step of decoding costs at least is computed from them.
 
     Attributes:
         level: in every level of a draft.
@@ -70,6 +89,23 @@ class Drafter(Generic[State]):
     Attributes:
         draft: the shape of its drafts; ``draft=4`` is a chain of 4. Read it as `draft_shape`.
         grows_trees: whether it drafts any shape of `specjax.drafts.shapes`, and not chains alone.
+
+    Examples:
+        >>> from flax import struct
+        >>> from specjax.drafters import Draft, Drafter
+        >>> @struct.dataclass
+        ... class RepeatLast(Drafter):
+        ...     draft: specjax.Chain = struct.field(
+        ...         pytree_node=False, default=specjax.Chain(3)
+        ...     )
+        ...
+        ...     def propose(self, target, state, root, sampling, keys, active):
+        ...         drafted = jnp.repeat(root[:, None], self.draft_shape.depth, axis=1)
+        ...         return Draft.chain(root, drafted), state
+        >>> drafter = RepeatLast()
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     draft: DraftShape | int
@@ -200,7 +236,14 @@ def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: 
 
 @struct.dataclass
 class NoDraft(Drafter[tuple[()]]):
-    """Plain autoregressive decoding: a tree that is a root and nothing else."""
+    """Plain autoregressive decoding: a tree that is a root and nothing else.
+
+    Examples:
+        >>> from specjax.drafters import NoDraft
+        >>> result = specjax.generate(target, NoDraft(), prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # what ``drafter=None`` means
+        True
+    """
 
     @property
     def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]

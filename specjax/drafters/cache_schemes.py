@@ -11,6 +11,11 @@ class Streaming:
 
     Attributes:
         sinks: the first tokens, to which attention goes that has nowhere else to go.
+
+    Examples:
+        >>> drafter = specjax.CompressedCache(budget=8, scheme=specjax.Streaming(sinks=2))
+        >>> drafter.scheme.kept(drafter.budget)  # the others hold the newest tokens
+        2
     """
 
     sinks: int = 4
@@ -34,6 +39,11 @@ class SnapKV:
     Attributes:
         window: the prompt's last tokens, whose attention counts; and how many of the newest tokens are kept.
         pool: tokens, odd, over which attention is averaged before the choice, so that neighbours are kept together.
+
+    Examples:
+        >>> drafter = specjax.CompressedCache(budget=8, scheme=specjax.SnapKV(window=3))
+        >>> drafter.scheme.kept(drafter.budget)  # chosen from the prompt
+        5
     """
 
     window: int = 32
@@ -52,4 +62,9 @@ class SnapKV:
 
 
 Scheme = Streaming | SnapKV
-"""Which tokens a compressed cache keeps."""
+"""Which tokens a compressed cache keeps.
+
+Examples:
+    >>> isinstance(specjax.SnapKV(), specjax.drafters.Scheme)
+    True
+"""

@@ -39,6 +39,12 @@ class CompressedCache(Drafter[RingCache]):
         budget: slots of a row in each layer.
         scheme: which tokens have them: `Streaming` or `SnapKV`.
         draft: the shape of its drafts, any of `specjax.drafts.shapes`.
+
+    Examples:
+        >>> drafter = specjax.CompressedCache(budget=8, draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     budget: int = struct.field(pytree_node=False, default=256)

@@ -27,7 +27,16 @@ MOST_PADDING = 1024
 
 
 def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
-    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer."""
+    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.drafters import check_vocabulary
+        >>> check_vocabulary(replace(config, vocab_size=24), config)  # padded: fits
+        >>> check_vocabulary(replace(config, vocab_size=32_000), config)
+        Traceback (most recent call last):
+        specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16: ...
+    """
     if abs(own.vocab_size - target.vocab_size) >= MOST_PADDING:
         raise InputError(
             f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
@@ -76,6 +85,17 @@ class DraftModel(Drafter[DraftModelState]):
         cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all (MagicDec's second setting). By
             default all of it.
         budget: with ``cache``, slots of a row in each layer.
+
+    Examples:
+        >>> drafter = specjax.DraftModel.init(
+        ...     target, jax.random.key(1), draft=2, num_layers=1
+        ... )
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
+        >>> drafter = specjax.DraftModel.from_pretrained("embedded:draft")
+        >>> drafter.model.config.num_layers
+        2
     """
 
     model: Target

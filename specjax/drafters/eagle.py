@@ -55,6 +55,12 @@ class Eagle(FeatureDrafter):
         config: its configuration.
         draft: the shape of its drafts; a `DynamicTree` makes it EAGLE-2.
         mesh: where the params live.
+
+    Examples:
+        >>> drafter = specjax.Eagle.init(target, jax.random.key(1), draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     params: Params

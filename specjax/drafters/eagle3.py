@@ -49,6 +49,15 @@ class Eagle3(FeatureDrafter):
         config: its configuration.
         draft: the shape of its drafts.
         mesh: where the params live.
+
+    Examples:
+        >>> drafter = specjax.Eagle3.init(target, jax.random.key(1), draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
+        >>> drafter = specjax.Eagle3.from_pretrained("embedded:eagle3", draft="chain:5")
+        >>> drafter.config.taps
+        (2, 6, 9)
     """
 
     params: Params

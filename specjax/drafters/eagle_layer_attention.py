@@ -36,6 +36,12 @@ class EagleWithLayerAttention(Eagle):
     """`Eagle` whose feature is a summary of what all of the target's layers remember of a token, and not the last hidden state.
 
     Checkpoints are as EAGLE's, with the field ``layer_self_attention`` in config.json.
+
+    Examples:
+        >>> drafter = specjax.EagleWithLayerAttention.init(target, jax.random.key(1), draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     config: EagleLayerAttentionConfig = struct.field(pytree_node=False)

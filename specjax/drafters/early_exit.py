@@ -29,6 +29,12 @@ class EarlyExit(Drafter[tuple[()]]):
     Attributes:
         layers: at least 1 and fewer than the target has.
         draft: the shape of its drafts, any of `specjax.drafts.shapes`.
+
+    Examples:
+        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     layers: int = struct.field(pytree_node=False)

@@ -1,4 +1,4 @@
-"""Drafting from what the target thinks: what EAGLE-1, EAGLE-2, HASS, EAGLE-3 and multi-token prediction have in common.
+"""Drafting from the target's hidden states: what EAGLE-1, EAGLE-2, HASS, EAGLE-3 and multi-token prediction have in common.
 
 Such a drafter reads *pairs*. The pair of position t is a *feature*, made from the target's hidden states at t, and the token
 after it, t + 1. From the pairs up to t it predicts token t + 2. While it drafts, the target has not read the newest tokens, and

@@ -60,6 +60,14 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         config: its configuration.
         draft: the shape of its drafts.
         mesh: where the params live.
+
+    Examples:
+        >>> drafter = specjax.MixtureOfAttentions.init(
+        ...     target, jax.random.key(1), draft=2, tli=1
+        ... )
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     params: Params
@@ -83,7 +91,7 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         mesh: Mesh | None = None,
         tli: int | None = None,
     ) -> Self:
-        """Load a checkpoint of our own or of the authors; told by its config.json.
+        """Load a checkpoint of our own or of the authors, recognised by its config.json.
 
         Args:
             path: directory, or hub id, with config.json and safetensors.

@@ -37,6 +37,12 @@ class PromptLookup(Drafter[PromptLookupState]):
     Attributes:
         max_ngram: longest suffix to look for.
         draft: a `Chain`; how many tokens to copy.
+
+    Examples:
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
     """
 
     max_ngram: int = struct.field(pytree_node=False, default=3)

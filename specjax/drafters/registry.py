@@ -166,6 +166,14 @@ def load_drafter(
 
     Raises:
         InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
+
+    Examples:
+        >>> from specjax.drafters.registry import load_drafter
+        >>> load_drafter("early-exit:1", draft="chain:2", target=config)
+        EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))
+        >>> load_drafter("eagle4", draft=None, target=config)
+        Traceback (most recent call last):
+        specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
     """
     method, where = resolve(name)
     if tokenizer is not None and method.recognises is not None:

@@ -92,6 +92,13 @@ class TrainedDrafter(Drafter[State]):
         title: what a checkpoint is, in errors: "an EAGLE drafter".
         layouts: the names of the ways in which its checkpoints are written. `save_pretrained` writes the first, unless told
             otherwise; all of them are read.
+
+    Examples:
+        >>> drafter = specjax.Medusa.init(target, jax.random.key(1), heads=2, draft=2)
+        >>> drafter.save_pretrained("medusa")
+        >>> read = specjax.Medusa.from_pretrained("medusa", draft=2)
+        >>> jax.tree.all(jax.tree.map(np.array_equal, read, drafter))
+        True
     """
 
     params: Params
@@ -199,7 +206,7 @@ class TrainedDrafter(Drafter[State]):
         mesh: Mesh | None = None,
         **options: Any,
     ) -> Self:
-        """Load a checkpoint, in any of its layouts; told by what is in it.
+        """Load a checkpoint, in any of its layouts, recognised by what is in it.
 
         Args:
             path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.

@@ -27,6 +27,18 @@ class Draft:
             None is all. A node that is not valid is never accepted, nor is anything below it, nor, where tokens were drawn,
             a later sibling.
         levels: static, the depth of the deepest node of a ``grown`` tree.
+
+    Examples:
+        >>> from specjax.drafters import Draft
+        >>> tokens = jnp.array([[7, 2, 5, 3]])  # one row: the root 7, below it 2 and 5, below 2 a 3
+        >>> draft = Draft.of_tree(tokens, np.array([-1, 0, 0, 1]))
+        >>> draft.depth, draft.is_chain, draft.depths.tolist()
+        (2, False, [0, 1, 1, 2])
+        >>> draft.mask[0].astype(int)  # which nodes (columns) each node (row) sees
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 0, 1, 0],
+               [1, 1, 0, 1]])
     """
 
     tokens: jax.Array
@@ -128,6 +140,15 @@ class Verdict:
         count: ``[B]`` int32 nodes on that path, the root included. One node, one emitted token: the accepted drafts and then
             ``token``, so this is also the number of tokens emitted. 0 where the row has finished and emits nothing.
         token: ``[B]`` int32, the last emitted token: the bonus that the target adds after the accepted path.
+
+    Examples:
+        >>> from specjax.drafters import Draft, Verdict
+        >>> draft = Draft.of_tree(jnp.array([[7, 2, 5, 3]]), np.array([-1, 0, 0, 1]))
+        >>> verdict = Verdict(  # 5, which is node 2, is accepted; the target adds 9
+        ...     path=jnp.array([[0, 2, 0]]), count=jnp.array([2]), token=jnp.array([9])
+        ... )
+        >>> verdict.emitted(draft)[0, :2].tolist()
+        [5, 9]
     """
 
     path: jax.Array

@@ -13,6 +13,16 @@ def parse_shape(name: str) -> DraftShape:
 
     Raises:
         InputError: there is none of that name, or its numbers do not make one.
+
+    Examples:
+        >>> from specjax.drafts.names import parse_shape
+        >>> parse_shape("dynamic:10,7,60")
+        DynamicTree(top_k=10, depth=7, nodes=60)
+        >>> parse_shape("sampled:3,2,1").nodes
+        16
+        >>> parse_shape("chain:0")
+        Traceback (most recent call last):
+        specjax.errors.InputError: draft=Chain(length=0): a draft has at least 1 token; for none, use drafter=None
     """
     kind, _, rest = name.partition(":")
     words = rest.split(",") if rest else []
@@ -43,8 +53,9 @@ def as_shape(draft: DraftShape | int | str) -> DraftShape:
     Raises:
         InputError: it is none of these.
 
-    Example:
-        >>> as_shape(4) == as_shape("chain:4") == Chain(4)
+    Examples:
+        >>> from specjax.drafts.names import as_shape
+        >>> as_shape(4) == as_shape("chain:4") == specjax.Chain(4)
         True
     """
     if isinstance(draft, DraftShape):

@@ -101,13 +101,18 @@ def template_of(choices: Choices) -> Template:
 
 
 class DraftShape:
-    """The shape of a draft: how large it is, as the drafter that grows it and the target that verifies it must know.
+    """The shape of a draft: how large it is, as the drafter that drafts it and the target that verifies it must know.
 
     Attributes:
         depth: most drafted tokens that one step can accept, D.
         nodes: nodes of the tree, the root included, N.
         branching: most children of a node: the ranks of the drafter's distribution that are drafted from.
         width: most nodes that the drafter reads in one pass.
+
+    Examples:
+        >>> shape = specjax.StaticTree(((0,), (1,), (0, 0)))
+        >>> shape.depth, shape.nodes, shape.branching, shape.width
+        (2, 4, 2, 1)
     """
 
     depth: int
@@ -165,6 +170,12 @@ class Chain(FixedShape):
 
     Raises:
         InputError: ``length`` is below 1, or ``stop_below`` outside [0, 1].
+
+    Examples:
+        >>> print(specjax.Chain(4))
+        chain of 4
+        >>> print(specjax.Chain(12, stop_below=0.4))
+        chain of 12, ending below 0.4
     """
 
     length: int
@@ -199,6 +210,13 @@ class StaticTree(FixedShape):
 
     Raises:
         InputError: a path is empty, occurs twice, stands before its parent or has none, or has a negative rank.
+
+    Examples:
+        >>> print(specjax.StaticTree(((0,), (1,), (0, 0))))
+        static tree, 4 nodes, 2 deep
+        >>> specjax.StaticTree(((0, 0),))
+        Traceback (most recent call last):
+        specjax.errors.InputError: draft=StaticTree: (0, 0) is there without its parent (0,); list parents before children
     """
 
     choices: Choices
@@ -234,6 +252,10 @@ class SampledTree(FixedShape):
 
     Raises:
         InputError: there is no width, or one is below 1.
+
+    Examples:
+        >>> print(specjax.SampledTree((3, 2, 1)))  # 3 children of the root, 2 of each of those, 1 of each of those
+        sampled tree, 16 nodes, 3 deep
     """
 
     widths: tuple[int, ...]
@@ -246,7 +268,7 @@ class SampledTree(FixedShape):
 
 @dataclass(frozen=True)
 class DynamicTree(DraftShape):
-    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), grown where the drafter is confident. Children are chosen, not drawn.
+    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858), deeper where the drafter is confident. Children are chosen, not drawn.
 
     A token that the drafter offers as a child is a candidate; it scores the product of the drafter's probabilities along its
     path. (With coupled sampling, of its probabilities given the random numbers.) Of every level's candidates the ``top_k`` best
@@ -255,11 +277,15 @@ class DynamicTree(DraftShape):
 
     Attributes:
         top_k: children of a node, and nodes read a level.
-        depth: levels.
+        depth: levels below the root, as SGLang's ``num_steps``. EAGLE's own code counts one less: its ``depth=7`` is 8 here.
         nodes: of the draft, the root included.
 
     Raises:
         InputError: a number is below 1, or ``nodes`` is more than is offered, or too few for one path.
+
+    Examples:
+        >>> print(specjax.DynamicTree(top_k=10, depth=7, nodes=60))
+        dynamic tree, 60 nodes, 7 deep
     """
 
     _kind = "dynamic tree"
@@ -309,6 +335,10 @@ def complete_tree(widths: tuple[int, ...]) -> Choices:
 
     Raises:
         InputError: there is no width, or one below 1.
+
+    Examples:
+        >>> specjax.complete_tree((2, 1))
+        ((0,), (1,), (0, 0), (1, 0))
     """
     if not widths or any(width < 1 or width != int(width) for width in widths):
         raise InputError(f"widths={widths}: give the number of children at each depth, each a whole number of at least 1")

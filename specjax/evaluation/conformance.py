@@ -39,6 +39,10 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) ->
     """All checks that any target allows.
 
     They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows` and `check_coupled`.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check(target, specjax.PromptLookup(draft=2), new_tokens=8)
     """
     check_contract(target, drafter)
     check_one_trace(target, drafter)
@@ -48,7 +52,12 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) ->
 
 
 def check_contract(target: Target, drafter: Drafter) -> None:
-    """Drafts are what `Draft` says, of the drafter's shape, and a step leaves the shapes of the state as they were."""
+    """Drafts are what `Draft` says, of the drafter's shape, and a step leaves the shapes of the state as they were.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_contract(target, specjax.PromptLookup(draft=2))
+    """
     _check_step(target, drafter, Sampling(temperature=0.0))
     _check_step(target, drafter, _MIXED)
 
@@ -98,7 +107,12 @@ def _check_draft(draft: Draft, drafter: Drafter, vocab: int, root: np.ndarray) -
 
 
 def check_one_trace(target: Target, drafter: Drafter) -> None:
-    """A step is traced once: neither another prompt nor what a step makes of its state causes a second compilation."""
+    """A step is traced once: neither another prompt nor what a step makes of its state causes a second compilation.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_one_trace(target, specjax.PromptLookup(draft=2))
+    """
     traces: list[None] = []
 
     @jax.jit
@@ -114,7 +128,12 @@ def check_one_trace(target: Target, drafter: Drafter) -> None:
 
 
 def check_greedy(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """At temperature 0 the tokens are those of plain decoding."""
+    """At temperature 0 the tokens are those of plain decoding.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_greedy(target, specjax.PromptLookup(draft=2), new_tokens=8)
+    """
     prompts = _prompts(target)
     plain, drafted = (
         decoding.generate(target, with_drafter, prompts, _LENGTHS, max_new_tokens=new_tokens)
@@ -128,6 +147,10 @@ def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKEN
     """A row's tokens and statistics are the same at another place of a batch, among rows of other prompts and settings.
 
     A greedy row is compared with itself among other greedy rows.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_rows(target, specjax.PromptLookup(draft=2), new_tokens=8)
     """
     prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), 4)
     run = partial(decoding.generate, target, drafter, max_new_tokens=new_tokens, rule="independent")
@@ -140,7 +163,12 @@ def check_rows(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKEN
 
 
 def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """With coupled sampling the text is plain decoding's: see `specjax.sampling.Rule`."""
+    """With coupled sampling the text is plain decoding's: see `specjax.sampling.Rule`.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_coupled(target, specjax.PromptLookup(draft=2), new_tokens=8)
+    """
     run = partial(decoding.generate, target, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
     prompts, keys = _prompts(target), jax.random.split(jax.random.key(3), len(_LENGTHS))
     plain, drafted = (_outputs(run(each, prompts, _LENGTHS, key=keys)) for each in (None, drafter))
@@ -181,6 +209,13 @@ def check_distribution(
     A right drafter fails with probability ``false_alarm`` for each setting, over all random keys. The default rule judges drawn
     tokens by the drafter's own q, so that a wrong q shows. Coupled sampling never reads q: it would say nothing about the
     drafter.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax import conformance
+        >>> tiny = specjax.Target.init(replace(config, vocab_size=3), jax.random.key(0))
+        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> conformance.check_distribution(tiny, drafter, draws=2_000)
     """
     for sampling, p_value in zip(settings, p_values(target, drafter, settings, rule=rule, draws=draws), strict=True):
         assert p_value >= false_alarm, (
@@ -204,8 +239,17 @@ def p_values(
 
     Raises:
         InputError: the target's vocabulary is too large to enumerate.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax import conformance
+        >>> tiny = specjax.Target.init(replace(config, vocab_size=3), jax.random.key(0))
+        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> values = conformance.p_values(tiny, drafter, draws=2_000)
+        >>> min(values) > 1e-9
+        True
     """
-    vocab, rows = target.config.vocab_size, 50_000 // len(settings) * len(settings)
+    vocab, rows = target.config.vocab_size, min(50_000 // len(settings), draws) * len(settings)
     if vocab**horizon > 10_000:
         raise InputError(
             f"target has {vocab} tokens: {vocab}^{horizon} continuations are too many to enumerate; take a tiny one"
@@ -232,7 +276,18 @@ def p_values(
 
 
 def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Sampling) -> np.ndarray:
-    """``[V ** horizon]`` the target's distribution of the tokens after ``prompt``, by running it on every continuation."""
+    """``[V ** horizon]`` the target's distribution of the tokens after ``prompt``, by running it on every continuation.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax import conformance
+        >>> tiny = specjax.Target.init(replace(config, vocab_size=3), jax.random.key(0))
+        >>> joint = conformance.exact_joint(
+        ...     tiny, np.array([1, 0, 0, 1]), horizon=3, sampling=specjax.Sampling()
+        ... )
+        >>> joint.shape, round(joint.sum(), 6)
+        ((27,), np.float64(1.0))
+    """
     vocab = target.config.vocab_size
     tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
     tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
@@ -254,6 +309,15 @@ def g_test(counts: np.ndarray, exact: np.ndarray) -> float:
     Args:
         counts: ``[n]`` how often each outcome came.
         exact: ``[n]`` their probabilities.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> fair, biased = np.array([5020, 4980]), np.array([5300, 4700])
+        >>> half = np.array([0.5, 0.5])
+        >>> round(conformance.g_test(fair, half), 2)
+        0.69
+        >>> conformance.g_test(biased, half) < 1e-8
+        True
     """
     if np.any(counts[exact == 0]):
         return 0.0

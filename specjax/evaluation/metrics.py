@@ -15,6 +15,12 @@ def overlap(p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]) -> Float[A
     """beta = sum_x min(p(x), q(x)): the chance that rejection sampling accepts a token drawn from q; 1 - their total variation.
 
     Leviathan et al. 2023, arXiv 2211.17192, Theorem 3.5 and Lemma 3.3.
+
+    Examples:
+        >>> from specjax.evaluation.metrics import overlap
+        >>> p, q = jnp.array([0.6, 0.4]), jnp.array([0.5, 0.5])
+        >>> round(float(overlap(p, q)), 4)
+        0.9
     """
     return jnp.sum(jnp.minimum(p, q), axis=-1)
 
@@ -33,6 +39,12 @@ class Acceptance:
         acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
         by_position: for each depth, the share of the steps that drafted there in which a token of it was emitted.
         histogram: number of steps by emitted tokens, from 0 to D + 1.
+
+    Examples:
+        >>> from specjax.evaluation.metrics import summarise
+        >>> of_plain = summarise(plain.stats)
+        >>> of_plain.acceptance_length, of_plain.acceptance_rate  # nothing was drafted
+        (1.0, None)
     """
 
     steps: int
@@ -47,7 +59,17 @@ class Acceptance:
 
 
 def summarise(stats: Stats, row: int | None = None) -> Acceptance:
-    """The statistics of one row, or of all rows together: totals first, then ratios of totals."""
+    """The statistics of one row, or of all rows together: totals first, then ratios of totals.
+
+    Examples:
+        >>> from specjax.evaluation.metrics import summarise
+        >>> result = specjax.generate(
+        ...     target, specjax.PromptLookup(draft=2), prompts, max_new_tokens=8
+        ... )
+        >>> all_rows, first = summarise(result.stats), summarise(result.stats, row=0)
+        >>> all_rows.emitted, first.emitted
+        (16, 8)
+    """
     chosen = slice(None) if row is None else slice(row, row + 1)
     total = {field: np.asarray(getattr(stats, field))[chosen].sum(axis=0) for field in stats.__dataclass_fields__}
     emitted = int(total["histogram"] @ np.arange(len(total["histogram"])))

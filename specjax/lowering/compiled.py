@@ -82,7 +82,7 @@ class Compiled:
         turns: the step's, and its inner loops'.
         cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or a few
             more.
-        largest: bytes of the largest array that an operation of a step writes anew to main memory.
+        largest: bytes of the largest array that an operation of a step writes to main memory.
         text: as the compiler prints it.
     """
 

@@ -1,4 +1,4 @@
-"""What a compiler made of a program, read from its text: what moves, what is exchanged, how long the compiler thinks it takes.
+"""What a compiler made of a program, read from its text: bytes moved, bytes exchanged, and the compiler's estimate of time.
 
 XLA prints a compiled program as computations, lists of operations that run one after another. Loops and conditionals name the
 computations that they run; a fusion names one, too, but is one operation: what happens inside it stays on the chip.
@@ -194,7 +194,7 @@ class Program:
         ]
 
     def _is_copy(self, operation: Operation) -> bool:
-        """Whether it only lays out anew what it is given; a prefetch is one, too."""
+        """Whether it only rearranges what it is given; a prefetch is one, too."""
         if operation.kind == "fusion":
             (inside,) = operation.computations("calls")
             return {inner.kind for inner in self.computations[inside].values()} <= _LAID_ANEW

@@ -16,6 +16,12 @@ class Rope:
 
     Attributes follow Hugging Face's ``rope_parameters``. Which of them are read depends on ``kind``:
     linear reads ``factor``; llama3 the two ``*_freq_factor`` and ``original_max_positions``; yarn all the others.
+
+    Examples:
+        >>> from specjax.models.config import Rope
+        >>> rope = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=8192)
+        >>> rope.low_freq_factor, rope.high_freq_factor
+        (1.0, 4.0)
     """
 
     theta: float = 10000.0
@@ -44,6 +50,13 @@ class MLA:
         v_head_dim: of a head's value.
         q_lora_rank: the queries are made from a vector of so many numbers; None: straight from the state.
         rope_interleaved: rotated pairs are neighbours, ``(x_0, x_1)``, not halves of a head, ``(x_0, x_{d/2})``.
+
+    Examples:
+        >>> from specjax.models.config import MLA
+        >>> MLA(
+        ...     kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ... ).qk_head_dim
+        192
     """
 
     kv_lora_rank: int
@@ -82,6 +95,15 @@ class MoE:
         corrected: a bias of each expert is added to its score for the choice, and not for the weight (DeepSeek-V3's
             balancing without a loss).
         dense_layers: the layers that have an ordinary MLP and no experts, in ascending order.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.models.config import MoE
+        >>> moe = MoE(
+        ...     num_experts=8, experts_per_token=2, intermediate_size=16, dense_layers=(0,)
+        ... )
+        >>> [replace(config, moe=moe).is_sparse(layer) for layer in (0, 1)]
+        [False, True]
     """
 
     num_experts: int
@@ -125,6 +147,13 @@ class Layer:
         head_dim: numbers in each head.
         rope: its rotary embedding.
         entries_of: the number of an earlier layer. This one has no keys and values of its own, and attends to that layer's.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.models.config import Layer
+        >>> differing = replace(config, layers=(Layer(), Layer(num_kv_heads=1)))
+        >>> [differing.of_layer(layer).num_kv_heads for layer in (0, 1)]
+        [2, 1]
     """
 
     num_heads: int | None = None
@@ -144,6 +173,14 @@ class ModelConfig:
     experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the newest
     ``sliding_window`` tokens, their own among them. ``layers`` says, one by one, how layers differ in their attention; empty:
     all are alike.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> config.num_heads, config.num_kv_heads, config.head_dim
+        (4, 2, 8)
+        >>> replace(config, num_kv_heads=3)
+        Traceback (most recent call last):
+        specjax.errors.InputError: num_heads=4 is not a multiple of num_kv_heads=3: ...
     """
 
     vocab_size: int

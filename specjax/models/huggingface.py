@@ -1,7 +1,7 @@
 """Hugging Face checkpoints of whole models: where they lie, and what their config.json says.
 
 Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
-the field, its value and the mend. What the model types differ in is said by `specjax.models.families`; the tensors themselves
+the field, its value and what to do. What the model types differ in is said by `specjax.models.families`; the tensors themselves
 are read and written by `specjax.models.checkpoint`.
 """
 
@@ -43,7 +43,7 @@ SUPPORTED = FAMILIES.keys()
 def locate(path: str | Path, weights: bool = True) -> Path:
     """The local directory of a checkpoint: ``path`` itself, or the hub's snapshot of the repository of that id.
 
-    "embedded" is the target that comes along, "embedded:draft" its draft model.
+    "embedded" is the target that comes with specjax, "embedded:draft" its draft model.
 
     Without ``weights``, the hub is asked for the small files only: enough to check a checkpoint before it is fetched.
 
@@ -100,7 +100,7 @@ def _is_readable(quantisation: dict[str, Any]) -> bool:
     return kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
 
 
-# What every family's config.json may say. The bounds are far beyond any model, and small enough to reckon with.
+# What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
     "hidden_size": whole(1, 1_000_000),

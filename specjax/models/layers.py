@@ -57,7 +57,7 @@ def attention(
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> jax.Array:
     """``[B, T, heads, d]`` the rotated queries of ordinary attention, of states ``x [B, T, H]`` that have been normed."""
-    # Without the barrier XLA lays the weights out anew for a TPU, at every call of the decoding loop: a second copy of them.
+    # Without the barrier XLA rearranges the weights for a TPU, at every call of the decoding loop: a second copy of them.
     q = jax.lax.platform_dependent(linear(params, "q", x), tpu=jax.lax.optimization_barrier, default=lambda q: q)
     q = q.reshape(*x.shape[:2], config.num_heads, config.head_dim)
     return rotate(rms_norm(q, params["q_norm"], config.norm_eps) if config.qk_norm else q, *rotations)

@@ -5,7 +5,7 @@ init, sharding, import and export are all derived from it.
 
 Matrices are stored ``(in, out)``, the transpose of what a Hugging Face checkpoint holds: XLA's CPU backend multiplies 2 to
 16 rows by such a matrix in little more than the time of one, and takes twice as long the other way round
-(benchmarks/README.md). The embedding stays ``(vocab, hidden)``, because its rows are looked up.
+(docs/results/history.md). The embedding stays ``(vocab, hidden)``, because its rows are looked up.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Published models' configurations by name, to reckon with a model without its files.
+"""Published models' configurations by name, to compute with a model without its files.
 
 The sizes are those of each base model's config.json on the Hugging Face hub. Token ids are left out.
 """

@@ -32,6 +32,11 @@ class States:
     Attributes:
         hidden: ``[B, T, H]`` the residual stream after the final norm: what the head reads.
         taps: ``[B, T, n, H]`` the residual stream *entering* each of the n asked layers, before any norm.
+
+    Examples:
+        >>> states, entries = target.read(prompts, taps=(0, 1))
+        >>> states.hidden.shape, states.taps.shape
+        ((2, 6, 16), (2, 6, 2, 16))
     """
 
     hidden: jax.Array
@@ -44,6 +49,11 @@ class Output(States):
 
     Attributes:
         logits: ``[B, T, V]`` float32.
+
+    Examples:
+        >>> output, _ = target.forward(prompts)
+        >>> output.logits.shape, output.logits.dtype
+        ((2, 6, 16), dtype('float32'))
     """
 
     logits: jax.Array
@@ -62,6 +72,15 @@ class Target:
         params: nested dicts of arrays, declared in `specjax.models.params`.
         config: the model's configuration.
         mesh: where its params live; None is the default device.
+
+    Examples:
+        >>> target.save_pretrained("tiny")
+        >>> read = specjax.Target.from_pretrained("tiny")
+        >>> read.config == target.config
+        True
+        >>> output, _ = read.forward(prompts)
+        >>> output.logits.shape
+        (2, 6, 16)
     """
 
     params: Params

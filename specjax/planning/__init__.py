@@ -1,1 +1,1 @@
-"""What speculation should gain, reckoned or measured, and which draft to take."""
+"""What speculation should gain, computed or measured, and which draft to take."""

@@ -1,8 +1,8 @@
 """Which draft is fastest here: a chain, a tree, or none at all.
 
-Every candidate is reckoned from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and how often the
-child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic programming; where
-tokens are drawn, a few sampled trees are tried as well.
+The speed of every candidate is computed from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and
+how often the child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic
+programming; where tokens are drawn, a few sampled trees are tried as well.
 """
 
 from dataclasses import dataclass, replace
@@ -41,6 +41,12 @@ class TrialAcceptance:
         survival: chance that a chain's token at each depth is accepted, those before it included.
         by_rank: chance that the child of each rank is the target's token; empty for drafters and rules of chains alone.
         sampled: tokens a target forward with each of a few sampled trees; empty when all rows are greedy.
+
+    Examples:
+        >>> from specjax.planning.choice import TrialAcceptance
+        >>> acceptance = TrialAcceptance(survival=(0.7, 0.5), by_rank=(0.7, 0.1), sampled={})
+        >>> 1 + sum(acceptance.survival)  # tokens a step of a chain of 2
+        2.2
     """
 
     survival: tuple[float, ...]
@@ -57,6 +63,10 @@ class Candidate:
         tokens: expected a target forward.
         seconds: of a step: drafting and verification.
         speedup: over plain decoding.
+
+    Examples:
+        >>> from specjax.planning.choice import Candidate
+        >>> Candidate(draft=None, tokens=1.0, seconds=0.01, speedup=1.0).draft  # plain decoding
     """
 
     draft: DraftShape | None
@@ -67,13 +77,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every candidate, the fastest first, and what the reckoning was made from.
+    """Every candidate, the fastest first, and what their speeds were computed from.
 
     Attributes:
         acceptance: in trials.
         verify: T_V(n) by n, seconds.
         draft_times: T_D of a level by how many nodes are read together, seconds.
         candidates: fastest first; plain decoding is among them.
+
+    Examples:
+        >>> from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
+        >>> plain_decoding = Candidate(draft=None, tokens=1.0, seconds=0.01, speedup=1.0)
+        >>> chain = Candidate(specjax.Chain(2), tokens=2.2, seconds=0.015, speedup=1.47)
+        >>> comparison = Comparison(
+        ...     TrialAcceptance((0.7, 0.5), (), {}), {1: 0.01}, {1: 0.001}, (chain, plain_decoding)
+        ... )
+        >>> print(comparison.best.draft)
+        chain of 2
     """
 
     acceptance: TrialAcceptance
@@ -88,7 +108,13 @@ class Comparison:
 
 
 def with_draft(drafter: Drafter, draft: DraftShape) -> Drafter:
-    """The same drafter with another shape of draft."""
+    """The same drafter with another shape of draft.
+
+    Examples:
+        >>> from specjax.planning.choice import with_draft
+        >>> with_draft(specjax.EarlyExit(layers=1), specjax.Chain(2))
+        EarlyExit(layers=1, draft=Chain(length=2, stop_below=0.0))
+    """
     return replace(drafter, draft=draft)  # pyright: ignore[reportArgumentType] - every drafter is a dataclass
 
 
@@ -104,7 +130,8 @@ def compare_drafts(
     nodes: int = 33,
     acceptance: TrialAcceptance | None = None,
 ) -> Comparison:
-    """Measure, and reckon every chain of up to ``longest`` tokens and the best static trees of up to ``nodes`` nodes.
+    """Measure the parts, and compute the speed of every chain of up to ``longest`` tokens and of the best static trees of up to
+    ``nodes`` nodes.
 
     Chains alone where the rule is for chains alone.
 
@@ -121,6 +148,14 @@ def compare_drafts(
 
     Raises:
         InputError: as `decoding.generate`.
+
+    Examples:
+        >>> from specjax.planning.choice import TrialAcceptance, compare_drafts
+        >>> drafter = specjax.EarlyExit(layers=1)
+        >>> measured = TrialAcceptance((0.7, 0.5), (), {})  # or None, to measure it here
+        >>> found = compare_drafts(target, drafter, prompts, acceptance=measured)
+        >>> [str(each.draft) for each in sorted(found.candidates, key=lambda each: each.tokens)]
+        ['None', 'chain of 1', 'chain of 2']
     """
     if acceptance is None:
         acceptance = measure_acceptance(target, drafter, tokens, lengths, options=options, longest=longest)
@@ -132,19 +167,19 @@ def compare_drafts(
     ranks = len(acceptance.by_rank)
     costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
-    def reckon(shape: DraftShape, emitted: float) -> Candidate:
+    def candidate(shape: DraftShape, emitted: float) -> Candidate:
         level = float(np.interp(shape.width, sorted(draft_times), [draft_times[width] for width in sorted(draft_times)]))
         seconds = shape.depth * level + costs.verification(shape.nodes)
         return Candidate(shape, emitted, seconds, emitted * costs.target / seconds)
 
     candidates = [replace(plain, seconds=costs.target)]
-    candidates += [reckon(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
-    candidates += [reckon(shape, emitted) for shape, emitted in acceptance.sampled.items()]
+    candidates += [candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
+    candidates += [candidate(shape, emitted) for shape, emitted in acceptance.sampled.items()]
     if ranks and nodes > 1:
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
-        candidates += [reckon(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
-    ordered = sorted(candidates, key=lambda candidate: -candidate.speedup)
+        candidates += [candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
+    ordered = sorted(candidates, key=lambda each: -each.speedup)
     return Comparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
 
@@ -156,10 +191,16 @@ def fastest_drafter(
     *,
     options: GenerationOptions = GenerationOptions(),
 ) -> tuple[Drafter | None, Candidate]:
-    """The drafter with its fastest draft here, None for plain decoding, and what it was reckoned to gain.
+    """The drafter with its fastest draft here, None for plain decoding, and what it should gain.
 
     A compressed cache is tried with its own budget, and with each of `BUDGETS` that is smaller than the prompts. Arguments are
     those of `compare_drafts`.
+
+    Examples:
+        >>> from specjax.planning.choice import fastest_drafter
+        >>> drafter, best = fastest_drafter(target, specjax.PromptLookup(), prompts)
+        >>> best.speedup >= 1  # plain decoding, which has 1, is among the candidates
+        True
     """
     sized: list[Drafter] = [drafter]
     if isinstance(drafter, CompressedCache):
@@ -185,6 +226,13 @@ def measure_acceptance(
 
     What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
     chain's tokens are worth is measured depth by depth.
+
+    Examples:
+        >>> from specjax.planning.choice import measure_acceptance
+        >>> drafter = specjax.EarlyExit(layers=1)
+        >>> found = measure_acceptance(target, drafter, prompts, longest=2)
+        >>> len(found.survival), len(found.by_rank), found.sampled
+        (2, 8, {})
     """
     vocab = target.config.vocab_size
     survival = chain_survival(target, drafter, tokens, lengths, options=options, longest=longest)
@@ -218,6 +266,14 @@ def chain_survival(
     """The chance that a chain's token at each depth is accepted, those before it included, in a short generation.
 
     Arguments as of `measure_acceptance`. As deep as the target has positions left: perhaps empty.
+
+    Examples:
+        >>> from specjax.planning.choice import chain_survival
+        >>> survival = chain_survival(
+        ...     target, specjax.EarlyExit(layers=1), prompts, longest=2
+        ... )
+        >>> len(survival), survival[0] >= survival[1]
+        (2, True)
     """
     depth = min(longest, _positions_left(target, drafter, tokens, lengths) - 1)
     if depth < 1:
@@ -227,7 +283,7 @@ def chain_survival(
 
 
 def _positions_left(target: Target, drafter: Drafter, tokens: ArrayLike, lengths: ArrayLike | None) -> int:
-    """How many tokens the longest of the prompts can grow by."""
+    """How many tokens the longest of the prompts can be continued by."""
     _, checked = check_prompts(tokens, lengths, target.config.vocab_size)
     return decoding.most_positions(target, drafter) - int(checked.max())
 

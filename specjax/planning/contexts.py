@@ -38,6 +38,13 @@ class Gain:
         gamma: tokens of a chain.
         tokens: expected a target forward.
         speedup: over plain decoding.
+
+    Examples:
+        >>> from specjax.planning.contexts import Gain
+        >>> Gain(
+        ...     context=4096, batch=8, budget=256, gamma=3, tokens=2.5, speedup=1.4
+        ... ).speedup
+        1.4
     """
 
     context: int
@@ -50,12 +57,24 @@ class Gain:
 
 @dataclass(frozen=True)
 class MeasuredContexts:
-    """The parts that gains are reckoned from.
+    """The measured parts that gains are computed from.
 
     Attributes:
         costs: by context and batch, T_V(n) of the target, T_T = T_V(1) among them; T_D is 0 here.
         draft_times: T_D by budget and batch, seconds a drafted token.
         survival: by context and budget, the chance that a chain's token at each depth is accepted, with those before it.
+
+    Examples:
+        >>> from specjax.planning.contexts import MeasuredContexts
+        >>> from specjax.planning.costs import Costs
+        >>> few, many = Costs({1: 0.010, 3: 0.011}, 0.0), Costs({1: 0.030, 3: 0.032}, 0.0)
+        >>> measured = MeasuredContexts(
+        ...     costs={(1024, 1): few, (4096, 1): many},
+        ...     draft_times={(256, 1): 0.008},
+        ...     survival={(1024, 256): (0.9, 0.8), (4096, 256): (0.8, 0.6)},
+        ... )
+        >>> [round(measured.gains(context, batch=1)[0].speedup, 2) for context in (1024, 4096)]
+        [1.03, 1.5]
     """
 
     costs: dict[tuple[int, int], Costs]
@@ -128,6 +147,21 @@ def measure_contexts(
 
     Raises:
         InputError: a text is too short, or the target has too few positions.
+
+    Examples:
+        >>> from specjax.planning.contexts import measure_contexts
+        >>> measured = measure_contexts(
+        ...     target,
+        ...     specjax.CompressedCache(),
+        ...     np.tile(prompts, 4),
+        ...     contexts=(16,),
+        ...     batches=(1,),
+        ...     budgets=(8,),
+        ...     longest=2,
+        ...     options=specjax.decoding.GenerationOptions(max_new_tokens=8),
+        ... )
+        >>> len(measured.gains(context=16, batch=1))  # chains of 1 and 2
+        2
     """
     texts = np.asarray(texts)
     if min(budgets) >= min(contexts):
@@ -168,5 +202,10 @@ def measure_contexts(
 
 
 def forget_programs() -> None:
-    """Free what was compiled for sizes that do not come again: on a CPU a process can hold only some hundreds of programs."""
+    """Free what was compiled for sizes that do not come again: on a CPU a process can hold only some hundreds of programs.
+
+    Examples:
+        >>> from specjax.planning.contexts import forget_programs
+        >>> forget_programs()
+    """
     jax.clear_caches()

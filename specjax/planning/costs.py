@@ -38,6 +38,12 @@ class Costs:
         verify: T_V(n), a pass of the target over n nodes a row, by n. ``verify[1]`` is T_T, a step of plain decoding.
         draft_time: T_D, drafting one level of a tree: of a chain, one token a row.
         levels: levels that every draft takes; None where drafts may end early.
+
+    Examples:
+        >>> from specjax.planning.costs import Costs
+        >>> costs = Costs(verify={1: 0.010, 5: 0.012}, draft_time=0.001)
+        >>> costs.target, round(costs.verification(3), 6)
+        (0.01, 0.011)
     """
 
     verify: dict[int, float]
@@ -84,6 +90,13 @@ def measure_costs(
 
     Raises:
         InputError: the target has too few positions for ``context``.
+
+    Examples:
+        >>> from specjax.planning.costs import measure_costs
+        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> costs = measure_costs(target, drafter, context=16, repeats=1)
+        >>> sorted(costs.verify), costs.draft_time > 0
+        ([1, 3], True)
     """
     drafter = NoDraft() if drafter is None else drafter
     counts = sorted({1, *drafter.node_counts, *nodes}) if verify else []
@@ -124,7 +137,13 @@ _TRIAL_REPEATS = 3
 
 
 def tokens_needed(repeats: int, nodes: int = 1) -> int:
-    """Tokens that measuring takes: the drafting passes commit a root each, the widest scoring pass ``nodes``."""
+    """Tokens that measuring takes: the drafting passes commit a root each, the widest scoring pass ``nodes``.
+
+    Examples:
+        >>> from specjax.planning.costs import tokens_needed
+        >>> tokens_needed(repeats=3, nodes=5)
+        32
+    """
     return max(_PASSES * (repeats + 1), nodes)
 
 
@@ -208,6 +227,12 @@ def predicted_speedup(costs: Costs, *batches: Stats) -> float:
     Args:
         costs: of one step of each kind.
         batches: statistics of one or more batches decoded one after another.
+
+    Examples:
+        >>> from specjax.planning.costs import Costs, predicted_speedup
+        >>> costs = Costs(verify={1: 0.010, 5: 0.012}, draft_time=0.001)
+        >>> predicted_speedup(costs, plain.stats)
+        1.0
     """
     plain = speculative = 0.0
     for stats in batches:
@@ -244,6 +269,13 @@ def trial_speedup(
 
     Raises:
         InputError: as `decoding.generate`.
+
+    Examples:
+        >>> from specjax.planning.costs import trial_speedup
+        >>> drafter = specjax.EarlyExit(layers=1, draft=2)
+        >>> gain = trial_speedup(target, drafter, prompts, trial_tokens=8)
+        >>> gain > 0  # 1 is plain decoding
+        True
     """
     tokens, lengths = check_prompts(tokens, lengths, target.config.vocab_size)
     batch, width = tokens.shape
@@ -271,6 +303,11 @@ def trial_key(key: jax.Array | None) -> jax.Array:
 
     A choice that has seen the generation's own random numbers has seen its text, and would bias it: with the likeliest
     acceptance as the selector, by a total variation of 0.045 where chance allows 0.024.
+
+    Examples:
+        >>> from specjax.planning.costs import trial_key
+        >>> bool(trial_key(jax.random.key(0)) == jax.random.key(0))
+        False
     """
     return jax.random.fold_in(as_key(key).ravel()[0], _TRIAL)
 
@@ -283,6 +320,11 @@ def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
 
     Clocks differ between processes. Were each to choose by its own, one could wait for ever for what another never runs.
     Only the processes that the mesh spans take part: those that decode each for itself need not agree.
+
+    Examples:
+        >>> from specjax.planning.costs import agreed
+        >>> agreed(np.array([0.5, 0.7]), mesh=None)  # one process agrees with itself
+        array([0.5, 0.7])
     """
     if mesh is None or not mesh.is_multi_process:
         return values

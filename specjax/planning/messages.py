@@ -25,6 +25,11 @@ class Messages:
     Attributes:
         up: the draft.
         down: what was kept, and what the target knows of it.
+
+    Examples:
+        >>> from specjax.planning.messages import Messages
+        >>> Messages(up=24, down=20).up
+        24
     """
 
     up: int
@@ -46,6 +51,15 @@ def message_sizes(
 
     Raises:
         InputError: a number is out of range, or the target has no keys and values to send, or none that could be summarised.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.messages import message_sizes
+        >>> target_config = published("llama-3.1-8b")
+        >>> message_sizes("draft model", target_config, nodes=4, accepted=3)
+        Messages(up=24, down=12)
+        >>> message_sizes("eagle3", target_config, nodes=4, accepted=3)
+        Messages(up=24, down=73740)
     """
     if reader not in get_args(Reader):
         raise InputError(f"reader={reader!r}: give one of {', '.join(map(repr, get_args(Reader)))}")

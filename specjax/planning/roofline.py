@@ -38,7 +38,14 @@ LONGEST = 16
 
 @dataclass(frozen=True)
 class Work:
-    """Arithmetic operations, and bytes read from the chip's memory."""
+    """Arithmetic operations, and bytes read from the chip's memory.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.planning.roofline import Work
+        >>> Work(flops=1e9, bytes=3.35e9).seconds(find_chip("h100"))  # held up by its bytes
+        0.001
+    """
 
     flops: float
     bytes: float
@@ -53,6 +60,12 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
 
     A token is multiplied with its own experts, and an expert is read if a token chooses it. They are taken to choose evenly and
     independently, which is the most that can be read: tokens of one text choose alike.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import product_work
+        >>> round(product_work(published("llama-3.1-8b"), rows=1).bytes / 1e9, 1)  # gigabytes
+        15.0
     """
     weights, experts = _product_weights(config), _expert_weights(config)
     if config.moe is None:
@@ -68,6 +81,13 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
     Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice.
     A layer that reads another one's entries reads them once more. The T tokens' own keys and values are left out: they are few
     beside S.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import attention_work
+        >>> work = attention_work(published("llama-3.1-8b"), batch=1, tokens=1, context=32_768)
+        >>> round(work.bytes / 1e9, 1)  # gigabytes
+        4.3
     """
     products, numbers = 0, 0
     for layer in range(config.num_layers):
@@ -79,7 +99,14 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
-    """Bytes that one token takes in the cache: its entry in every layer that has its own."""
+    """Bytes that one token takes in the cache: its entry in every layer that has its own.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import cache_bytes
+        >>> cache_bytes(published("llama-3.1-8b"))
+        131072.0
+    """
     return sum(map(config.entry_size, range(config.num_layers))) * kv_bytes
 
 
@@ -95,6 +122,15 @@ def forward_time(
     """Seconds of one forward pass over T ``tokens`` in each of B rows (``batch``) with S cached tokens (``context``).
 
     ``weight_bytes`` and ``kv_bytes`` are the bytes of one weight and of one number in the cache.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import forward_time
+        >>> model, chip = published("llama-3.1-8b"), find_chip("h100")
+        >>> seconds = [forward_time(model, chip, 1, tokens, context=1024) for tokens in (1, 5)]
+        >>> [round(1e3 * each, 2) for each in seconds]  # milliseconds
+        [4.52, 4.52]
     """
     for name, value in (("batch", batch), ("tokens", tokens), ("context", context)):
         if value < 1:
@@ -129,10 +165,21 @@ class Pair:
         chip: the accelerator that both run on.
         drafter: a draft model; None is the target itself (self-speculation), which is worth it only with a `draft_cache`.
         draft_cache: K, entries that the drafter keeps of a row's cache (MagicDec: StreamingLLM, SnapKV); None is all of them.
-        selection: share of the drafter's whole cache that is read to choose the K entries anew at each drafting step. 0 where
+        selection: share of the drafter's whole cache that is read to choose the K entries again at each drafting step. 0 where
             they are chosen once; 0.5 where every key is scored, as in top-k attention.
         weight_bytes: of one weight.
         kv_bytes: of one number in a cache.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Pair
+        >>> pair = Pair(published("llama-3.1-8b"), find_chip("h100"), published("llama-3.2-1b"))
+
+        >>> round(1e3 * pair.target_time(batch=1, context=1024), 2)  # milliseconds
+        4.52
+        >>> pair.fits(batch=1, context=1024)
+        True
     """
 
     target: ModelConfig
@@ -198,7 +245,17 @@ class Pair:
 
 
 def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float) -> float:
-    """T_T over the time a token takes with chains of ``gamma`` at acceptance rate ``alpha`` (equation 2, inverted)."""
+    """T_T over the time a token takes with chains of ``gamma`` at acceptance rate ``alpha`` (equation 2, inverted).
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Pair, chain_speedup
+        >>> pair = Pair(published("llama-3.1-8b"), find_chip("h100"), published("llama-3.2-1b"))
+
+        >>> round(chain_speedup(pair, batch=1, context=1024, gamma=4, alpha=0.8), 2)
+        2.02
+    """
     return theory.speedup_from_times(
         target_time=pair.target_time(batch, context),
         draft_time=pair.draft_time(batch, context),
@@ -215,6 +272,15 @@ def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int 
     """The chain of ``shortest`` to ``longest`` tokens with the largest `chain_speedup`, the shortest among equals.
 
     With the default ``shortest`` the answer is 0, plain decoding, where speculation does not pay.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Pair, best_gamma
+        >>> pair = Pair(published("llama-3.1-8b"), find_chip("h100"), published("llama-3.2-1b"))
+
+        >>> best_gamma(pair, batch=1, context=1024, alpha=0.8).gamma
+        4
     """
     if not 0 <= shortest <= longest:
         raise InputError(f"shortest={shortest}, longest={longest}: chain lengths, 0 <= shortest <= longest")
@@ -226,7 +292,13 @@ def best_gamma(pair: Pair, batch: int, context: int, alpha: float, longest: int 
 
 @dataclass(frozen=True)
 class CacheChoice:
-    """Entries of the draft cache (K; None is all), chain length, and their speed-up. ``gamma = 0`` is plain decoding."""
+    """Entries of the draft cache (K; None is all), chain length, and their speed-up. ``gamma = 0`` is plain decoding.
+
+    Examples:
+        >>> from specjax.planning.roofline import CacheChoice
+        >>> CacheChoice(draft_cache=None, gamma=0, factor=1.0)  # plain decoding
+        CacheChoice(draft_cache=None, gamma=0, factor=1.0)
+    """
 
     draft_cache: int | None
     gamma: int
@@ -237,6 +309,15 @@ def best_cache(pair: Pair, batch: int, context: int, alphas: Mapping[int | None,
     """The K and gamma of the largest speed-up, where ``alphas`` gives the acceptance rate of each K (equation 4).
 
     Among equals the first K in the order of ``alphas``. ``pair.draft_cache`` is not read.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Pair, best_cache
+        >>> pair = Pair(published("llama-3.1-8b"), find_chip("h100"))  # drafts for itself
+        >>> choice = best_cache(pair, batch=32, context=8192, alphas={256: 0.7, 1024: 0.85})
+        >>> choice.draft_cache, choice.gamma
+        (1024, 3)
     """
     if not alphas:
         raise InputError("alphas={}: give the acceptance rate of at least one size of the draft cache")
@@ -251,11 +332,19 @@ def break_even_context(pair: Pair, batch: int, alpha: float, longest: int = LONG
     """The smallest S, in tokens, at which some chain of up to ``longest`` tokens is faster than plain decoding.
 
     MagicDec's critical sequence length, where speculation pays from there on; with a drafter that keeps its whole cache, or
-    selects anew, it may stop paying at a longer context. None where no context up to `Pair.longest_context` pays.
+    selects again each time, it may stop paying at a longer context. None where no context up to `Pair.longest_context` pays.
 
     For a fixed gamma all three times are linear in S up to K, and again beyond it: attention's arithmetic and traffic both
     grow with S, so the slower of them stays the slower. A ratio of linear functions is monotonic, so there is at most one
     crossing on either side of K, and the ends of each side tell whether there is one.
+
+    Examples:
+        >>> from specjax.chips import find_chip
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Pair, break_even_context
+        >>> pair = Pair(published("llama-3.1-8b"), find_chip("h100"), draft_cache=512)
+        >>> break_even_context(pair, batch=32, alpha=0.8)  # pays from here on
+        1535
     """
     last = pair.longest_context
     knee = min(pair.draft_cache or last, last)

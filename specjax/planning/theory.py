@@ -30,6 +30,11 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
     Leviathan et al. 2023, equation (1); MagicDec's Omega(gamma, alpha). Summed term by term, so that alpha = 1 is no special
     case: the i-th drafted token is emitted when all i up to it were accepted.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> theory.expected_tokens(alpha=0.8, gamma=4)
+        3.3616
     """
     _check_alpha(alpha)
     _check_gamma(gamma)
@@ -40,6 +45,11 @@ def walltime_factor(alpha: float, gamma: int, cost: float) -> float:
     """Speed-up over plain decoding: expected tokens over (gamma c + 1), where ``cost`` is c.
 
     Leviathan et al. 2023, Theorem 3.8.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> round(theory.walltime_factor(alpha=0.8, gamma=4, cost=0.05), 2)
+        2.8
     """
     _check_positive("cost", cost)
     return expected_tokens(alpha, gamma) / (gamma * cost + 1)
@@ -49,6 +59,11 @@ def operations_factor(alpha: float, gamma: int, operations: float) -> float:
     """Arithmetic operations a token over those of plain decoding: (gamma c_hat + gamma + 1) over the expected tokens.
 
     Leviathan et al. 2023, Theorem 3.11. ``operations`` is c_hat: the drafter's operations a token over the target's.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> round(theory.operations_factor(alpha=0.8, gamma=4, operations=0.05), 2)
+        1.55
     """
     _check_positive("operations", operations)
     return (gamma * operations + gamma + 1) / expected_tokens(alpha, gamma)
@@ -58,13 +73,24 @@ def memory_factor(alpha: float, gamma: int) -> float:
     """How many times fewer reads of the target's weights and cache a token takes: one read a forward, so the expected tokens.
 
     Leviathan et al. 2023, section 3.4. The drafter's own reads are not counted.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> theory.memory_factor(alpha=0.8, gamma=4)
+        3.3616
     """
     return expected_tokens(alpha, gamma)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A chain length and its speed-up over plain decoding. ``gamma = 0`` is plain decoding."""
+    """A chain length and its speed-up over plain decoding. ``gamma = 0`` is plain decoding.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> theory.Choice(gamma=0, factor=1.0)  # plain decoding
+        Choice(gamma=0, factor=1.0)
+    """
 
     gamma: int
     factor: float
@@ -76,6 +102,13 @@ def best_gamma(alpha: float, cost: float, longest: int = LONGEST) -> Choice:
     0 where speculation does not pay, which is where alpha <= c: the i-th drafted token adds alpha^i <= c expected tokens and c
     to the time. Where alpha > c, a chain of 1 already gains (1 + alpha) / (1 + c). With alpha = 1 and c < 1 a longer chain is
     always faster: the answer is ``longest``. Leviathan et al. 2023, section 3.5 and Corollary 3.9.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> theory.best_gamma(alpha=0.8, cost=0.05).gamma
+        8
+        >>> theory.best_gamma(alpha=0.1, cost=0.2)  # does not pay
+        Choice(gamma=0, factor=1.0)
     """
     _check_gamma(longest, "longest")
     choices = (Choice(gamma, walltime_factor(alpha, gamma, cost)) for gamma in range(longest + 1))
@@ -92,6 +125,14 @@ def time_per_token(draft_time: float, verify_time: float, gamma: int, tokens: fl
         verify_time: T_V(gamma), seconds of one target forward over the chain and its root.
         gamma: drafting steps before a verification.
         tokens: Omega, the tokens emitted a verification: `expected_tokens`, or a measured acceptance length.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> seconds = theory.time_per_token(
+        ...     draft_time=0.001, verify_time=0.011, gamma=4, tokens=3.0
+        ... )
+        >>> round(seconds, 6)
+        0.005
     """
     _check_gamma(gamma)
     for name, value in (("draft_time", draft_time), ("verify_time", verify_time), ("tokens", tokens)):
@@ -104,6 +145,14 @@ def speedup_from_times(target_time: float, draft_time: float, verify_time: float
 
     MagicDec, the inverse of equation (2). ``target_time`` is T_T, the seconds of one target forward over one token; the other
     arguments are those of `time_per_token`.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> gain = theory.speedup_from_times(
+        ...     target_time=0.010, draft_time=0.001, verify_time=0.011, gamma=4, tokens=3.0
+        ... )
+        >>> round(gain, 6)
+        2.0
     """
     _check_positive("target_time", target_time)
     return target_time / time_per_token(draft_time, verify_time, gamma, tokens)
@@ -142,6 +191,11 @@ def tree_tokens(acceptance: Sequence[float], choices: Choices) -> float:
 
     Sequoia (Chen et al. 2024, arXiv 2402.12374), section 4.1: a child of rank r is accepted with probability
     ``acceptance[r]``, whatever came before (positional acceptance).
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> round(theory.tree_tokens((0.6, 0.2), ((0,), (1,), (0, 0))), 2)  # 1 + 0.6 + 0.2 + 0.36
+        2.16
     """
     _check_acceptance(acceptance)
     return 1 + math.fsum(math.prod(acceptance[rank] for rank in path) for path in choices)
@@ -161,6 +215,12 @@ def best_trees(acceptance: Sequence[float], nodes: int, depth: int) -> dict[tupl
         acceptance: chance that the child of each rank is accepted, by rank.
         nodes: the largest number to look at, 2 or more.
         depth: the largest depth, 1 or more.
+
+    Examples:
+        >>> from specjax.planning import theory
+        >>> trees = theory.best_trees((0.6, 0.2), nodes=4, depth=2)
+        >>> trees[4, 2]
+        ((0,), (1,), (0, 0))
     """
     _check_acceptance(acceptance)
     if nodes < 2 or depth < 1:

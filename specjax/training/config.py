@@ -25,6 +25,11 @@ class DataConfig:
         window: tokens a training window.
         batch: windows a step.
         holdout: share of the documents kept for evaluation.
+
+    Examples:
+        >>> from specjax.training.config import DataConfig
+        >>> DataConfig(source="chats.jsonl", window=2048, batch=4).holdout
+        0.02
     """
 
     source: str = "stdlib"
@@ -43,6 +48,11 @@ class OptimizerConfig:
 
     ``method`` is ``adamw``, or ``muon``: orthogonalised updates for the layers' matrices (scaled to AdamW's size, so that
     one learning rate serves both) and AdamW for the rest. Muon is for short trainings from random weights.
+
+    Examples:
+        >>> from specjax.training.config import OptimizerConfig
+        >>> OptimizerConfig(method="muon", learning_rate=1e-3).warmup_steps
+        100
     """
 
     method: Literal["adamw", "muon"] = "adamw"
@@ -73,6 +83,15 @@ class TrainConfig:
         export_dtype: data type of the exported student.
         dry_run: say what the run would take, and train nothing.
         mesh: devices by axis, data (splits the batch) and model (splits heads, MLP units and the vocabulary).
+
+    Examples:
+        >>> from specjax.training.config import TrainConfig
+        >>> from specjax.training.methods import Eagle3Training
+        >>> config = TrainConfig(method=Eagle3Training(target="embedded"), steps=500)
+        >>> config.check()
+        >>> TrainConfig(method=Eagle3Training(target="embedded"), steps=0).check()
+        Traceback (most recent call last):
+        specjax.config.ConfigError: steps=0: must be at least 1
     """
 
     output: str = "runs/model"

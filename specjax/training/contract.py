@@ -21,6 +21,15 @@ Batch = dict[str, jax.Array]
 - ``loss_mask [B, T]`` bool: which labels count;
 - ``key``: a random key of this step's own, for methods that add noise; the same one in every evaluation;
 - ``progress``: share of the training that is done, for methods whose loss changes on the way; 1 in an evaluation.
+
+Examples:
+    >>> batch = {
+    ...     "tokens": jnp.asarray(prompts),
+    ...     "segments": jnp.zeros((2, 6), int),
+    ...     "loss_mask": jnp.ones((2, 5), bool),
+    ...     "key": jax.random.key(0),
+    ...     "progress": jnp.array(0.5),
+    ... }
 """
 
 Metrics = dict[str, jax.Array]
@@ -35,6 +44,14 @@ class Given:
         counts: ``[V]`` how often each token is a label that counts, in the windows to train on.
         target: the frozen one, or None.
         mesh: where the student is to lie; None is the default device.
+
+    Examples:
+        >>> from specjax.training.contract import Given
+        >>> from specjax.training.tokenizer import train_tokenizer
+        >>> tokenizer = train_tokenizer(["import os"], vocab_size=264)
+        >>> given = Given(tokenizer, counts=np.ones(16), target=target)
+        >>> given.frozen_target is target
+        True
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -52,6 +69,11 @@ class Given:
 class Student(Protocol):
     """What is trained: any pytree (a ``flax.struct.dataclass`` with its params as leaves and its config static) that can
     write itself. A `Target` is one, and so is a drafter with weights.
+
+    Examples:
+        >>> from specjax.training.contract import Student
+        >>> student: Student = specjax.Medusa.init(target, jax.random.key(1), heads=2)
+        >>> student.save_pretrained("medusa", dtype=jnp.bfloat16)
     """
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
@@ -70,6 +92,31 @@ class TrainingMethod:
         needs_target: whether it learns from one.
         whole_model: whether the student is a `Target`, or has one, so that a tokenizer is written beside it.
         best_by: the held-out metric by which the best of several checkpoints is told; of a loss the smallest is best.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from typing import Literal
+        >>> from specjax.training import losses
+        >>> from specjax.training.contract import TrainingMethod
+        >>> @dataclass(frozen=True)
+        ... class FirstHead(TrainingMethod):
+        ...     name: Literal["first-head"] = "first-head"
+        ...     target: str = ""
+        ...
+        ...     def init(self, key, given):
+        ...         return specjax.Medusa.init(given.frozen_target, key, heads=1)
+        ...
+        ...     def objective(self, student, batch, target):
+        ...         states, _ = target.read(batch["tokens"][:, :-2])
+        ...         labels, mask = batch["tokens"][:, 2:], batch["loss_mask"][:, 1:]
+        ...         logits = student.head(0, states.hidden)
+        ...         loss = losses.next_token(logits, labels, mask)
+        ...         return loss, {"loss": loss}
+        >>> student = specjax.Medusa.init(target, jax.random.key(1), heads=1)
+        >>> batch = {"tokens": jnp.asarray(prompts), "loss_mask": jnp.ones((2, 5), bool)}
+        >>> loss, _ = FirstHead(target="embedded").objective(student, batch, target)
+        >>> loss.shape
+        ()
     """
 
     target: str = ""

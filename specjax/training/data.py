@@ -79,7 +79,7 @@ class PackedWindows(grain.sources.RandomAccessDataSource):
 
 
 def batches(packed: dict[str, np.ndarray], batch: int, seed: int) -> grain.DatasetIterator:
-    """Endless batches, shuffled anew each epoch; every bit of ``seed`` counts. The iterator's state is a small JSON object."""
+    """Endless batches, shuffled again each epoch; every bit of ``seed`` counts. The iterator's state is a small JSON object."""
     windows = len(packed["tokens"])
     if windows < batch:
         raise ConfigError(f"data.batch={batch}: the text makes only {windows} windows")

@@ -121,7 +121,7 @@ def parse_record(record: Any, where: str) -> Document:
 
 
 def find_origin(document: Document) -> str:
-    """The same for all that is written after ``document``, be it written anew many times over, and for documents equal to it.
+    """The same for all that is written after ``document``, rewritten any number of times, and for documents equal to it.
 
     A hash of its content; where it was itself written after another, the origin of that one.
     """

@@ -47,6 +47,31 @@ def train(config: TrainConfig) -> Path:
 
     Raises:
         InputError: ``config.output`` holds a run of another configuration, or a part of ``config`` cannot be used.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from specjax.training.config import DataConfig, TrainConfig
+        >>> from specjax.training.loop import train
+        >>> from specjax.training.methods import Lm
+        >>> from specjax.training.objectives.whole_model import ModelSizes
+        >>> Path("texts").mkdir()
+        >>> for number in range(30):
+        ...     _ = Path(f"texts/{number}.txt").write_text(f"This is text {number}. " * 40)
+        >>> sizes = ModelSizes(
+        ...     hidden_size=16,
+        ...     intermediate_size=32,
+        ...     num_layers=1,
+        ...     num_heads=2,
+        ...     num_kv_heads=1,
+        ...     head_dim=8,
+        ...     max_positions=64,
+        ... )
+        >>> data = DataConfig(source="texts", vocab_size=290, window=32, batch=4, holdout=0.2)
+        >>> run = TrainConfig(output="run", method=Lm(model=sizes), data=data, steps=2)
+        >>> best = train(run)
+        the first window; ...
+        >>> specjax.Target.from_pretrained(best).config.num_layers
+        1
     """
     output, method = Path(config.output), config.method
     run = _prepare(config)

@@ -148,7 +148,7 @@ def restore(checkpoints: ocp.CheckpointManager, state: TrainState, iterator: Any
     if damaged:
         raise ConfigError(
             f"output: none of the checkpoints can be read ({', '.join(map(str, damaged))}): see that there is memory, and that "
-            "the files may be read; to begin anew, choose another output"
+            "the files may be read; to begin again, choose another output"
         )
     return state
 

@@ -116,7 +116,7 @@ def test_of_several_draft_caches_the_best_is_chosen_for_each_number_of_rows(caps
 
 
 FAULTS = [
-    (["theory"], "cost: give --cost C, or to have it reckoned from two models: specjax plan roofline"),
+    (["theory"], "cost: give --cost C, or compute it from two models with specjax plan roofline"),
     (["roofline"], "target='': name the model"),
     (["theory", "--cost", "0.1", "--alpha", "1.5"], "alpha=1.5"),
     (["theory", "--cost", "0.1", "--alpha", "nan"], "alpha=nan"),

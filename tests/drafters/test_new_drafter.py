@@ -132,8 +132,8 @@ class Wizard(TrainedDrafter):
             return logits(states), states
 
         first = climb(state[:, None], root[:, None])
-        above = jnp.broadcast_to(first, (root.shape[0], self.draft.width, first.shape[-1]))
-        draft, _, _ = expand(self.draft, read, logits(first)[:, 0], above, root, sampling, keys, active)
+        above = jnp.broadcast_to(first, (root.shape[0], self.draft_shape.width, first.shape[-1]))
+        draft, _, _ = expand(self.draft_shape, read, logits(first)[:, 0], above, root, sampling, keys, active)
         return draft, state
 
 

@@ -17,7 +17,7 @@ from specjax.planning.costs import Costs
 from tests.conftest import tiny_target
 
 
-def reckoned() -> MeasuredContexts:
+def example() -> MeasuredContexts:
     """Weights take 10 ms, arithmetic 1 ms a node and row, and keys and values 1 ms for every 1,024 tokens and row."""
 
     def costs(context: int, batch: int) -> Costs:
@@ -37,7 +37,7 @@ def reckoned() -> MeasuredContexts:
 
 
 def test_gains_are_magicdecs_equation() -> None:
-    measured = reckoned()
+    measured = example()
     gain = measured.gain(4096, 4, 512, 3)
     t_t, t_d, t_v = 10 + 4 + 16, 10 + 4 + 2, 10 + 4 * 4 + 16
     assert gain.tokens == pytest.approx(1 + 0.9 + 0.81 + 0.729)
@@ -46,7 +46,7 @@ def test_gains_are_magicdecs_equation() -> None:
 
 
 def test_more_rows_gain_more_with_long_contexts_and_less_with_short_ones() -> None:
-    measured = reckoned()
+    measured = example()
 
     def best(context: int) -> list[float]:
         return [measured.gains(context, batch)[0].speedup for batch in measured.batches]

@@ -140,7 +140,7 @@ def _say_gain(console: Console, plain: Step, step: Step, chip: Chip, chips: int,
     if plain.decode.cycles:
         ratios["the compiler's cycles"] = step.decode.cycles / plain.decode.cycles
     for by, ratio in ratios.items():
-        console.out(f"By {by} a step with {step.drafter} takes {ratio:.2f} plain ones: it gains from so many tokens a step on.")
+        console.out(f"By {by} a step with {step.drafter} takes {ratio:.2f} plain ones: it gains if it emits more tokens.")
         if alpha is not None:
             tokens = theory.expected_tokens(alpha, step.depth)
             console.out(

@@ -15,7 +15,7 @@ class OnPrompts:
     """A pair, prompts, and the settings of a generation.
 
     Attributes:
-        target: directory or hub id of the model to generate from; "embedded" is the small one that comes along.
+        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
         drafter: as in generate.
         prompts: a file with one prompt a line (plain, or JSON with "prompt" or "text").
         batch: rows decoded together; the table has a line for each number given, or there is a table for each.

@@ -35,7 +35,7 @@ class TheoryConfig:
 def run_theory(config: TheoryConfig) -> None:
     """``specjax plan theory``."""
     if config.cost is None:
-        raise InputError("cost: give --cost C, or to have it reckoned from two models: specjax plan roofline")
+        raise InputError("cost: give --cost C, or compute it from two models with specjax plan roofline")
     check_longest(config.longest)
     check_plot(config.plot)
     console, cost = new_console(), config.cost

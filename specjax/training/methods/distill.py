@@ -21,6 +21,13 @@ class Distill(TrainingMethod):
     Attributes:
         name: the method.
         target: directory or hub id of the target to learn from.
+
+    Examples:
+        >>> from specjax.training.methods import Distill
+        >>> Distill(target="embedded").check(window=512)
+        >>> Distill().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["distill"] = "distill"

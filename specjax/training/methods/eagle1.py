@@ -23,6 +23,13 @@ class Eagle1Training(EagleMethod):
         token_weight: of the cross entropy.
         noise: width of the uniform noise on the features that the drafter reads, in a window of 512 tokens.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import Eagle1Training
+        >>> Eagle1Training(target="embedded").check(window=512)
+        >>> Eagle1Training().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["eagle1"] = "eagle1"

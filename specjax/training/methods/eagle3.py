@@ -37,6 +37,13 @@ class Eagle3Training(FeatureMethod):
         steps: of the training-time test.
         decay: of the later steps' weight.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import Eagle3Training
+        >>> Eagle3Training(target="embedded").check(window=512)
+        >>> Eagle3Training().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["eagle3"] = "eagle3"

@@ -27,6 +27,13 @@ class HassTraining(EagleMethod):
         top_k_weight: of that loss.
         noise: as EAGLE-1's.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import HassTraining
+        >>> HassTraining(target="embedded").check(window=512)
+        >>> HassTraining().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["hass"] = "hass"

@@ -19,6 +19,12 @@ class Lm(TrainingMethod):
 
     Attributes:
         name: the method.
+
+    Examples:
+        >>> from specjax.training.methods import Lm
+        >>> Lm().check(window=512)
+        >>> Lm().needs_target
+        False
     """
 
     name: Literal["lm"] = "lm"

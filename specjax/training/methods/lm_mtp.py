@@ -62,6 +62,12 @@ class LmMTP(TrainingMethod):
         weight: lambda of equation 25, at the beginning.
         final_weight: lambda from ``falls_at`` on.
         falls_at: share of the training after which it falls. DeepSeek-V3: 0.3, and 0.1 for the last third.
+
+    Examples:
+        >>> from specjax.training.methods import LmMTP
+        >>> LmMTP().check(window=512)
+        >>> LmMTP().needs_target
+        False
     """
 
     name: Literal["lm+mtp"] = "lm+mtp"

@@ -25,6 +25,13 @@ class MedusaTraining(TrainingMethod):
         blocks: residual blocks in each.
         decay: of the later heads' weight.
         labels: the text's own tokens, as in the paper, or the target's distribution.
+
+    Examples:
+        >>> from specjax.training.methods import MedusaTraining
+        >>> MedusaTraining(target="embedded").check(window=512)
+        >>> MedusaTraining().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["medusa"] = "medusa"

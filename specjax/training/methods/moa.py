@@ -3,7 +3,7 @@
 While it drafts, the drafter sees summaries of the tokens before the root, and none of the root and of what it has drafted. So a
 window is cut into blocks, as if each were a draft: the first token of a block is its root. A token sees the summaries of the
 tokens before its block, and with self-attention all tokens before it. One pass over the window trains drafts of all lengths up
-to a block's, where EAGLE-3 and HASS read the window anew for every drafted token.
+to a block's, where EAGLE-3 and HASS read the window again for every drafted token.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,13 @@ class MoATraining(TrainingMethod):
         token_weight: of the cross entropy.
         feature_weight: of SmoothL1.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import MoATraining
+        >>> MoATraining(target="embedded").check(window=512)
+        >>> MoATraining().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["moa"] = "moa"

@@ -31,6 +31,13 @@ class MTPTraining(FeatureMethod):
         intermediate_size: of their MLPs; 0 is the target's.
         labels: the text's own tokens, as in the paper, or the target's distribution.
         remat: work inner values out again for the gradient, and keep fewer.
+
+    Examples:
+        >>> from specjax.training.methods import MTPTraining
+        >>> MTPTraining(target="embedded").check(window=512)
+        >>> MTPTraining().check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.target='': this method learns from a target; give its directory or hub id
     """
 
     name: Literal["mtp"] = "mtp"

@@ -1,0 +1,164 @@
+"""The documentation: its code runs, its command lines parse, its links lead somewhere, and every public name is in it."""
+
+import ast
+import doctest
+import inspect
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import specjax
+from specjax.planning import contexts
+from tests import documents
+from tests.documents import PAGES, ROOT
+from tests.test_docstrings import MODULES
+
+API = ROOT / "docs" / "api"
+NAMES = {str(page.relative_to(ROOT / "docs")): page for page in PAGES}
+every_page = pytest.mark.parametrize("page", NAMES.values(), ids=NAMES)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))], ids=lambda page: page.stem
+)
+def test_the_python_of_a_page_runs(page: Path, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    documents.run_python(page)
+
+
+@every_page
+def test_every_command_line_of_a_page_is_taken(page: Path) -> None:
+    for words in documents.command_lines(page):
+        documents.check_command_line(words)
+
+
+@every_page
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    documents.check_links(page)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    listed = list(_leaves(_site()["nav"]))
+    assert sorted(listed) == sorted(NAMES)
+
+
+def _site() -> dict[str, Any]:
+    """mkdocs.yml, but for the tags with which it names Python functions."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/name:", lambda *_: None)
+    return yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def _leaves(tree: Any) -> Iterator[str]:
+    if isinstance(tree, str):
+        yield tree
+    else:
+        for each in tree.values() if isinstance(tree, dict) else tree:
+            yield from _leaves(each)
+
+
+# --- docstrings ------------------------------------------------------------------------------------------------------
+
+SHOWN = {name: page.name for page in sorted(API.glob("*.md")) for name in documents.shown(page)}
+"""What the pages of the API show, and where."""
+
+
+def find(name: str) -> Any:
+    """The object of a dotted name."""
+    module, rest = name, []
+    while module not in sys.modules:  # `MODULES` has imported them all
+        module, _, last = module.rpartition(".")
+        rest.insert(0, last)
+    found: Any = sys.modules[module]
+    for part in rest:
+        found = getattr(found, part)
+    return found
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every name that ought to be explained, and what it stands for.
+
+    These are what the packages export; what pages of the API show one by one; and of a module that they show its classes and
+    functions.
+    """
+    for package in (specjax, specjax.decoding, specjax.drafters):
+        for name in package.__all__:
+            yield f"{package.__name__}.{name}", getattr(package, name)
+    for name in SHOWN:
+        found = find(name)
+        yield name, found
+        if isinstance(found, ModuleType):
+            for member, value in vars(found).items():
+                if not member.startswith("_") and getattr(value, "__module__", None) == name:
+                    yield f"{name}.{member}", value
+
+
+def constants(module: ModuleType) -> dict[str, str]:
+    """The docstrings of a module's constants, which stand below them."""
+    body = ast.parse(inspect.getsource(module)).body
+    found = {}
+    for constant, below in pairwise(body):
+        names = constant.targets if isinstance(constant, ast.Assign) else [getattr(constant, "target", None)]
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            found |= {name.id: below.value.value for name in names if isinstance(name, ast.Name)}
+    return found
+
+
+CONSTANTS = {name: text for module in MODULES for name, text in constants(module).items()}
+
+
+def docstring(name: str, found: Any) -> str:
+    """What is said of a public name."""
+    constant = CONSTANTS.get(name.rpartition(".")[2])
+    return (inspect.getdoc(found) if constant is None else constant) or ""
+
+
+def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -> None:
+    shown = {id(find(name)) for name in SHOWN}
+    shown |= {id(value) for name in SHOWN if isinstance(found := find(name), ModuleType) for value in vars(found).values()}
+    missing = []
+    for name, found in public():
+        text = docstring(name, found)
+        if id(found) not in shown:
+            missing.append(f"{name}: is on no page under docs/api")
+        if not text:
+            missing.append(f"{name}: has no docstring")
+        elif ">>> " not in text and not isinstance(found, ModuleType) and not name.startswith("specjax.cli."):
+            missing.append(f"{name}: its docstring has no example")
+    assert not missing, "\n".join(missing)
+
+
+def examples() -> list[doctest.DocTest]:
+    """The examples of every docstring, those of constants included."""
+    parser, found = doctest.DocTestParser(), []
+    for module in MODULES:
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and ">>> " in str(node.value.value):
+                name = f"{module.__name__}, the docstring that begins"
+                found.append(parser.get_doctest(str(node.value.value), {}, name, module.__file__, node.lineno - 1))
+    return found
+
+
+def test_every_example_of_a_docstring_does_what_it_shows(tmp_path, monkeypatch) -> None:
+    """All in one process, from one target, so that what is compiled for one example serves the others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(contexts, "forget_programs", lambda: None)
+    names = documents.run_python(API / "index.md")
+    failures: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for example in examples():
+        example.globs = dict(names)
+        runner.run(example, out=failures.append)
+    assert not runner.failures, "".join(failures)
