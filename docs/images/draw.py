@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.patches import FancyBboxPatch
 
 import specjax
 from benchmarks import long_context as benchmark
@@ -112,8 +113,8 @@ def draw_step(step: Step) -> "Figure":
                 axes.plot([place - half, place + half], [at[1]] * 2, color=paint.edge, linewidth=1.6, zorder=3)
     _code(axes, 1.5, top + 3 * row + 0.42, line, [(last, None), *((text, now.accepted) for text in new)])
     note = (
-        "Real tokens of the embedded models, greedy. When sampling, rejection sampling\n"
-        "decides what is kept: the text is distributed exactly as the target's."
+        "Real tokens of the embedded models, greedy. When sampling, rejection\n"
+        "sampling decides: the text is distributed exactly as the target's."
     )
     axes.text(0.1, end + 0.3, note, fontsize=11, color=now.muted, va="top", linespacing=1.4)
     bend = {"arrowstyle": "-|>", "color": now.muted, "connectionstyle": "arc,armA=20,armB=20,rad=8", "linewidth": 1.6}
@@ -131,8 +132,6 @@ def _columns(proposed: list[Any], said: list[Any], size: float) -> list[float]:
 
 def _code(axes: "Axes", x: float, y: float, line: float, pieces: list[tuple[str, style.Paint | None]]) -> None:
     """Lines of code from ``y`` down, pieces with a paint on a ground of that colour, the last of them with a dashed edge."""
-    from matplotlib.patches import FancyBboxPatch
-
     letter, column, number = pictures.letters_width(1, 12), 0, 0
     margin = min(len(text) - len(text.lstrip()) for text in pieces[0][0].split("\n"))  # not shown
     for text, paint in pieces:

@@ -1,0 +1,271 @@
+"""Records a command in a terminal, and draws what it printed, when it printed it, as an animated SVG, light and dark.
+
+python -m docs.images.record                                     the demo: demo.svg and demo-dark.svg
+python -m docs.images.record --name NAME -- COMMAND ...          another command
+
+Needs pyte, a terminal in Python: pip install pyte. The output and its times are real. A wait, in which nothing changes but a
+progress bar, is shortened to `--longest-wait` seconds; the clock in the corner of the picture shows the real time.
+"""
+
+import argparse
+import colorsys
+import fcntl
+import html
+import os
+import pty
+import re
+import select
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyte
+
+from specjax.reports import style
+
+IMAGES = Path(__file__).parent
+DEMO = ("python", "-m", "specjax", "demo")
+CELL, LINE, SIZE, MARGIN, BAR = 8.4, 17, 14, 14, 34
+"""Pixels: a letter's width, a line's height, the letters' size, around the text, and the bar above it."""
+
+PROGRESS = re.compile(r"[━╸╺]{3}|[⠁-⣿]|\d%")
+"""A line on which something is on its way: a change there does not end a wait."""
+
+
+class Run(NamedTuple):
+    """Letters of one look, side by side."""
+
+    column: int
+    text: str
+    look: str
+
+
+Screen = tuple[tuple[Run, ...], ...]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What the terminal showed from a moment on, in seconds after the start, of the command and of the picture."""
+
+    real: float
+    shown: float
+    screen: Screen
+
+
+class Terminal(pyte.Screen):
+    """Knows faint letters, too, which pyte does not: it keeps them as blinking ones, for nothing blinks here."""
+
+    def select_graphic_rendition(self, *attrs: int, **kwargs: bool) -> None:
+        """Set the look of what follows."""
+        super().select_graphic_rendition(*attrs, **kwargs)
+        if 2 in attrs and 38 not in attrs and 48 not in attrs:
+            self.cursor.attrs = self.cursor.attrs._replace(blink=True)
+
+    def runs(self) -> Screen:
+        """What is shown, each line in pieces of one look."""
+        return tuple(tuple(self._runs(number)) for number in range(self.lines))
+
+    def _runs(self, number: int) -> Iterator[Run]:
+        letters = [self.buffer[number][column] for column in range(self.columns)]
+        place = 0
+        for look, group in groupby(letters, _look):
+            text = "".join(letter.data for letter in group)
+            for words in re.finditer(r"\S+( \S+)*", text):  # two spaces would be drawn as one
+                yield Run(place + words.start(), words[0], look)
+            place += len(text)
+
+
+def _look(letter: pyte.screens.Char) -> str:
+    """Classes of the SVG's style sheet."""
+    names = [_ink(letter.fg), "b" if letter.bold else "", "d" if letter.blink else "", "i" if letter.italics else ""]
+    return " ".join(filter(None, names))
+
+
+@cache
+def _ink(colour: str) -> str:
+    """The nearest of the terminal's eight colours, of which each theme has its own."""
+    if not re.fullmatch("[0-9a-f]{6}", colour):
+        return "" if colour == "default" else colour.removeprefix("bright")
+    hue, saturation, value = colorsys.rgb_to_hsv(*(int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)))
+    if saturation < 0.3:
+        return "white" if value > 0.7 else "black"
+    return ("red", "brown", "green", "cyan", "blue", "magenta")[round(6 * hue) % 6]
+
+
+def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float, bytes]]:
+    """Run it in a pseudo-terminal of that size; what it printed, and when, in seconds."""
+    child, terminal = pty.fork()
+    if not child:
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES=str(lines))
+        os.execvp(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    started, printed = time.monotonic(), []
+    while True:
+        select.select([terminal], [], [])
+        try:
+            data = os.read(terminal, 65536)
+        except OSError:  # Linux's way to say that the other end is closed
+            data = b""
+        if not data:
+            break
+        printed.append((time.monotonic() - started, data))
+    if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(f"{' '.join(command)} ended with status {status}")
+    return printed
+
+
+def play(printed: list[tuple[float, bytes]], typed: str, columns: int, lines: int, longest_wait: float) -> list[Frame]:
+    """The screens, ten a second at most, after the command has been typed; waits are shortened."""
+    terminal = Terminal(columns, lines)
+    stream = pyte.ByteStream(terminal)
+    stream.feed(b"$ ")
+    frames = [Frame(0.0, 0.0, terminal.runs())]
+    for count, letter in enumerate(typed):
+        stream.feed(letter.encode())
+        frames.append(Frame(0.0, 0.5 + 0.04 * count, terminal.runs()))
+    stream.feed(b"\r\n")
+    begin = frames[-1].shown + 0.4
+    screens: list[tuple[float, Screen]] = []
+    for (moment, data), (after, _) in pairwise([*printed, (float("inf"), b"")]):
+        stream.feed(data)
+        if after == float("inf") or int(10 * after) > int(10 * moment):
+            screens.append((moment, terminal.runs()))
+    moments = _shortened([moment for moment, _ in screens], [_content(screen) for _, screen in screens], longest_wait)
+    for (real, screen), at in zip(screens, moments, strict=True):
+        shown = begin + at
+        if shown < frames[-1].shown + 0.09:  # in the place of the one before, which would hardly be seen
+            shown = frames.pop().shown
+        frames.append(Frame(real, shown, screen))
+    return frames
+
+
+def _content(screen: Screen) -> tuple[str, ...]:
+    """The lines on which nothing is on its way."""
+    lines = (" ".join(run.text for run in line) for line in screen)
+    return tuple(line for line in lines if not PROGRESS.search(line))
+
+
+def _shortened(moments: list[float], contents: list[tuple[str, ...]], longest: float) -> list[float]:
+    """The same moments when no wait for other content is longer than ``longest`` seconds."""
+    news = [0.0] + [now for now, (before, after) in zip(moments[1:], pairwise(contents), strict=True) if before != after]
+    news.append(moments[-1])
+    found, passed = [], 0.0
+    for begin, end in pairwise(news):
+        length = end - begin
+        scale = min(1.0, longest / length) if length else 1.0
+        found += [passed + scale * (moment - begin) for moment in moments if begin <= moment < end]
+        passed += scale * length
+    return [*found, *[passed] * (len(moments) - len(found))]
+
+
+def _inks(theme: style.Theme) -> dict[str, str]:
+    """The colours of the terminal, by pyte's names."""
+    blue, red, teal, purple, yellow = theme.series
+    plain = {"black": theme.muted, "red": red, "green": theme.accepted.edge, "brown": yellow, "blue": blue}
+    return plain | {"magenta": purple, "cyan": teal, "white": theme.ink}
+
+
+def draw(
+    frames: list[Frame], title: str, columns: int, lines: int, shortened: bool, theme: style.Theme, rest: float = 6.0
+) -> str:
+    """The SVG: every line that is ever shown, visible while it was; without animation it is the last screen."""
+    whole = frames[-1].shown + rest
+    width, height = round(columns * CELL + 2 * MARGIN), lines * LINE + 2 * MARGIN + BAR
+    pieces = _lasting(frames, whole, width - MARGIN)
+    times = sorted({(begin, end) for begin, end, *_ in pieces})
+    names = {pair: f"t{i}" for i, pair in enumerate(times)}
+    keyframes = [_keyframes(names[pair], *pair, whole) for pair in times]
+    body = [f'<g class="{names[begin, end]}{" last" if end >= whole else ""}">{content}</g>' for begin, end, content in pieces]
+    sheet = [
+        f"text{{font:{SIZE}px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:{theme.ink}}}",
+        f".b{{font-weight:bold}}.d{{fill:{theme.muted}}}.i{{font-style:italic}}.c{{fill:{theme.muted};font-size:13px}}",
+        *(f".{name}{{fill:{colour}}}" for name, colour in _inks(theme).items()),
+        "g{visibility:hidden}g.last{visibility:visible}",
+        "@media (prefers-reduced-motion:no-preference){",
+        *(f".{name}{{animation:{name} {whole:.2f}s step-end infinite}}" for name in names.values()),
+        "}",
+        *keyframes,
+    ]
+    waits = "waits shortened · " if shortened else ""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img" aria-label="{html.escape(title)}">',
+        f"<style>{''.join(sheet)}</style>",
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="{theme.paper}" '
+        f'stroke="{theme.passed_over.edge}"/>',
+        *(f'<circle cx="{20 + 18 * i}" cy="18" r="5.5" fill="{theme.grid}"/>' for i in range(3)),
+        f'<text class="c" x="{width / 2}" y="22" text-anchor="middle">{html.escape(title)}</text>',
+        f'<text class="c" x="{width - MARGIN - 52}" y="22" text-anchor="end">{waits}</text>',
+        *body,
+        "</svg>",
+        "",
+    ])  # fmt: skip
+
+
+def _lasting(frames: list[Frame], whole: float, clock: int) -> list[tuple[float, float, str]]:
+    """From when to when each line, and each second of the clock, is shown, and its elements; equal neighbours are one."""
+    ends = [*(frame.shown for frame in frames[1:]), whole]
+    found = []
+
+    def add(values: Iterable[Any], element: Callable[[Any], str]) -> None:
+        spans = zip(values, frames, ends, strict=True)
+        for value, group in groupby(spans, lambda span: span[0]):
+            steps = list(group)
+            if value != ():  # not an empty line
+                found.append((steps[0][1].shown, steps[-1][2], element(value)))
+
+    for number in range(len(frames[0].screen)):
+        add((frame.screen[number] for frame in frames), partial(_line, number))
+    place = f'class="c" x="{clock}" y="22" text-anchor="end"'
+    add((int(frame.real) for frame in frames), lambda second: f"<text {place}>{second} s</text>")
+    return found
+
+
+def _line(number: int, line: tuple[Run, ...]) -> str:
+    """Each run at its place and as wide as in a terminal, whatever the font."""
+    elements = []
+    for run in line:
+        look = f' class="{run.look}"' if run.look else ""
+        place = f'x="{MARGIN + run.column * CELL:.1f}" y="{BAR + MARGIN + number * LINE + SIZE - 2}"'
+        width = f'textLength="{len(run.text) * CELL:.1f}" lengthAdjust="spacingAndGlyphs"'
+        elements.append(f"<text {place} {width}{look}>{html.escape(run.text)}</text>")
+    return "".join(elements)
+
+
+def _keyframes(name: str, begin: float, end: float, whole: float) -> str:
+    first, last = 100 * begin / whole, 100 * end / whole
+    hidden, visible = "{visibility:hidden}", "{visibility:visible}"
+    before = f"0%{hidden}" if begin else ""
+    after = f"{last:.3f}%,to{hidden}" if end < whole else f"to{visible}"
+    return f"@keyframes {name}{{{before}{first:.3f}%{visible}{after}}}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Record, draw and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="demo", help="of the pictures")
+    parser.add_argument("--columns", type=int, default=92)
+    parser.add_argument("--lines", type=int, default=28)
+    parser.add_argument("--longest-wait", type=float, default=1.5, help="seconds")
+    parser.add_argument("command", nargs="*", default=DEMO)
+    options = parser.parse_args(arguments)
+    typed = " ".join(options.command)
+    command = [sys.executable, *options.command[1:]] if options.command[0] == "python" else options.command
+    printed = record(command, options.columns, options.lines)
+    frames = play(printed, typed, options.columns, options.lines, options.longest_wait)
+    shortened = frames[-1].real > frames[-1].shown
+    for ending, theme in {"": style.LIGHT, "-dark": style.DARK}.items():
+        path = IMAGES / f"{options.name}{ending}.svg"
+        path.write_text(draw(frames, typed, options.columns, options.lines, shortened, theme))
+        print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB, {frames[-1].real:.0f} s shown in {frames[-1].shown:.0f} s")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
