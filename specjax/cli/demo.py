@@ -1,32 +1,30 @@
 """The demo: real text from the embedded pair, with every accepted draft token in colour, and what it bought."""
 
-import time
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from specjax import decoding, pipeline, text
+from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding.options import GenerationOptions
-from specjax.demo import OnInflated, inflate
+from specjax.demo import Contest, Measured, OnInflated, compiling, inflate
 from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
-from specjax.evaluation import metrics
 from specjax.models.params import count
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling
+from specjax.progress import waiting
 
 PROMPTS = (
-    'class Stack:\n    """A last-in, first-out container."""\n\n    def __init__(self):\n        self._items = []\n\n'
-    "    def push(self, item):",
-    'def read_config(path, encoding="utf-8"):\n    """Read the configuration file and return a dictionary."""\n    with',
-    "import os\nimport sys\n\n\nclass Error(Exception):\n    pass\n\n\ndef main(args=None):\n    try",
     'def walk(self, node):\n    """Visit every child of the node."""\n    for',
+    'def send(self, data):\n    """Send data to the server."""\n    if self.sock is',
+    'def get(self, key, default=None):\n    """Return the value for key, or default."""\n    try',
 )
 """Pieces of Python files. They end inside a line, where the tokenizer would not have joined what follows."""
 
@@ -36,23 +34,31 @@ INFLATED = {"hidden_size": 640, "intermediate_size": 1920, "num_layers": 12}
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Show the embedded pair at work, the target inflated to a realistic cost.
+    """Show the embedded pair at work, the target inflated to a realistic cost: in about a minute.
 
     Attributes:
+        all: measure more methods, each with tokens drawn and greedily, which takes several minutes.
         max_new_tokens: for each prompt.
-        temperature: of the text that is shown, and of a table; greedy decoding is measured, too.
+        temperature: of the text that is shown and of the table; 0 is greedy. By default 0, or with all 0.7.
         seed: of the random draws.
         repeats: timed runs of each method; the median is shown.
     """
 
-    max_new_tokens: int = 96
-    temperature: float = 0.7
+    all: bool = False
+    max_new_tokens: int = 48
+    temperature: float | None = None
     seed: int = 0
     repeats: int = 3
 
 
 PLAIN, SHOWN = "plain", "EAGLE-3"
 """The baseline, and the method whose text is shown in colour."""
+
+GREEDY = "greedy"
+"""What stands above the figures of greedy decoding."""
+
+FEW = (SHOWN, PLAIN, "draft model", "MTP", "prompt lookup")
+"""The methods that are measured without ``all``."""
 
 
 def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
@@ -61,13 +67,13 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
     eagle3 = Eagle3.from_pretrained(embedded("eagle3"))
     return {
         PLAIN: None,
-        "EAGLE-3": OnInflated.of(replace(eagle3, draft=Chain(4)), small),
-        "EAGLE-3, tree": OnInflated.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
-        "MTP": OnInflated.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
         "draft model": DraftModel(draft, draft=Chain(4)),
         "draft model, adaptive": DraftModel(draft, draft=Chain(12, stop_below=0.4)),
         "draft model, tree": DraftModel(draft, draft=SampledTree((2, 2, 1))),
-        "prompt lookup": PromptLookup(draft=Chain(6)),
+        "EAGLE-3": OnInflated.of(replace(eagle3, draft=Chain(4)), small),
+        "EAGLE-3, tree": OnInflated.of(replace(eagle3, draft=DynamicTree(top_k=2, depth=4, nodes=8)), small),
+        "MTP": OnInflated.of(MTP.from_pretrained(embedded("mtp"), draft=Chain(5)), small),
+        "prompt lookup": PromptLookup(draft=Chain(3)),
         "early exit": EarlyExit(layers=target.config.num_layers // 3, draft=Chain(2)),
     }
 
@@ -76,87 +82,86 @@ def run_demo(config: DemoConfig) -> None:
     """``specjax demo``."""
     if not 1 <= config.repeats <= 1000:
         raise InputError(f"repeats={config.repeats}: must be at least 1 and at most 1000")
-    options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed)
-    options.sampling.rows(1)  # refuses what is out of range before any weights are read
+    ways = _ways(config)  # refuses what is out of range before any weights are read
     console = Console(highlight=False)
-    directory = embedded("target")
-    small = Target.from_pretrained(directory)
-    target = inflate(small, **INFLATED)
-    tokenizer = text.load_tokenizer(directory)
-    drafters = methods(target, small)
-    ids = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
-
-    console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
-    for row in range(2):
-        console.print(_coloured(tokenizer, target, drafters[SHOWN], ids, row, options))
-        console.print()
+    with waiting("loading the models"):
+        stage = _Stage.load(console)
+    chosen = {name: each for name, each in stage.drafters.items() if config.all or name in FEW}
+    contests = [Contest(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
+    with compiling(contests, chosen, first=SHOWN) as compilations:
+        compilations.wait_for_first()
+        console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
+        for row in range(2):
+            stage.show(contests[0], chosen[SHOWN], row)
+        compilations.wait_for_all()
+    measured = {contest.way: contest.measure(chosen, config.repeats) for contest in contests}
     console.rule("what it bought")
-    ways = {f"T={config.temperature:g}": options}
-    if config.temperature:
-        ways["greedy"] = replace(options, sampling=Sampling(temperature=0.0))
-    console.print(_table({way: _measure(target, drafters, ids, options, config.repeats) for way, options in ways.items()}))
-    console.print(
-        f"{len(PROMPTS)} prompts one after another, {config.max_new_tokens} tokens each at most; median of {config.repeats} "
-        f"interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain decoding, "
-        "and length is acceptance length: tokens emitted a target forward. "
-        f"The target of {count(small.params) / 1e6:.1f}M parameters is padded with zeros to {count(target.params) / 1e6:.0f}M, "
-        "the cost of a real one: the text and every acceptance length stay the same."
-    )
+    console.print(_table(measured))
+    console.print(_explanation(config, stage, measured))
+    console.print(_what_next(), soft_wrap=True)
 
 
-def _coloured(
-    tokenizer, target: Target, drafter: Drafter | None, ids: list[list[int]], row: int, options: GenerationOptions
-) -> Text:
-    """One of the prompts dim, then the output with its accepted draft tokens in green."""
-    prompt, (tokens, lengths) = ids[row], text.pad(ids)  # one width for all prompts: one compilation
-    shown, accepted = len(prompt), 0
-    stream = text.TextStream(tokenizer, prompt)
-    line = Text(tokenizer.decode(prompt, skip_special_tokens=True), style="dim")
-    for result in decoding.stream(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options), steps=1):
-        new, length = result.tokens[0], int(result.lengths[0])
-        drafts = int(result.stats.accepted[0]) - accepted
-        accepted += drafts
-        for index in range(shown, length):
-            style = "bold green" if index < shown + drafts else "white"
-            line.append(stream.push(new[index : index + 1]), style=style)
-        shown = length
-    line.append(stream.push([], last=True))
-    return line
+def _ways(config: DemoConfig) -> dict[str, GenerationOptions]:
+    """The options of every way to draw tokens that is shown, by its name; the first one is that of the coloured text."""
+    usual = 0.7 if config.all else 0.0
+    temperature = usual if config.temperature is None else config.temperature
+    ways = {}
+    for each in dict.fromkeys([temperature, 0.0] if config.all else [temperature]):
+        options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=each, seed=config.seed)
+        options.sampling.rows(1)
+        ways[f"T={each:g}" if each else GREEDY] = options
+    return ways
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """Of one method: tokens a second, the median of its runs; and tokens emitted a target forward."""
+class _Stage:
+    """What is shown, and where.
 
-    speed: float
-    length: float
+    Attributes:
+        console: it is printed to.
+        small: the target as it was trained.
+        target: the target, inflated.
+        drafters: of all methods, by their names.
+        tokenizer: of all of them.
+        prompts: the token ids of each.
+    """
+
+    console: Console
+    small: Target
+    target: Target
+    drafters: dict[str, Drafter | None]
+    tokenizer: Any
+    prompts: list[list[int]]
+
+    @classmethod
+    def load(cls, console: Console) -> "_Stage":
+        directory = embedded("target")
+        small = Target.from_pretrained(directory)
+        target = inflate(small, **INFLATED)
+        tokenizer = text.load_tokenizer(directory)
+        prompts = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
+        return cls(console, small, target, methods(target, small), tokenizer, prompts)
+
+    def show(self, contest: Contest, drafter: Drafter | None, row: int) -> None:
+        """One of the prompts dim, then its output as it comes, the accepted draft tokens in green."""
+        prompt = self.prompts[row]
+        shown, accepted, stream = len(prompt), 0, text.TextStream(self.tokenizer, prompt)
+        self._write(self.tokenizer.decode(prompt, skip_special_tokens=True), "dim")
+        for result in contest.stream(drafter, row):
+            new, length = result.tokens[0], int(result.lengths[0])
+            drafts = int(result.stats.accepted[0]) - accepted
+            accepted += drafts
+            for index in range(shown, length):
+                self._write(stream.push(new[index : index + 1]), "bold green" if index < shown + drafts else "")
+            shown = length
+        self._write(stream.push([], last=True) + "\n\n", "")
+
+    def _write(self, piece: str, style: str) -> None:
+        self.console.print(piece, style=style, end="", markup=False, emoji=False, soft_wrap=True)
+        self.console.file.flush()
 
 
-def _measure(
-    target: Target, drafters: dict[str, Drafter | None], ids: list[list[int]], options: GenerationOptions, repeats: int
-) -> dict[str, _Measured]:
-    """Every method on all prompts, their runs interleaved."""
-    tokens, lengths = text.pad(ids)
-
-    def run(drafter: Drafter | None, row: int) -> decoding.Result:  # one width for all prompts: one compilation
-        return decoding.generate(target, drafter, tokens[row : row + 1], lengths[row : row + 1], **vars(options))
-
-    for drafter in drafters.values():
-        jax.block_until_ready(run(drafter, 0))  # compiles
-    speeds: dict[str, list[float]] = {name: [] for name in drafters}
-    summaries = {}
-    for _ in range(repeats):
-        for name, drafter in drafters.items():
-            started = time.perf_counter()
-            results = jax.block_until_ready([run(drafter, row) for row in range(len(ids))])
-            seconds = time.perf_counter() - started
-            stats = jax.tree.map(lambda *rows: np.concatenate(rows), *(result.stats for result in results))
-            summaries[name] = metrics.summarise(stats)
-            speeds[name].append(summaries[name].emitted / seconds)
-    return {name: _Measured(float(np.median(speeds[name])), summary.acceptance_length) for name, summary in summaries.items()}
-
-
-def _table(measured: dict[str, dict[str, _Measured]]) -> Table:
+def _table(measured: dict[str, dict[str, Measured]]) -> Table:
     """A row a method, and for each way to draw tokens its speed, its speed-up over plain decoding and its acceptance length."""
     table = Table("\nmethod", *(f"{way}\n{what}" for way in measured for what in ("tok/s", "gain", "length")))
     table.columns[0].no_wrap = True
@@ -170,3 +175,34 @@ def _table(measured: dict[str, dict[str, _Measured]]) -> Table:
             cells += [f"{speed:,.0f}", f"{speed / of_way[PLAIN].speed:.2f}x", f"{of_way[name].length:.2f}"]
         table.add_row(name, *cells)
     return table
+
+
+def _explanation(config: DemoConfig, stage: _Stage, measured: dict[str, dict[str, Measured]]) -> str:
+    """What the columns mean, and what was measured."""
+    small, large = (count(model.params) / 1e6 for model in (stage.small, stage.target))
+    return (
+        f"{len(stage.prompts)} prompts one after another, {config.max_new_tokens} tokens each at most; median of "
+        f"{config.repeats} interleaved runs on {jax.devices()[0].device_kind}. Tok/s is tokens a second, gain is over plain "
+        "decoding, and length is acceptance length: tokens emitted a target forward. The target of "
+        f"{small:.1f}M parameters is padded with zeros to {large:.0f}M, the cost of a real one: the text and every acceptance "
+        f"length stay the same.{_sameness(measured.get(GREEDY, {}))}"
+    )
+
+
+def _sameness(measured: Mapping[str, Measured]) -> str:
+    """How many of the greedy texts are plain decoding's."""
+    if not measured:
+        return ""
+    drafted = [each for name, of_method in measured.items() if name != PLAIN for each in enumerate(of_method.texts)]
+    same = [words == measured[PLAIN].texts[row] for row, words in drafted]
+    return f" Of the {len(same)} texts that were drafted greedily, {sum(same)} are plain decoding's own, token for token."
+
+
+def _what_next() -> str:
+    """What to type next: as it must be typed here, where the environment may not be active."""
+    python = min(os.path.relpath(sys.executable), sys.executable, key=len)
+    return (
+        f"\nyour own model:   {python} -m specjax generate --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompt 'Once'\n"
+        f"its own drafter:  {python} -m specjax train --config configs/eagle3_qwen3_8b.yaml --dry-run\n"
+        "documentation:    docs/index.md, or the whole site: make docs"
+    )

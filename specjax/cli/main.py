@@ -24,6 +24,7 @@ from specjax.cli.regenerate import RegenerateConfig, run_regenerate
 from specjax.cli.train import run_train
 from specjax.config import load_yaml
 from specjax.errors import InputError
+from specjax.progress import show_waits
 from specjax.training.config import TrainConfig
 
 _Config = TypeVar("_Config")
@@ -125,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _keep_compilations()
     try:
         join_processes()
+        if not jax.distributed.is_initialized() or jax.process_index() == 0:  # of several processes one speaks
+            show_waits()
         command.run(parse_options(command.config, options, prog=name))
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -156,11 +159,12 @@ def _number_in(variable: str) -> int | None:
 def _keep_compilations() -> None:
     """Compiled programs outlive the process, so that the same command starts faster the next time.
 
-    JAX's own variables win: ``JAX_COMPILATION_CACHE_DIR`` names another directory, ``JAX_ENABLE_COMPILATION_CACHE=0``
-    keeps none.
+    All of them: JAX by itself would leave out those that compile in less than a second, of which a command has dozens. JAX's
+    own variables win: ``JAX_COMPILATION_CACHE_DIR`` names another directory, ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps none.
     """
     if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its type stub does not list it
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "specjax" / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def parse_options(kind: type[_Config], options: Sequence[str], prog: str) -> _Config:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.errors import InputError
 from specjax.models import params as declarations
@@ -48,13 +49,14 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
         norm_eps=config.norm_eps if share == 1 else config.norm_eps * share,
     )
 
-    def pad(param: Param, small: jax.Array) -> jax.Array:
+    def pad(param: Param, small: jax.Array | np.ndarray) -> jax.Array:  # on the host: every shape would be a program of its own
         scale = share**0.5 if param.shape == (hidden_size,) and param.init == "ones" else 1.0
-        corner = tuple(slice(0, size) for size in small.shape)
-        return jnp.zeros(param.shape, small.dtype).at[corner].set(small * scale)
+        padded = np.zeros(param.shape, small.dtype)
+        padded[tuple(slice(0, size) for size in small.shape)] = np.asarray(small) * scale
+        return jnp.asarray(padded)
 
     declared = declarations.declare(inflated)
-    silent = jax.tree.map(jnp.zeros_like, target.params["layers"][0])
+    silent = jax.tree.map(np.zeros_like, target.params["layers"][0])
     layers = target.params["layers"] + [silent] * (num_layers - config.num_layers)
     params = jax.tree.map(pad, declared, target.params | {"layers": layers})
     if target.mesh is not None:

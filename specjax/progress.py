@@ -1,0 +1,149 @@
+"""What a command waits for, said to whoever waits: a bar in a terminal, and a line now and then elsewhere.
+
+Code that takes long says so with `waiting` or `each`, wherever it stands. Only commands show it, for they call `show_waits`;
+in a notebook or a script of one's own nothing is printed. It goes to the standard error: the output of a command stays clean.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
+from rich.text import Text
+
+FIRST_LINE, LAST_PAUSE = 5.0, 60.0
+"""Seconds until the first line about a wait, where no terminal is; each pause after it is twice as long, up to the longest."""
+
+Item = TypeVar("Item")
+
+
+class Wait:
+    """Something that takes long.
+
+    Attributes:
+        what: it is, such as "compiling EAGLE-3".
+        total: how many parts it has; None where that is not known.
+        done: how many of them are done.
+    """
+
+    def __init__(self, what: str, total: int | None = None, done: int = 0) -> None:
+        self.what, self.total, self.done = what, total, done
+        self._begun, self._done_before = time.monotonic(), done
+
+    def update(self, *, what: str | None = None, done: int | None = None) -> None:
+        """Say what is new."""
+        self.what, self.done = what or self.what, self.done if done is None else done
+
+    def times(self) -> str:
+        """How long it has taken, and how much longer it may take: "12 s, 40 s left"."""
+        passed, made = time.monotonic() - self._begun, self.done - self._done_before
+        left = f", {duration(passed * (self.total - self.done) / made)} left" if self.total and made > 0 else ""
+        return duration(passed) + left
+
+    def line(self) -> str:
+        """All of it in a line: "measuring 3 of 15, 12 s, 40 s left"."""
+        parts = "" if self.total is None else f" {self.done:,} of {self.total:,}"
+        return f"{self.what}{parts}, {self.times()}"
+
+
+def duration(seconds: float) -> str:
+    """In words, to the second: "48 s", "3 min 20 s"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+@contextmanager
+def waiting(what: str, total: int | None = None, done: int = 0) -> Iterator[Wait]:
+    """While the body runs, show what is waited for. Nothing else may be printed meanwhile.
+
+    Args:
+        what: is done, such as "loading Qwen/Qwen3-8B".
+        total: how many parts it has, where that is known.
+        done: how many of them were done before.
+    """
+    wait = Wait(what, total, done)
+    with _display.show(wait):
+        yield wait
+
+
+def each(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """The ``items``, one after another, while how many of them are done is shown."""
+    with waiting(what, len(items)) as wait:
+        for number, item in enumerate(items):
+            wait.update(done=number)
+            yield item
+
+
+# --- displays --------------------------------------------------------------------------------------------------------
+
+
+class _Nothing:
+    def show(self, wait: Wait) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _Lines:
+    """A line now and then, about waits of more than a few seconds."""
+
+    @contextmanager
+    def show(self, wait: Wait) -> Iterator[None]:
+        over = threading.Event()
+
+        def speak() -> None:
+            pause = FIRST_LINE
+            while not over.wait(pause):
+                print(f"specjax: {wait.line()}", file=sys.stderr, flush=True)
+                pause = min(2 * pause, LAST_PAUSE)
+
+        thread = threading.Thread(target=speak, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+class _Bars:
+    """A bar for each wait, a wait within a wait below it. They vanish when nothing is waited for any more."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), _Numbers(""))
+        # What is printed must go where it belongs: the standard output may be a file.
+        self._progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+
+    @contextmanager
+    def show(self, wait: Wait) -> Iterator[None]:
+        progress = self._progress
+        task = progress.add_task(wait.what, total=wait.total, completed=wait.done, wait=wait)
+        progress.start()
+        try:
+            yield
+        finally:
+            progress.remove_task(task)
+            if not progress.task_ids:
+                progress.stop()
+
+
+class _Numbers(TextColumn):
+    """Reads the wait anew whenever it is drawn: so nobody has to tell the bar."""
+
+    def render(self, task: Task) -> Text:
+        wait: Wait = task.fields["wait"]
+        task.description, task.completed = wait.what, wait.done
+        parts = "" if wait.total is None else f"{wait.done:,} of {wait.total:,}, "
+        return Text(parts + wait.times(), no_wrap=True)
+
+
+_display: _Nothing | _Lines | _Bars = _Nothing()
+
+
+def show_waits() -> None:
+    """From now on show what is waited for, as suits the standard error. For commands."""
+    global _display  # noqa: PLW0603 - a process has one standard error
+    console = Console(stderr=True)
+    _display = _Bars(console) if console.is_terminal else _Lines()
