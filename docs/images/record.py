@@ -1,10 +1,11 @@
 """Records a command in a terminal, and draws what it printed, when it printed it, as an animated SVG, light and dark.
 
-python -m docs.images.record                                     the demo: demo.svg and demo-dark.svg
-python -m docs.images.record --name NAME -- COMMAND ...          another command
+.venv/bin/python -m docs.images.record                           the demo: demo.svg and demo-dark.svg
+.venv/bin/python -m docs.images.record --name NAME -- COMMAND    another command
 
 Needs pyte, a terminal in Python: pip install pyte. The output and its times are real. A wait, in which nothing changes but a
-progress bar, is shortened to `--longest-wait` seconds; the clock in the corner of the picture shows the real time.
+progress bar, is shortened to `--longest-wait` seconds, and the picture says so; the clock in its corner shows the real time. As
+a newcomer sees it, with nothing compiled yet: JAX_COMPILATION_CACHE_DIR=$(mktemp -d) before the command.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import pyte
 from specjax.reports import style
 
 IMAGES = Path(__file__).parent
-DEMO = ("python", "-m", "specjax", "demo")
+DEMO = (min(os.path.relpath(sys.executable), sys.executable, key=len), "-m", "specjax", "demo")
 CELL, LINE, SIZE, MARGIN, BAR = 8.4, 17, 14, 14, 34
 """Pixels: a letter's width, a line's height, the letters' size, around the text, and the bar above it."""
 
@@ -257,8 +258,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("command", nargs="*", default=DEMO)
     options = parser.parse_args(arguments)
     typed = " ".join(options.command)
-    command = [sys.executable, *options.command[1:]] if options.command[0] == "python" else options.command
-    printed = record(command, options.columns, options.lines)
+    printed = record(options.command, options.columns, options.lines)
     frames = play(printed, typed, options.columns, options.lines, options.longest_wait)
     shortened = frames[-1].real > frames[-1].shown
     for ending, theme in {"": style.LIGHT, "-dark": style.DARK}.items():
