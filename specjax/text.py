@@ -140,7 +140,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     _check_unicode(prompt)
-    return list(tokenizer(prompt)["input_ids"])
+    return list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
 
 
 def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
@@ -171,7 +171,7 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
     except TemplateError as error:
         raise InputError(f"messages: the model's chat template refuses them ({error}); see the roles and their order") from None
     _check_unicode(text)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _check_unicode(prompt: str) -> None:

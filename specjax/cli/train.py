@@ -1,5 +1,6 @@
 """``specjax train``: a model or a drafter from a configuration file."""
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -36,3 +37,7 @@ def _show_needs(config: TrainConfig) -> None:
         console.print(table)
     rows, width, steps = config.data.batch, config.data.window, config.steps
     console.print(f"{steps:,} steps of {rows} x {width} tokens, {steps * rows * width:,} in all. Nothing was trained.")
+    if jax.default_backend() == "cpu":
+        console.print(
+            "An accelerator's inner values can be several times smaller: specjax plan compile-training asks its compiler."
+        )

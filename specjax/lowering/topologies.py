@@ -118,5 +118,5 @@ def _devices(asked: str, **description: Any) -> list[jax.Device]:
         return list(topologies.get_topology_desc(**description).devices)
     except Exception as error:  # JAX raises one kind or another
         reason = next(iter(str(error).splitlines()), "")
-        smallest = "the smallest are v5e:2x2 and v5p:2x2x1"
-        raise InputError(f"chips={asked!r}: the compiler knows no such topology; {smallest} ({reason})") from error
+        mostly = "" if asked == "h100" else "; the smallest that it knows are v5e:2x2 and v5p:2x2x1"
+        raise InputError(f"chips={asked!r}: the compiler does not take it: {reason}{mostly}") from error

@@ -98,7 +98,8 @@ _HEADINGS = (
 
 def _rows(results: Results) -> list[tuple[str, ...]]:
     rows = []
-    for category, methods in results.items():
+    shown = results if len(results) > 2 else {OVERALL: results[OVERALL]}  # one category is all there is
+    for category, methods in shown.items():
         for i, (method, values) in enumerate(methods.items()):
             by_position = " ".join("-" if share is None else f"{share:.2f}" for share in values["acceptance_by_position"])
             low, high = values["spread"]

@@ -65,6 +65,10 @@ class OptimizerConfig:
     clip: float = 1.0
 
 
+_ChosenMethod = Annotated[AnyMethod, tyro.conf.AvoidSubcommands]
+"""The file's choice stands on the command line too: options are those of the one method, without a subcommand."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One training run: ``python -m specjax train --config configs/demo_target.yaml``.
@@ -95,8 +99,7 @@ class TrainConfig:
     """
 
     output: str = "runs/model"
-    # The file's choice stands on the command line too: options are those of the one method, without a subcommand.
-    method: Annotated[AnyMethod, tyro.conf.AvoidSubcommands] = Lm()
+    method: _ChosenMethod = Lm()
     seed: int = 0
     steps: int = 1000
     evaluate_every: int = 200
