@@ -140,10 +140,11 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
 
 
 SLOW = {
-    *("check_distribution", "p_values"),  # tens of thousands of rows
-    *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),  # compile a dozen programs each
+    *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
+    *("check_distribution", "p_values"),
+    *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
 }
-"""Of these functions the examples are run in the thorough tier alone; other tests run the functions for every change."""
+"""Their examples compile a dozen programs each, and run in the thorough tier. Other tests run the functions every time."""
 
 
 def examples() -> Iterator[tuple[str, doctest.DocTest]]:
