@@ -72,11 +72,9 @@ def main(directory: str, *arguments: str) -> int:
     sign, output = Sign(directory), []
     packages: set[str] = set()
     python = Path(directory) / "bin" / "python"
-    packages_of_this = (
-        Path(directory) / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages" / "pip"
-    )
+    packages_of_python = Path(directory) / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
     with sign.shown():
-        if not (Path(directory) / "lib" / version / "site-packages" / "pip").exists():
+        if not (packages_of_python / "pip").exists():
             subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         sign.doing = "looking for packages"
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
