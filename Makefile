@@ -5,7 +5,7 @@ PYTHON ?= python3
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
-	.venv/bin/python -m specjax demo
+	@.venv/bin/python -m specjax demo
 
 test: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal
@@ -13,7 +13,7 @@ test: .venv-test/installed
 # What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And all of the above, compiled
 # as users compile: the tests for every change tell XLA to take less trouble.
 test-thorough: .venv-test/installed
-	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check -e '.[compile]'
+	@$(PYTHON) install.py .venv-test -e '.[compile]'
 	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "thorough or not thorough"
 
 lint: .venv-test/installed
@@ -34,26 +34,24 @@ docs-serve: .venv-docs/installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve --watch specjax
 
 .venv/installed: requirements.txt pyproject.toml
-	$(MAKE) check-python
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -e .
-	touch $@
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv -e .
+	@touch $@
 
 .venv-test/installed: requirements.txt pyproject.toml
-	$(MAKE) check-python
-	$(PYTHON) -m venv .venv-test
-	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
-	# Beside what it pins: it asks for an older transformers than ours, and runs with ours.
-	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check --no-deps speculators==0.9.0 hs-connectors==0.9.0
-	touch $@
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv-test -e '.[test]'
+	@# Beside what it pins: it asks for an older transformers than ours, and runs with ours.
+	@$(PYTHON) install.py .venv-test --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
 
 .venv-docs/installed: pyproject.toml
-	$(MAKE) check-python
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	  > .venv-docs/requirements.txt
-	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r .venv-docs/requirements.txt
-	touch $@
+	@$(PYTHON) install.py .venv-docs -r .venv-docs/requirements.txt
+	@touch $@
 
 .PHONY: check-python
 check-python:

@@ -1,6 +1,6 @@
 """What a command waits for, said to whoever waits: a bar in a terminal, and a line now and then elsewhere.
 
-Code that takes long says so with `waiting` or `each`, wherever it stands. Only commands show it, for they call `show_waits`;
+Code that takes long says so with `waiting` or `track`, wherever it stands. Only commands show it, for they call `show_waits`;
 in a notebook or a script of one's own nothing is printed. It goes to the standard error: the output of a command stays clean.
 """
 
@@ -70,11 +70,11 @@ def waiting(what: str, total: int | None = None, done: int = 0) -> Iterator[Wait
         yield wait
 
 
-def each(items: Sequence[Item], what: str) -> Iterator[Item]:
-    """The ``items``, one after another, while how many of them are done is shown."""
-    with waiting(what, len(items)) as wait:
+def track(items: Sequence[Item], what: str) -> Iterator[Item]:
+    """The ``items``, one after another, while how many of them are done is shown. In ``what``, {} stands for the item."""
+    with waiting(what.replace("{}", str(next(iter(items), ""))), len(items)) as wait:
         for number, item in enumerate(items):
-            wait.update(done=number)
+            wait.update(what=what.replace("{}", str(item)), done=number)
             yield item
 
 

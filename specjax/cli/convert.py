@@ -6,6 +6,7 @@ from pathlib import Path
 from specjax.drafters import registry
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
+from specjax.progress import waiting
 
 
 @dataclass(frozen=True)
@@ -45,5 +46,6 @@ def run_convert(config: ConvertConfig) -> None:
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(directory)
     drafter = kind.from_pretrained(directory, dtype=dtype)
-    drafter.save_pretrained(config.output, layout=config.to, target=config.target)
+    with waiting(f"writing {config.output}"):
+        drafter.save_pretrained(config.output, layout=config.to, target=config.target)
     print("; ".join(filter(None, [f"{config.output}: layout {config.to}, {dtype}", drafter.describe(config.to)])))

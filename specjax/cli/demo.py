@@ -38,18 +38,21 @@ class DemoConfig:
 
     Attributes:
         all: measure more methods, each with tokens drawn and greedily, which takes several minutes.
-        max_new_tokens: for each prompt.
+        max_new_tokens: for each prompt; by default 40, or with all 96.
         temperature: of the text that is shown and of the table; 0 is greedy. By default 0, or with all 0.7.
         seed: of the random draws.
-        repeats: timed runs of each method; the median is shown.
+        repeats: timed runs of each method, of which the median is shown; by default 2, or with all 3.
     """
 
     all: bool = False
-    max_new_tokens: int = 48
+    max_new_tokens: int | None = None
     temperature: float | None = None
     seed: int = 0
-    repeats: int = 3
+    repeats: int | None = None
 
+
+_USUAL = {"max_new_tokens": 40, "temperature": 0.0, "repeats": 2}
+_USUAL_OF_ALL = {"max_new_tokens": 96, "temperature": 0.7, "repeats": 3}
 
 PLAIN, SHOWN = "plain", "EAGLE-3"
 """The baseline, and the method whose text is shown in colour."""
@@ -80,21 +83,25 @@ def methods(target: Target, small: Target) -> dict[str, Drafter | None]:
 
 def run_demo(config: DemoConfig) -> None:
     """``specjax demo``."""
-    if not 1 <= config.repeats <= 1000:
-        raise InputError(f"repeats={config.repeats}: must be at least 1 and at most 1000")
+    usual = _USUAL_OF_ALL if config.all else _USUAL
+    config = replace(config, **{name: value for name, value in usual.items() if getattr(config, name) is None})
+    repeats = config.repeats or 0
+    if not 1 <= repeats <= 1000:
+        raise InputError(f"repeats={repeats}: must be at least 1 and at most 1000")
     ways = _ways(config)  # refuses what is out of range before any weights are read
     console = Console(highlight=False)
     with waiting("loading the models"):
         stage = _Stage.load(console)
     chosen = {name: each for name, each in stage.drafters.items() if config.all or name in FEW}
     contests = [Contest(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
-    with compiling(contests, chosen, first=SHOWN) as compilations:
-        compilations.wait_for_first()
+    with waiting(f"compiling {SHOWN}"):  # alone: it is wanted first
+        contests[0].compile(chosen[SHOWN])
+    with compiling(contests, chosen) as wait_for_all:
         console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
         for row in range(2):
             stage.show(contests[0], chosen[SHOWN], row)
-        compilations.wait_for_all()
-    measured = {contest.way: contest.measure(chosen, config.repeats) for contest in contests}
+        wait_for_all()
+    measured = {contest.way: contest.measure(chosen, repeats) for contest in contests}
     console.rule("what it bought")
     console.print(_table(measured))
     console.print(_explanation(config, stage, measured))
@@ -103,10 +110,8 @@ def run_demo(config: DemoConfig) -> None:
 
 def _ways(config: DemoConfig) -> dict[str, GenerationOptions]:
     """The options of every way to draw tokens that is shown, by its name; the first one is that of the coloured text."""
-    usual = 0.7 if config.all else 0.0
-    temperature = usual if config.temperature is None else config.temperature
     ways = {}
-    for each in dict.fromkeys([temperature, 0.0] if config.all else [temperature]):
+    for each in dict.fromkeys([config.temperature, 0.0] if config.all else [config.temperature]):
         options = pipeline.settings(max_new_tokens=config.max_new_tokens, temperature=each, seed=config.seed)
         options.sampling.rows(1)
         ways[f"T={each:g}" if each else GREEDY] = options

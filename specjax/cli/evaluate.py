@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import track
 
 from specjax import decoding, pipeline, text
 from specjax.decoding.options import GenerationOptions, bucket
@@ -18,6 +17,7 @@ from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation.questions import Question, read_questions
+from specjax.progress import track
 from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
 from specjax.sampling import Rule
@@ -131,7 +131,7 @@ class _Asking:
         """The answers of every method to every turn."""
         answers = []
         assert self._options.key is not None
-        for number, question in enumerate(track(questions, description="questions")):
+        for number, question in enumerate(track(questions, "answering questions")):
             history: list[dict[str, str]] = []
             for turn, words in enumerate(question.turns):
                 history.append({"role": "user", "content": words})

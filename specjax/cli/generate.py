@@ -1,5 +1,6 @@
 """``specjax generate``: text from a target, drafted by what the command line names."""
 
+import itertools
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
+from specjax.progress import waiting
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Rule
@@ -109,8 +111,11 @@ def run_generate(config: GenerateConfig) -> None:
 
     streams = len(prompts) == 1 and not config.json
     started = time.perf_counter()
-    run = generator.start(ids, options, steps=pipeline.LOOK_EVERY if streams else None)
-    for pieces in run:
+    with waiting("compiling" if streams else "compiling and generating"):
+        run = generator.start(ids, options, steps=pipeline.LOOK_EVERY if streams else None)
+        waited_for = iter(run)
+        first = next(waited_for)
+    for pieces in itertools.chain([first], waited_for):
         if streams:
             print(pieces[0], end="", flush=True)
     seconds = time.perf_counter() - started

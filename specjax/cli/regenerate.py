@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from rich.progress import track
 
 from specjax import decoding, pipeline
 from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
+from specjax.progress import track
 from specjax.sharding import make_mesh
 from specjax.text import read_json_lines
 from specjax.training import chat, fingerprint
@@ -98,7 +98,7 @@ def run_regenerate(config: RegenerateConfig) -> None:
     _refuse_other_model(output, config, claim)
     writer = _Writer(generator, config)
     written = 0
-    for start in track(range(0, len(missing), config.batch), description=f"{output.name}, {len(done)} written before"):
+    for start in track(range(0, len(missing), config.batch), f"writing batches of {output.name}, {len(done)} written before"):
         written += _append(output, claim, writer.write(missing[start : start + config.batch]))
     if not written and not done:
         reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in writer.left_out.items())

@@ -1,8 +1,8 @@
 """Methods side by side on the same prompts: compiled together, then timed one after another."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.evaluation import metrics
 from specjax.models.transformer import Target
-from specjax.progress import waiting
+from specjax.progress import track, waiting
 
 _COMPILERS = 2  # programs at a time: XLA by itself keeps one core busy, and a second one for half of the time
 
@@ -91,37 +91,24 @@ def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
     return Measured(float(np.median(speeds)), metrics.summarise(stats).acceptance_length, texts)
 
 
-class Compilations:
-    """Programs that are being compiled in the background, by their names, in their order."""
-
-    def __init__(self, programs: "dict[str, Future[None]]") -> None:
-        self._programs = programs
-
-    def wait_for_first(self) -> None:
-        """Until the first of them is there."""
-        name = next(iter(self._programs))
-        with waiting(f"compiling {name}"):
-            self._programs[name].result()
-
-    def wait_for_all(self) -> None:
-        """Until all of them are there."""
-        with waiting("compiling", len(self._programs)) as wait:
-            for number, (name, program) in enumerate(self._programs.items()):
-                wait.update(what=f"compiling {name}", done=number)
-                program.result()
-
-
 @contextmanager
-def compiling(contests: Sequence[Contest], drafters: Mapping[str, Drafter | None], first: str) -> Iterator[Compilations]:
-    """Compile the programs of all ``drafters``, the ``first`` one's first, for each contest while the body runs.
+def compiling(contests: Sequence[Contest], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
+    """Compile the programs of all ``drafters`` for each contest, in their order, while the body runs.
 
-    XLA leaves Python to others while it compiles.
+    XLA leaves Python to others while it compiles. The body is given a function that waits until everything is there.
     """
-    names = sorted(drafters, key=lambda name: name != first)
     pool = ThreadPoolExecutor(_COMPILERS)
     try:
-        yield Compilations(
-            {f"{name}, {each.way}": pool.submit(each.compile, drafters[name]) for each in contests for name in names}
-        )
+        programs = {
+            f"{name}, {contest.way}": pool.submit(contest.compile, drafter)
+            for contest in contests
+            for name, drafter in drafters.items()
+        }
+
+        def wait_for_all() -> None:
+            for name in track(list(programs), "compiling {}"):
+                programs[name].result()
+
+        yield wait_for_all
     finally:
         pool.shutdown(cancel_futures=True)

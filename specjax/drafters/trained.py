@@ -27,6 +27,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, read_json
 from specjax.models.params import Params
 from specjax.models.transformer import Target, default_dtype
+from specjax.progress import waiting
 
 
 @dataclass(frozen=True)
@@ -231,15 +232,16 @@ class TrainedDrafter(Drafter[State]):
         except InputError as error:
             raise CheckpointError(f"{stored.file}: {error}") from None
         beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
-        params = checkpoint.load(
-            stored.directory,
-            cls.declare(config, cls.layout_of(stored)) | beside,
-            default_dtype() if dtype is None else dtype,
-            what=f"{cls.title} with this config.json",
-            ignored=cls.left_over(config, stored),
-            mesh=mesh,
-            units=cls.axis_units(config),
-        )
+        with waiting(f"loading {path}"):
+            params = checkpoint.load(
+                stored.directory,
+                cls.declare(config, cls.layout_of(stored)) | beside,
+                default_dtype() if dtype is None else dtype,
+                what=f"{cls.title} with this config.json",
+                ignored=cls.left_over(config, stored),
+                mesh=mesh,
+                units=cls.axis_units(config),
+            )
         cls.check_values(config, params, {name: params.pop(name) for name in beside}, stored.directory)
         draft = cls.default_draft(config) if draft is None else draft
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]

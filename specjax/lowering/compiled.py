@@ -23,6 +23,7 @@ from specjax.lowering.topologies import compiler_options
 from specjax.models.attention import BLOCK, LOOP, block_width
 from specjax.models.transformer import Target
 from specjax.planning.roofline import attention_work, product_work
+from specjax.progress import waiting
 from specjax.sampling import Sampling
 
 
@@ -277,7 +278,7 @@ def compile_program(
     """
     started = time.perf_counter()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), waiting(f"compiling {name}"):
             # What was compiled for a device that is not there cannot be read back from JAX's cache on disk: it says so.
             warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
             executable = lowered.compile(compiler_options=dict(compiler_options(mesh)))

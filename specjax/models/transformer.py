@@ -23,6 +23,7 @@ from specjax.models.layers import decoder_layer, rms_norm
 from specjax.models.params import Params
 from specjax.models.primitives import vocabulary_logits
 from specjax.models.rope import rotations
+from specjax.progress import waiting
 
 
 @struct.dataclass
@@ -105,7 +106,8 @@ class Target:
         """
         directory = huggingface.locate(path)
         config = huggingface.read_config(directory)
-        params = huggingface.load_params(directory, config, default_dtype() if dtype is None else dtype, mesh)
+        with waiting(f"loading {path}"):
+            params = huggingface.load_params(directory, config, default_dtype() if dtype is None else dtype, mesh)
         return cls(params=params, config=config, mesh=mesh)
 
     @classmethod

@@ -22,6 +22,7 @@ from specjax.drafts.shapes import Chain, DraftShape, SampledTree, StaticTree, co
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
+from specjax.progress import waiting
 from specjax.sampling import Sampling
 
 _TRIAL_STEPS, _LEAST_STEPS = 256, 32  # of all rows together, and of a row
@@ -299,7 +300,8 @@ def _try(
     most = min(count * (1 + shape.depth), left, int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=most, key=trial_key(options.key))
     drafter, state = decoding.start(target, drafter, tokens, lengths, tried)
-    first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
+    with waiting(f"trying a {shape}"):
+        first, stats = sharding.to_host(_watch(target, drafter, state, count), target.mesh)
     steps = max(int(np.sum(stats.steps)), 1)
     ranks = np.bincount(first.ravel(), minlength=shape.branching + 1)[1:]
     return stats.accepted_at.sum(axis=0) / steps, ranks / steps, float(np.sum(stats.accepted)) / steps + 1

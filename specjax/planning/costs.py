@@ -25,6 +25,7 @@ from specjax.drafts.draft import Verdict
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, gather_entries
 from specjax.models.transformer import States, Target
+from specjax.progress import track, waiting
 from specjax.sampling import Rule, Sampling, argmax
 
 _Result = TypeVar("_Result")
@@ -115,7 +116,7 @@ def measure_costs(
     drafter, state = decoding.start(target, drafter, np.ones((batch, context), np.int32), options=options)
     cache = jax.tree.map(jnp.copy, state.cache)
     seconds: dict[int | str, list[float]] = {name: [] for name in [*counts, "draft"]}
-    for repeat in range(-1, repeats):
+    for repeat in track(range(-1, repeats), f"compiling and timing passes, {batch} rows, {context} tokens"):
         for count in counts:
             took, cache = _timed(_score, target, cache, count, _PASSES)
             seconds[count].append(took)
@@ -282,7 +283,8 @@ def trial_speedup(
     positions = decoding.most_positions(target, drafter)
     most = min(trial_tokens, positions - int(lengths.max()), int(np.max(options.max_new_tokens)))
     tried = replace(options, max_new_tokens=max(1, most), key=trial_key(options.key))
-    trial = decoding.generate(target, drafter, tokens, lengths, **vars(tried))
+    with waiting("generating on trial"):
+        trial = decoding.generate(target, drafter, tokens, lengths, **vars(tried))
     needed = tokens_needed(_TRIAL_REPEATS, drafter.draft_shape.nodes)
     context = max(1, min(width, positions - needed))
     costs = measure_costs(

@@ -12,6 +12,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters.base import Drafter
 from specjax.drafts.draft import Draft
 from specjax.models.transformer import Target
+from specjax.progress import track
 from specjax.reports import pictures
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def take_snapshot(
         options = GenerationOptions(max_new_tokens=most)
     drafter, state = decoding.start(target, drafter, [prompt], options=options)
     best: Snapshot | None = None
-    for _ in range(steps):
+    for _ in track(range(steps), "making the steps to draw"):
         state, watched = _step(target, drafter, state)
         draft, path, emitted, bonus, done = sharding.to_host(watched, target.mesh)
         if best is None or emitted[0] > len(best.path):

@@ -6,8 +6,6 @@ What is trained, on what loss, is a `TrainingMethod`'s business; how one step go
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import tokenizers
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from specjax import chips
@@ -29,6 +26,7 @@ from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
+from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
 from specjax.sharding import make_mesh
 from specjax.training import data, fingerprint, run_directory
@@ -90,8 +88,9 @@ def train(config: TrainConfig) -> Path:
         first = int(state.step)
         with (
             run_directory.MetricsLog(output, first) as log,
-            _progress(config.steps, first, config.mesh[0] * config.mesh[1]) as report,
+            waiting("training, compiling the first step", config.steps, first) as wait,
         ):
+            report = _Report(wait, config.mesh[0] * config.mesh[1])
             best = max(map(method.goodness, log.values(judged)), default=-np.inf)
             figures = _Figures(log, report, tokens_a_step)
             try:
@@ -107,12 +106,14 @@ def train(config: TrainConfig) -> Path:
                         continue
                     figures.flush()
                     if evaluates:
+                        wait.update(what="training, evaluating after step")
                         held = evaluate(state.student, run.held_out, config.data.batch, target, method, run.mesh)
                         if method.goodness(held[method.best_by]) > best:
                             best = method.goodness(held[method.best_by])
                             export("best", state)
                         log.write({"step": step, **{f"held_out_{name}": value for name, value in held.items()}})
                     if saves:
+                        wait.update(what="training, saving after step")
                         export("latest", state)  # before the checkpoint: a run continued there does not come here again
                         run_directory.save(checkpoints, state, iterator)
                     figures.restart()  # what was done between the steps is not theirs
@@ -164,7 +165,8 @@ def _prepare(config: TrainConfig) -> _Run:
     if target is not None and not data_config.tokenizer:
         data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
-    tokenizer, packed, held_out = data.prepare(data_config, end)
+    with waiting(f"reading {data_config.source}"):
+        tokenizer, packed, held_out = data.prepare(data_config, end)
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
@@ -275,30 +277,17 @@ class _Figures:
 
 
 class _Report:
-    """The progress bar: loss, tokens a second, and the share of the devices' peak that the steps' products make.
+    """What is shown of the steps: loss, tokens a second, and the share of the devices' peak that the steps' products make.
 
     Attributes:
         flops: operations of a step.
     """
 
-    def __init__(self, progress: Progress, steps: int, start: int, devices: int) -> None:
+    def __init__(self, wait: Wait, devices: int) -> None:
         self.flops = 0.0
-        self._progress = progress
-        self._task = progress.add_task("", total=steps, completed=start, loss=float("nan"), speed="")
+        self._wait = wait
         self._peak = chips.peak_flops(jax.devices()[0]) * devices
 
     def __call__(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         speed = f"{tokens / seconds:,.0f} tokens/s, {self.flops / seconds / self._peak:.0%} of peak"
-        self._progress.update(self._task, completed=step, loss=loss, speed=speed)
-
-
-@contextmanager
-def _progress(steps: int, start: int, devices: int) -> Iterator[_Report]:
-    columns = (
-        TextColumn("step {task.completed}/{task.total}"),
-        BarColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]} "),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, disable=jax.process_index() != 0) as progress:
-        yield _Report(progress, steps, start, devices)
+        self._wait.update(what=f"training, loss {loss:.3f}, {speed}: step", done=step)

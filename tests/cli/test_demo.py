@@ -1,30 +1,21 @@
 """The demo prints real text and a table with every method."""
 
 import re
+import shlex
+from collections.abc import Iterable
 
 import jax
 import pytest
 
+from specjax.assets import embedded
 from specjax.cli import demo
-from specjax.cli.main import main
+from specjax.cli.main import find_command, main, parse_options
 from specjax.drafters import MTP, Eagle3
 from specjax.models.transformer import Target
 from tests.conftest import save_tiny
 
-METHODS = (
-    "plain",
-    "EAGLE-3",
-    "EAGLE-3, tree",
-    "MTP",
-    "draft model",
-    "draft model, adaptive",
-    "draft model, tree",
-    "prompt lookup",
-    "early exit",
-)
 
-
-def check_shown(out: str, ways: int, methods: tuple[str, ...] = METHODS) -> None:
+def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
     """``ways`` to draw tokens stand beside each other."""
     figures = r"\W+([\d,]+)\W+([\d.]+)x\W+([\d.]+)"  # of one way to draw tokens
     rows = {name: re.search(rf"{name}{figures * ways}", out) for name in methods}
@@ -42,14 +33,22 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):
         kind.init(Target.from_pretrained(directory), jax.random.key(0)).save_pretrained(tmp_path / name)
     monkeypatch.setattr(demo, "embedded", lambda name: tmp_path / name if name in ("eagle3", "mtp") else directory)
-    every, few = demo.methods, ("plain", "EAGLE-3", "MTP", "draft model")  # the others take as long to compile
-    monkeypatch.setattr(demo, "methods", lambda *models: {name: every(*models)[name] for name in few})
+    monkeypatch.setattr(demo, "FEW", (few := ("plain", "EAGLE-3", "MTP", "draft model")))  # others take as long to compile
     monkeypatch.setattr(demo, "INFLATED", {"hidden_size": 32, "intermediate_size": 32, "num_layers": 3})
-    assert main(["demo", "--max-new-tokens", "16", "--repeats", "1", "--temperature", "0"]) == 0
-    check_shown(capsys.readouterr().out, 1, few)
+    assert main(["demo", "--max-new-tokens", "16", "--repeats", "1"]) == 0
+    out = capsys.readouterr().out
+    check_shown(out, 1, few)
+    assert "9 texts that were drafted greedily, 9 are plain decoding's own" in " ".join(out.split())
+    following = [line for line in out.splitlines() if " -m specjax " in line]
+    for line in following:  # what it says to type next can be typed
+        name, command, options = find_command(shlex.split(line)[shlex.split(line).index("specjax") + 1 :])
+        parse_options(command.config, options, prog=name)
+    assert len(following) == 2 and "docs/index.md" in out.splitlines()[-1]
 
 
 @pytest.mark.thorough
-def test_the_demo_of_the_embedded_pair(capsys) -> None:
-    assert main(["demo", "--max-new-tokens", "32", "--repeats", "1"]) == 0
-    check_shown(capsys.readouterr().out, ways=2)
+@pytest.mark.parametrize("options, ways, methods", [([], 1, demo.FEW), (["--all", "--max-new-tokens", "32"], 2, None)])
+def test_the_demo_of_the_embedded_pair(capsys, options: list[str], ways: int, methods: Iterable[str] | None) -> None:
+    assert main(["demo", "--repeats", "1", *options]) == 0
+    small = Target.from_pretrained(embedded("target"))
+    check_shown(capsys.readouterr().out, ways, methods or demo.methods(small, small))

@@ -80,8 +80,6 @@ def run_compile(config: CompileConfig) -> None:
     console, steps = new_console(), []
     for name, drafter in zip(names, drafters, strict=True):
         title = "plain" if name == "none" else name
-        if not config.json:
-            console.out(f"compiling {title} for {mesh.size} x {chip.name} ...")
         steps.append(compile_step(setup, drafter, title))
     if config.json:
         print(json.dumps({"chip": asdict(chip), "chips": mesh.size, "steps": [_as_json(s, chip, mesh.size) for s in steps]}))

@@ -1,0 +1,60 @@
+"""What commands wait for is said: in lines where no terminal is, by bars in one, and not at all to those who did not ask."""
+
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from specjax import progress
+
+
+@pytest.fixture(autouse=True)
+def _shows_nothing_before_and_after(monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_display", progress._Nothing())
+
+
+def test_nothing_is_shown_that_no_command_asked_for(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.01)
+    with progress.waiting("loading"):
+        time.sleep(0.1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_lines_where_no_terminal_is(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.05)
+    progress.show_waits()
+    for item in progress.track(["plain", "MTP"], "compiling {}"):
+        time.sleep(0.08 if item == "plain" else 0)
+    with progress.waiting("short"):
+        pass
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["specjax: compiling plain 0 of 2, 0 s"]
+
+
+def test_bars_in_a_terminal() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bars = progress._Bars(console)
+    outer, inner = progress.Wait("answering questions", total=80, done=3), progress.Wait("loading a drafter")
+    with bars.show(outer):
+        with bars.show(inner):
+            bars._progress.refresh()
+        outer.update(done=4)
+        bars._progress.refresh()
+    shown = console.file.getvalue()
+    assert "answering questions" in shown and "3 of 80" in shown and "4 of 80" in shown and "loading a drafter" in shown
+    assert not bars._progress.task_ids and bars._progress.finished
+
+
+@pytest.mark.parametrize("seconds, words", [(0.4, "0 s"), (59.4, "59 s"), (200.2, "3 min 20 s")])
+def test_durations_in_words(seconds: float, words: str) -> None:
+    assert progress.duration(seconds) == words
+
+
+def test_the_time_that_is_left(monkeypatch) -> None:
+    clock = iter([0.0, 30.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    wait = progress.Wait("training", total=40, done=10)  # a run that is continued: 10 steps were done before
+    wait.update(done=20)
+    assert wait.line() == "training 20 of 40, 30 s, 1 min 0 s left"
