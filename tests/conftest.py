@@ -26,8 +26,11 @@ if version("jaxlib").startswith("0.10."):  # newer XLA has the newer emitters al
 os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)  # `make test-thorough` sets it to nothing: as users compile
 
 import ast
+import gc
 import json
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -41,7 +44,11 @@ from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 
+# Tracing makes very many small objects and little garbage: with Python's own thresholds, looking for it takes 5% of the time.
+gc.set_threshold(100_000, 50, 100)
+
 _compilations: list[str] = []
+_freed = [0]  # how many programs had been compiled whenever they were freed
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _seconds, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
@@ -52,20 +59,35 @@ def compilations() -> int:
     return len(_compilations)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _free_compiled_programs():
-    """Every compiled program holds a few memory maps, of which a process may have 65,530: a whole run would use them up."""
-    yield
-    jax.clear_caches()
+MOST_PROGRAMS = 6_000
+"""Every compiled program holds a few memory maps, of which a process may have 65,530."""
 
 
 @pytest.fixture(autouse=True)
 def _free_compiled_programs_in_time():
-    """The same in the midst of a module that has very many."""
+    """Modules share what they compile, above all the hundreds of programs of one operation, as long as there is room."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
-        jax.clear_caches()
+    if compilations() - _freed[-1] > MOST_PROGRAMS:
+        _free_compiled_programs()
+
+
+def _free_compiled_programs() -> None:
+    jax.clear_caches()
+    _freed.append(compilations())
+
+
+@contextmanager
+def own_programs() -> Iterator[None]:
+    """For tests that patch what is compiled: nothing compiled before them serves them, and nothing of theirs serves others."""
+    _free_compiled_programs()
+    yield
+    _free_compiled_programs()
+
+
+@pytest.fixture
+def compiled_anew():
+    with own_programs():
+        yield
 
 
 ASSETS = Path(__file__).parents[1] / "specjax" / "assets"

@@ -116,13 +116,12 @@ def constants(module: ModuleType) -> dict[str, str]:
     return found
 
 
-CONSTANTS = {name: text for module in MODULES for name, text in constants(module).items()}
+CONSTANTS = {id(getattr(module, name)): text for module in MODULES for name, text in constants(module).items()}
 
 
-def docstring(name: str, found: Any) -> str:
-    """What is said of a public name."""
-    constant = CONSTANTS.get(name.rpartition(".")[2])
-    return (inspect.getdoc(found) if constant is None else constant) or ""
+def docstring(found: Any) -> str:
+    """What is said of the value of a public name."""
+    return CONSTANTS.get(id(found)) or inspect.getdoc(found) or ""
 
 
 def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -> None:
@@ -130,7 +129,7 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
     shown |= {id(value) for name in SHOWN if isinstance(found := find(name), ModuleType) for value in vars(found).values()}
     missing = []
     for name, found in public():
-        text = docstring(name, found)
+        text = docstring(found)
         if id(found) not in shown:
             missing.append(f"{name}: is on no page under docs/api")
         if not text:
@@ -140,25 +139,44 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
     assert not missing, "\n".join(missing)
 
 
-def examples() -> list[doctest.DocTest]:
-    """The examples of every docstring, those of constants included."""
-    parser, found = doctest.DocTestParser(), []
+SLOW = {
+    *("check_distribution", "p_values"),  # tens of thousands of rows
+    *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),  # compile a dozen programs each
+}
+"""Of these functions the examples are run in the thorough tier alone; other tests run the functions for every change."""
+
+
+def examples() -> Iterator[tuple[str, doctest.DocTest]]:
+    """The examples of every docstring, those of constants included, with the name of what it belongs to."""
     for module in MODULES:
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and ">>> " in str(node.value.value):
-                name = f"{module.__name__}, the docstring that begins"
-                found.append(parser.get_doctest(str(node.value.value), {}, name, module.__file__, node.lineno - 1))
-    return found
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield from example(module, node.name, node.body[0])
+            elif isinstance(node, ast.Module):
+                for constant, below in pairwise(node.body):
+                    if isinstance(constant, ast.Assign | ast.AnnAssign):
+                        yield from example(module, ast.unparse(constant).split()[0], below)
 
 
-def test_every_example_of_a_docstring_does_what_it_shows(tmp_path, monkeypatch) -> None:
+def example(module: ModuleType, name: str, statement: ast.stmt) -> Iterator[tuple[str, doctest.DocTest]]:
+    """The examples in a ``statement``, if it is a docstring that has any."""
+    text = statement.value.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) else ""
+    if ">>> " in str(text):
+        where = f"{module.__name__}.{name}, the docstring"
+        yield name, doctest.DocTestParser().get_doctest(str(text), {}, where, module.__file__, statement.lineno - 1)
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fast", "slow"])
+def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeypatch) -> None:
     """All in one process, from one target, so that what is compiled for one example serves the others."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(contexts, "forget_programs", lambda: None)
     names = documents.run_python(API / "index.md")
     failures: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for example in examples():
-        example.globs = dict(names)
-        runner.run(example, out=failures.append)
+    found = [each for name, each in examples() if (name in SLOW) == slow]
+    assert len(found) >= (len(SLOW) if slow else 100)
+    for each in found:
+        each.globs = dict(names)
+        runner.run(each, out=failures.append)
     assert not runner.failures, "".join(failures)

@@ -189,6 +189,7 @@ def start(
     rows = options.sampling.rows(batch, rule)
     if mixed:
         rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    # Nothing is drawn while prompts are read: one program reads them for every kind of sampling.
     state = prefill(
         target,
         drafter,
@@ -197,10 +198,15 @@ def start(
         jnp.asarray(wanted.astype(np.int32)),
         checked.keys,
         jnp.asarray(checked.eos),
-        rows,
+        replace(rows, **_ANY_SAMPLING),
         capacity=capacity,
     )
-    return drafter, state
+    known = {name: getattr(rows, name) for name in _ANY_SAMPLING}
+    return drafter, replace(state, sampling=replace(state.sampling, **known))
+
+
+_ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}
+"""What `RowSampling` may know of its rows before tracing, where nothing is known."""
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:

@@ -45,7 +45,7 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     Examples:
         >>> from specjax import decoding
         >>> drafter, state = decoding.start(target, specjax.PromptLookup(draft=2), prompts)
-        >>> draft, state = decoding.propose_step(target, drafter, state)
+        >>> draft, state = jax.jit(decoding.propose_step)(target, drafter, state)
         >>> draft.tokens[1].tolist()  # the root, 1, and what followed "3 5 1" before
         [1, 3, 5]
     """
@@ -111,7 +111,7 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         ... )
         >>> said = jnp.asarray(plain.tokens[:, 6:8])  # from elsewhere: what plain decoding says
         >>> draft = Draft.chain(state.roots, said)
-        >>> state, info = decoding.advance(target, drafter, state, draft)
+        >>> state, info = jax.jit(decoding.advance)(target, drafter, state, draft)
         >>> info.emitted.tolist()  # both tokens are accepted, and the target adds one
         [3, 3]
     """

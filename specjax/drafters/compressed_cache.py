@@ -41,10 +41,13 @@ class CompressedCache(Drafter[RingCache]):
         draft: the shape of its drafts, any of `specjax.drafts.shapes`.
 
     Examples:
-        >>> drafter = specjax.CompressedCache(budget=8, draft=2)
-        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
-        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
-        True
+        >>> drafter = specjax.CompressedCache(budget=8, scheme=specjax.SnapKV(window=3))
+        >>> drafter.check(target)  # `generate` does so, too
+        >>> print(drafter.draft_shape)
+        chain of 4
+        >>> specjax.CompressedCache(budget=4).check(target)
+        Traceback (most recent call last):
+        specjax.errors.InputError: budget=4: the 4 sinks and the newest token need 5
     """
 
     budget: int = struct.field(pytree_node=False, default=256)

@@ -57,10 +57,11 @@ class Eagle(FeatureDrafter):
         mesh: where the params live.
 
     Examples:
-        >>> drafter = specjax.Eagle.init(target, jax.random.key(1), draft=2)
-        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
-        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
-        True
+        >>> drafter = specjax.Eagle.init(target, jax.random.key(1))
+        >>> print(drafter.draft_shape)  # a dynamic tree: EAGLE-2
+        dynamic tree, 60 nodes, 7 deep
+        >>> drafter.params["fc"].shape  # joins an embedding and a feature
+        (32, 16)
     """
 
     params: Params

@@ -38,10 +38,8 @@ class EagleWithLayerAttention(Eagle):
     Checkpoints are as EAGLE's, with the field ``layer_self_attention`` in config.json.
 
     Examples:
-        >>> drafter = specjax.EagleWithLayerAttention.init(target, jax.random.key(1), draft=2)
-        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
-        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
-        True
+        >>> drafter = specjax.EagleWithLayerAttention.init(target, jax.random.key(1))
+        >>> drafter.check(target)
     """
 
     config: EagleLayerAttentionConfig = struct.field(pytree_node=False)

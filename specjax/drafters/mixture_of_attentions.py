@@ -62,12 +62,9 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         mesh: where the params live.
 
     Examples:
-        >>> drafter = specjax.MixtureOfAttentions.init(
-        ...     target, jax.random.key(1), draft=2, tli=1
-        ... )
-        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
-        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
-        True
+        >>> drafter = specjax.MixtureOfAttentions.init(target, jax.random.key(1), tli=1)
+        >>> drafter.tli_layers(target)  # the target's last layer finishes a prediction
+        (1, 2)
     """
 
     params: Params

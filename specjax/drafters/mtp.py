@@ -112,10 +112,9 @@ class MTP(FeatureDrafter):
         mesh: where the params live.
 
     Examples:
-        >>> drafter = specjax.MTP.init(target, jax.random.key(1), draft=2)
-        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
-        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
-        True
+        >>> drafter = specjax.MTP.init(target, jax.random.key(1), modules=2, draft=3)
+        >>> drafter.config.modules, drafter.draft_shape.depth  # the last module goes on
+        (2, 3)
         >>> specjax.MTP.from_pretrained("embedded:mtp").config.modules
         1
     """

@@ -157,11 +157,11 @@ def measure_contexts(
         ...     contexts=(16,),
         ...     batches=(1,),
         ...     budgets=(8,),
-        ...     longest=2,
+        ...     longest=1,
         ...     options=specjax.decoding.GenerationOptions(max_new_tokens=8),
         ... )
-        >>> len(measured.gains(context=16, batch=1))  # chains of 1 and 2
-        2
+        >>> len(measured.gains(context=16, batch=1))  # one budget, chains of 1 token
+        1
     """
     texts = np.asarray(texts)
     if min(budgets) >= min(contexts):

@@ -111,14 +111,6 @@ def small() -> dict:
     return {"draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)), "prompt lookup": PromptLookup()}
 
 
-@pytest.fixture
-def compiled_anew():
-    """For tests that patch the engine: nothing compiled before them serves them, and nothing of theirs serves others."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 @pytest.mark.usefixtures("compiled_anew")
 def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> None:
     keys = loop.position_keys

@@ -12,10 +12,17 @@ from specjax import decoding, sharding
 from specjax.models import primitives
 from specjax.models.attention import Filled, attend
 from specjax.sampling import Sampling
-from tests.conftest import SHAPES
+from tests.conftest import SHAPES, own_programs
 from tests.evaluation.test_conformance import CASES, METHODS
 
 B, P = 2, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_programs():
+    """The tests say that they are not on a CPU."""
+    with own_programs():
+        yield
 
 
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")

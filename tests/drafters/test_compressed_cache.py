@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,15 +103,7 @@ def attention_of_last_tokens(target, row: np.ndarray, window: int) -> dict[int, 
     return paid
 
 
-@pytest.fixture
-def _compiled_anew():
-    """For tests that change what is compiled."""
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
-@pytest.mark.usefixtures("_compiled_anew")
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(("block", "changes"), [(512, {}), (16, {}), (16, LAYERED["sharing"] | {"windowed_layers": ()})])
 def test_snapkv_keeps_what_a_slow_reference_keeps(block, changes, monkeypatch) -> None:
     """Per row, layer and head; a row that fits the budget keeps everything."""

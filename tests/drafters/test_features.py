@@ -148,6 +148,7 @@ def test_nodes_of_a_tree_hang_where_they_say(name, shape) -> None:
         assert children == ids[np.argsort(-logits)[: len(children)]].tolist()
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", ["mtp", *[pytest.param(name, marks=pytest.mark.thorough) for name in ("eagle3", "moa")]])
 def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, monkeypatch) -> None:
     target = tiny_target()

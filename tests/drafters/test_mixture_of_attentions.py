@@ -204,6 +204,7 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
         assert children == set(np.argsort(-logits)[: len(children)].tolist()), parent
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> None:
     """Drafting never runs layer self-attention: it is not in the program of `propose_step`."""
     target, ran = target_of(), []

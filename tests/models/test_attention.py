@@ -10,10 +10,17 @@ import pytest
 from specjax.models.attention import Filled, attend, attention_paid, by_device, gpu, tpu
 from specjax.models.attention import plain as plain_attention
 from specjax.sharding import make_mesh
+from tests.conftest import own_programs
 
 KV, GROUP, DIM, SLOTS = 2, 2, 8, 70
 COUNTS = np.array([70, 3, 41, 0])
 B = len(COUNTS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_programs():
+    with own_programs():
+        yield
 
 
 @pytest.fixture(autouse=True)
