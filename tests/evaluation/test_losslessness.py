@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from scipy import stats
 
 from specjax.decoding import verification
 from specjax.drafters import DraftModel, PromptLookup
@@ -110,6 +111,38 @@ def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
     found = drawn(drafter(), 16_000, rule="rejection")
     assert not found.passes
     assert found.p_values["towards the drafter"] < min(found.p_values["joint"], found.p_values["by preference"])
+
+
+def test_which_tokens_count_does_not_depend_on_what_they_are() -> None:
+    """Texts go on after an end token: to leave out what would come after it favours texts without one."""
+    made = drafter()
+    with_ends, without = (
+        drawn_texts.draw_and_test(
+            tiny_target(**TARGET, eos_token_ids=ends),
+            made,
+            PROMPTS,
+            np.full(len(PROMPTS), PROMPTS.shape[1]),
+            draws=2_000,
+            key=jax.random.key(0),
+        )
+        for ends in (tuple(range(0, VOCAB, 2)), ())
+    )
+    assert with_ends == without
+    assert with_ends.draws >= 2_000
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_tails_of_a_skewed_score(more: int) -> None:
+    """A drafted token scores 1, any other -19: where each has 5% at 400 places, the others' number tells the p-value."""
+    places, miss = 400, 0.05
+    deviation = np.sqrt(places * miss * (1 - miss))
+    others = places * miss + more * np.arange(2, 5) * deviation
+    above = stats.binom.sf(others - 0.5, places, miss) if more > 0 else stats.binom.cdf(others + 0.5, places, miss)
+    skewness = -(1 - 2 * miss) / deviation  # more of the others make the score smaller
+    found = [drawn_texts._tails(-more * size, skewness) for size in np.arange(2, 5)]
+    normal = [drawn_texts._tails(-more * size, 0.0) for size in np.arange(2, 5)]
+    np.testing.assert_allclose(np.log(found), np.log(2 * above), atol=0.7)
+    assert abs(np.log(normal[-1] / above[-1] / 2)) > 1.5
 
 
 def test_texts_that_part_are_judged_by_their_margin() -> None:
