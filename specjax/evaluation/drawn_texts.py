@@ -141,7 +141,8 @@ class _Rows:
 
     def start(self, target: Target, drafter: Drafter, rule: Rule, key: jax.Array) -> decoding.DecodeState:
         """The state after the prompts, which are read once however often they are continued."""
-        options = GenerationOptions(max_new_tokens=NEW_TOKENS, sampling=self.sampling, key=key, rule=rule)
+        # No token ends a text: which triples of places are whole must not depend on what was drawn.
+        options = GenerationOptions(NEW_TOKENS, self.sampling, key, eos_token_ids=(), rule=rule)
         return decoding.start(target, drafter, self.tokens, self.lengths, options)[1]
 
 
