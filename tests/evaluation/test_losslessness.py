@@ -59,7 +59,7 @@ class WrongQ(DraftModel):
 
 
 @pytest.fixture
-def accepting(monkeypatch):
+def accepting(compiled_anew, monkeypatch):
     """Makes the rules that judge drawn tokens accept them by a share too often; they draw their numbers alone."""
 
     def patch(share: float) -> None:
@@ -69,11 +69,8 @@ def accepting(monkeypatch):
             return uniform(key, shape, *rest, **named) * (1 / (1 + share) if shape == () else 1.0)
 
         monkeypatch.setattr(jax.random, "uniform", scaled)
-        jax.clear_caches()
 
-    yield patch
-    monkeypatch.undo()
-    jax.clear_caches()
+    return patch
 
 
 TREE = pytest.param(DynamicTree(top_k=3, depth=2, nodes=7), marks=pytest.mark.thorough)
@@ -189,6 +186,7 @@ def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> No
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
     """Greedy and coupled rows whose drafts are verified by the logits of another node."""
@@ -200,12 +198,9 @@ def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
         "coupled",
         lambda draft, logits, sampling, keys: coupled(draft, jnp.roll(logits, 1, axis=1), sampling, keys),
     )
-    jax.clear_caches()
     # without a drafter there is one node, which rolling leaves as it is
     options = {"max_new_tokens": 12, "key": jax.random.key(0), "rounding": 1e-3}
     found = same_texts.compare(target, drafter(), prompts, temperature=temperature, **options)
-    monkeypatch.undo()
-    jax.clear_caches()
     assert found.partings
     assert not found.passes
 
