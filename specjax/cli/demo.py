@@ -207,7 +207,7 @@ def _what_next() -> str:
     """What to type next: as it must be typed here, where the environment may not be active."""
     python = min(os.path.relpath(sys.executable), sys.executable, key=len)
     return (
-        f"\nyour own model:   {python} -m specjax generate --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompt 'Once'\n"
-        f"its own drafter:  {python} -m specjax train --config configs/eagle3_qwen3_8b.yaml --dry-run\n"
+        f"\nyour own model:   {python} -m specjax generate --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B --chat --prompt 'Hello'\n"
+        f"its own drafter:  {python} -m specjax train --config configs/eagle3_qwen3_8b.yaml --dry-run    # docs/guides/train-eagle3.md\n"
         "documentation:    docs/index.md, or the whole site: make docs"
     )
