@@ -47,7 +47,7 @@ class Wait:
         if not self.total or made <= 0:
             return duration(now - self._begun)
         left = (self._updated - self._begun) * (self.total - self.done) / made - (now - self._updated)
-        return f"{duration(now - self._begun)}, {duration(max(left, 0))} left"
+        return duration(now - self._begun) + (f", {duration(left)} left" if left >= 1 else "")
 
     def line(self) -> str:
         """All of it in a line: "measuring 3 of 15, 12 s, 40 s left"."""
