@@ -50,7 +50,7 @@ _SHARE = 0.05
 """The score test is the most powerful one for a rule that accepts this share too much, and nearly so for others."""
 
 _BINS = 20
-_ROWS = 512  # of a batch at most; more do not make it faster on a CPU
+_ROWS = 256  # of a batch at most; more do not make it faster on a CPU
 _NUMBERS = 2**27  # of one array on the device at most: what bounds the rows of a batch for large vocabularies
 _LEAST_VARIANCE = 100.0  # of the score: below it, less than a doubling would show, and no normal approximation holds
 
