@@ -52,8 +52,8 @@ def details(verdict: Verdict) -> list[str]:
     drawn, rounding = verdict.distribution, verdict.greedy.rounding
     each = ", ".join(f"{name} {_p(value)}" for name, value in drawn.p_values.items())
     lines = [
-        f"A right pair fails the distribution once in {1 / FALSE_ALARM:,.0f} tests. p is {len(drawn.p_values)} times the "
-        f"smallest of: {each}."
+        f"A right pair fails the distribution once in {1 / FALSE_ALARM:,.0f} tests. "
+        f"p is {len(drawn.p_values)} times the smallest of: {each}."
     ]
     if drawn.detectable is None:
         lines.append("The drafter proposed too little for a fault in how it is verified to show in the distribution.")
