@@ -20,7 +20,7 @@ every place for a draft that nobody verifies. The drafts that the text was made 
 depends on a token whether it still belongs to the step that drafted it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,6 +37,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.evaluation.conformance import SETTINGS, g_test
 from specjax.models.transformer import Target
+from specjax.progress import track
 from specjax.sampling import RowSampling, Rule, Sampling, probabilities
 
 FALSE_ALARM = 1e-5
@@ -95,7 +96,6 @@ def draw_and_test(
     draws: int,
     key: jax.Array,
     rounding: float = 0.0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Distribution:
     """Draw texts with the drafter, ``draws`` tokens or a few more, and ask whether they are the target's.
 
@@ -109,16 +109,15 @@ def draw_and_test(
         draws: of tokens.
         key: consumed.
         rounding: how far two passes of the target may differ in the difference of two logits.
-        progress: told of the batches that are done, and of all.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
     rows = _rows_of(tokens, lengths, settings)
     repeats, batches = _plan(target, drafter, len(rows.lengths), draws)
-    found: list[_Read] = []
-    for number, of_batch in enumerate(jax.random.split(key, batches)):
-        progress(number, batches)
-        found.append(_batch(target, drafter, rows, repeats, rule, of_batch, rounding))
-    progress(batches, batches)
+    keys = list(jax.random.split(key, batches))
+    found = [
+        _batch(target, drafter, rows, repeats, rule, of_batch, rounding)
+        for of_batch in track(keys, "drawing texts and reading them again")
+    ]
     return _judge(found, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
 
 
