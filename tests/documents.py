@@ -67,6 +67,8 @@ def command_lines(page: Path) -> list[list[str]]:
     for block in blocks(page, "bash", "sh", "shell", "console"):
         for line in block.code.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):  # a variable of the environment, for this command
+                words.pop(0)
             if words[:3] == ["python", "-m", "specjax"]:
                 found.append(words[3:])
     return found

@@ -98,7 +98,7 @@ def check(
     prompts = [(tokens[i : i + ROWS], lengths[i : i + ROWS]) for i in range(0, len(tokens), ROWS)]
     greedy_key, draw_key, coupled_key = jax.random.split(as_key(key), 3)
     with waiting("measuring rounding"):
-        rounding = same_texts.measure_rounding(target, prompts, (drafter.draft_shape.nodes,), min(max_new_tokens, 32))
+        rounding = same_texts.measure_rounding(target, prompts, (drafter.draft_shape.nodes,), drawn_texts.NEW_TOKENS)
     compare = partial(same_texts.compare, target, drafter, prompts, max_new_tokens=max_new_tokens, rounding=rounding)
     greedy = compare(temperature=0.0, key=greedy_key)
     coupled = compare(temperature=settings[0].temperature, key=coupled_key)
