@@ -33,16 +33,21 @@ class Wait:
     def __init__(self, what: str, total: int | None = None, done: int = 0) -> None:
         self.what, self.total, self.done = what, total, done
         self._begun, self._done_before = time.monotonic(), done
+        self._updated = self._begun
 
     def update(self, *, what: str | None = None, done: int | None = None) -> None:
         """Say what is new."""
-        self.what, self.done = what or self.what, self.done if done is None else done
+        self.what = what or self.what
+        if done is not None and done != self.done:
+            self.done, self._updated = done, time.monotonic()
 
     def times(self) -> str:
         """How long it has taken, and how much longer it may take: "12 s, 40 s left"."""
-        passed, made = time.monotonic() - self._begun, self.done - self._done_before
-        left = f", {duration(passed * (self.total - self.done) / made)} left" if self.total and made > 0 else ""
-        return duration(passed) + left
+        now, made = time.monotonic(), self.done - self._done_before
+        if not self.total or made <= 0:
+            return duration(now - self._begun)
+        left = (self._updated - self._begun) * (self.total - self.done) / made - (now - self._updated)
+        return duration(now - self._begun) + (f", {duration(left)} left" if left >= 1 else "")
 
     def line(self) -> str:
         """All of it in a line: "measuring 3 of 15, 12 s, 40 s left"."""

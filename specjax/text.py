@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.progress import waiting
 
 Messages = Sequence[Mapping[str, str]]
 """A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first."""
@@ -54,7 +55,8 @@ def load_tokenizer(directory: Path) -> Any:
     """
     if not has_tokenizer(directory):
         raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
-    from transformers import AutoTokenizer
+    with waiting("loading the tokenizers of transformers"):  # for a second or two
+        from transformers import AutoTokenizer
 
     try:
         # Without a word on it, transformers asks on stdin whether to run the checkpoint's code.

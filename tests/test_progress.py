@@ -53,8 +53,8 @@ def test_durations_in_words(seconds: float, words: str) -> None:
 
 
 def test_the_time_that_is_left(monkeypatch) -> None:
-    clock = iter([0.0, 30.0])
+    clock = iter([0.0, 30.0, 40.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     wait = progress.Wait("training", total=40, done=10)  # a run that is continued: 10 steps were done before
     wait.update(done=20)
-    assert wait.line() == "training 20 of 40, 30 s, 1 min 0 s left"
+    assert wait.line() == "training 20 of 40, 40 s, 50 s left"

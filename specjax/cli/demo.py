@@ -205,9 +205,8 @@ def _sameness(measured: Mapping[str, Measured]) -> str:
 
 def _what_next() -> str:
     """What to type next: as it must be typed here, where the environment may not be active."""
-    python = min(os.path.relpath(sys.executable), sys.executable, key=len)
-    return (
-        f"\nyour own model:   {python} -m specjax generate --target Qwen/Qwen3-8B --drafter Qwen/Qwen3-0.6B --prompt 'Once'\n"
-        f"its own drafter:  {python} -m specjax train --config configs/eagle3_qwen3_8b.yaml --dry-run\n"
-        "documentation:    docs/index.md, or the whole site: make docs"
-    )
+    command = f"{min(os.path.relpath(sys.executable), sys.executable, key=len)} -m specjax"
+    generate = f"{command} generate --target Qwen/Qwen3-1.7B --drafter Qwen/Qwen3-0.6B --chat --prompt 'Hello'"
+    train = f"{command} train --config configs/eagle3_qwen3_8b.yaml --dry-run    # docs/guides/train-eagle3.md"
+    site = "docs/index.md, or the whole site: make docs"
+    return f"\nyour own model:   {generate}\nits own drafter:  {train}\ndocumentation:    {site}"

@@ -10,12 +10,14 @@ import jax
 from rich.console import Console
 
 from specjax import decoding, pipeline, text
+from specjax.cli.lossless import LosslessTest
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
+from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
 from specjax.progress import track
 from specjax.reports import evaluation as report
@@ -31,6 +33,10 @@ class EvaluateConfig:
     "prompt-lookup@chain:6". Every turn of a question is asked after plain decoding's answer to the one before, so that all
     methods read the same prompts.
 
+    With ``lossless`` nothing is timed. Instead each drafter is tested for whether its text is the target's own: greedy and
+    coupled text must be the same with the drafter as without, and drawn text must have the target's distribution. The exit
+    status is 0 where all drafters pass and 1 where one does not.
+
     Attributes:
         target: directory or hub id of the target.
         drafter: one or several.
@@ -44,7 +50,12 @@ class EvaluateConfig:
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
-        output: a directory for results.json, results.md and results.png; empty prints only.
+        output: a directory for results.json, results.md and results.png (with lossless: lossless.json and lossless.md); empty
+            prints only.
+        lossless: test whether text with each drafter is the target's own. Questions may be left out; of each the first turn
+            counts. Temperature 0 stands for 1, and for 1.4 with top_p 0.9 beside it.
+        draws: with lossless, how many tokens are drawn for the distribution; the more, the smaller a fault is found.
+        json: with lossless, print one JSON object.
     """
 
     target: str = "embedded"
@@ -60,20 +71,25 @@ class EvaluateConfig:
     seed: int = 0
     dtype: str = ""
     output: str = ""
+    lossless: bool = False
+    draws: int = losslessness.DRAWS
+    json: bool = False
 
 
-def run_evaluate(config: EvaluateConfig) -> None:
-    """``specjax evaluate``."""
+def run_evaluate(config: EvaluateConfig) -> int:
+    """``specjax evaluate``. Returns the exit status: 1 where a drafter is not lossless."""
     if config.repeats < 1 or config.per_category < 0:
         raise InputError(f"repeats={config.repeats}, per_category={config.per_category}: at least 1, and at least 0")
-    if not config.questions:
+    if not config.questions and not config.lossless:
         raise InputError("questions='': give a file")
+    if config.json and not config.lossless:
+        raise InputError("json=True: goes with --lossless; a measurement writes results.json into --output")
     if len(set(config.drafter)) < len(config.drafter) or not config.drafter:
         raise InputError(f"drafter={config.drafter}: name at least one, and none twice")
     output = Path(config.output) if config.output else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
-    questions = read_questions("questions", config.questions, config.per_category)
+    questions = read_questions("questions", config.questions, config.per_category) if config.questions else []
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
@@ -81,22 +97,19 @@ def run_evaluate(config: EvaluateConfig) -> None:
         seed=config.seed,
         rule=config.rule,
     )
+    options.sampling.rows(1)  # refused before any weights are read
     generator = pipeline.load(config.target, dtype=config.dtype or None)
-    methods: dict[str, Drafter | None] = {PLAIN: None}
-    for name in config.drafter:
-        where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
-        made = parse_shape(shape) if at else None
-        drafter = load_drafter(
-            where if at else name, made, generator.target.config, generator.target.dtype, None, generator.tokenizer
-        )
-        options.rule_for(drafter.draft_shape)  # refused before anything is timed
-        methods[name] = drafter
+    drafters = {name: _load(name, generator, options) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
-    asking = _Asking(generator, methods, options, chat, config.repeats)
-    answers = asking.all_of(questions)
-    results = report.summarise(answers, list(methods))
-    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
+    if config.lossless:
+        prompts = [question.turns[0] for question in questions] or None
+        test = LosslessTest(generator, prompts, chat and bool(questions), options, config.draws)
+        return test.run(drafters, settings, output, config.json)
+    asking = _Asking(generator, {PLAIN: None, **drafters}, options, chat, config.repeats)
+    answers = asking.all_of(questions)
+    results = report.summarise(answers, [PLAIN, *drafters])
+    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
     console = Console(width=160)
     console.print(report.table(results))
     console.print(report.explanation(config.repeats, len(questions), machine["device"]))
@@ -109,6 +122,16 @@ def run_evaluate(config: EvaluateConfig) -> None:
         (output / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
         report.draw(results, output / "results.png")
         console.print(f"written: {output}/results.json, results.md, results.png")
+    return 0
+
+
+def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions) -> Drafter:
+    """The drafter called ``name``, which may end with a shape: ``WHERE@chain:4``."""
+    where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
+    target, made = generator.target, parse_shape(shape) if at else None
+    drafter = load_drafter(where if at else name, made, target.config, target.dtype, None, generator.tokenizer)
+    options.rule_for(drafter.draft_shape)  # refused before anything is timed
+    return drafter
 
 
 class _Asking:

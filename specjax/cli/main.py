@@ -37,13 +37,13 @@ class Command:
     Attributes:
         about: what it does, in one line.
         config: its options, a dataclass.
-        run: does it.
+        run: does it. The exit status may be other than 0, where the answer to what was asked is no.
         continues: whether the same command goes on where it was interrupted.
     """
 
     about: str
     config: type
-    run: Callable[[Any], None]
+    run: Callable[[Any], int | None]
     continues: bool = False
 
 
@@ -114,7 +114,7 @@ def usage(name: str, group: Group) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status (2 for input that cannot be used)."""
+    """Run one command; returns the exit status: 2 for input that cannot be used, otherwise the command's own."""
     name, command, options = find_command(sys.argv[1:] if arguments is None else arguments)
     if isinstance(command, Group):
         if not options or options[0] in ("-h", "--help"):
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         join_processes()
         if not jax.distributed.is_initialized() or jax.process_index() == 0:  # of several processes one speaks
             show_waits()
-        command.run(parse_options(command.config, options, prog=name))
+        return command.run(parse_options(command.config, options, prog=name)) or 0
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -136,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = "; the same command continues the run" if command.continues else ""
         print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
-    return 0
 
 
 def join_processes() -> None:

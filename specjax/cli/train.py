@@ -4,6 +4,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from specjax.progress import waiting
 from specjax.training.config import TrainConfig
 
 
@@ -20,7 +21,8 @@ def run_train(config: TrainConfig) -> None:
 def _show_needs(config: TrainConfig) -> None:
     from specjax.training.dry_run import needs
 
-    found = needs(config)
+    with waiting("compiling a step, to see what it needs"):
+        found = needs(config)
     console = Console()
     table = Table("parameter", "shape", "", title=f"what is trained: {config.method.name}, {found.parameters:,} parameters")
     for name, shape in found.student.items():

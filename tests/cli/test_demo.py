@@ -41,7 +41,8 @@ def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     assert "9 texts that were drafted greedily, 9 are plain decoding's own" in " ".join(out.split())
     following = [line for line in out.splitlines() if " -m specjax " in line]
     for line in following:  # what it says to type next can be typed
-        name, command, options = find_command(shlex.split(line)[shlex.split(line).index("specjax") + 1 :])
+        words = shlex.split(line, comments=True)
+        name, command, options = find_command(words[words.index("specjax") + 1 :])
         parse_options(command.config, options, prog=name)
     assert len(following) == 2 and "docs/index.md" in out.splitlines()[-1]
 

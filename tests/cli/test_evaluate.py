@@ -2,12 +2,20 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specjax.cli.main import main
+from specjax.drafts.shapes import Chain
+from specjax.evaluation import losslessness
+from specjax.evaluation.conformance import SETTINGS
+from specjax.evaluation.drawn_texts import Distribution
+from specjax.evaluation.losslessness import Verdict
+from specjax.evaluation.same_texts import Parting, SameTexts
 from specjax.models.transformer import Target
+from specjax.sampling import Sampling
 from specjax.training import data
 from specjax.training.documents import read_documents
 from tests.conftest import save_tiny
@@ -63,6 +71,72 @@ def test_what_cannot_be_evaluated_is_refused(tiny_pair, questions, changes, word
     arguments = ["evaluate", "--target", tiny_pair[0], "--questions", str(questions), "--drafter", "prompt-lookup"]
     assert main([*arguments, *changes]) == 2
     assert words in capsys.readouterr().err
+
+
+def verdict(margin: float = 0.0, p_value: float = 0.43) -> Verdict:
+    """As `losslessness.check` returns it; texts part by ``margin`` where rounding reaches 0.02."""
+    partings = (Parting(1, 5, 7, 8, margin),) if margin else ()
+    texts = SameTexts(texts=8, tokens=64, partings=partings, lag=margin, rounding=0.02)
+    names = ("joint", "by preference", "towards the drafter")
+    drawn = Distribution(p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent")
+    return Verdict(greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0))
+
+
+def lossless(target: str, *options: str) -> list[str]:
+    return ["evaluate", "--lossless", "--target", target, "--drafter", f"{target}@chain:2", "prompt-lookup", *options]
+
+
+def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, questions, tmp_path, capsys, monkeypatch) -> None:
+    asked = []
+
+    def check(target, drafter, tokens, lengths, **options):
+        asked.append((drafter.draft_shape, lengths.tolist(), options))
+        options["progress"]("drawn texts", 1, 2)
+        return verdict(margin=0.003)
+
+    monkeypatch.setattr(losslessness, "check", check)
+    assert main(lossless(tiny_pair[0], "--output", str(tmp_path / "out"), "--temperature", "0.7", "--top-p", "0.9")) == 0
+    printed = capsys.readouterr().out
+    assert "lossless: greedy 7 of 8 texts equal, 1 part at near-ties (margin 0.003 where rounding reaches 0.02)" in printed
+    assert "· distribution p = 0.43 (25,000 draws, rule independent) · coupled 8 of 8 texts equal" in printed
+    assert "greedy text 1 parts at token 5: 7 without the drafter, 8 with it, margin 0.003" in printed
+    assert "once in 100,000 tests" in printed
+    assert json.loads((tmp_path / "out" / "lossless.json").read_text())["results"]["prompt-lookup"]["lossless"] is True
+    assert "## prompt-lookup" in (tmp_path / "out" / "lossless.md").read_text()
+    assert asked[0][0] == Chain(2)
+    assert len(asked[0][1]) == len(losslessness.PROMPTS)
+    assert asked[0][2]["settings"] == (Sampling(0.7, top_p=0.9),)
+    assert main(lossless(tiny_pair[0], "--questions", str(questions), "--chat", "False")) == 0
+    assert len(asked[-1][1]) == 2  # of each question the first turn
+    assert asked[-1][2]["settings"] == SETTINGS
+
+
+def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(tiny_pair, capsys, monkeypatch) -> None:
+    found = iter([verdict(), verdict(margin=3.0, p_value=1e-9)])
+    monkeypatch.setattr(losslessness, "check", lambda *_, **__: next(found))
+    assert main(lossless(tiny_pair[0], "--json")) == 1
+    results = json.loads(capsys.readouterr().out)["results"]
+    first, second = results.values()
+    assert (first["lossless"], second["lossless"]) == (True, False)
+    assert second["line"].startswith(
+        "NOT LOSSLESS: greedy FAILS: 7 of 8 texts equal, and a token is 3 from the target's choice"
+    )
+    assert second["distribution"]["p_value"] == 1e-9
+    assert not second["distribution"]["passes"]
+
+
+def test_what_cannot_be_tested_for_losslessness_is_refused(tiny_pair, capsys) -> None:
+    assert main(lossless(tiny_pair[0], "--draws", "5")) == 2
+    assert "draws=5" in capsys.readouterr().err
+    assert main(["evaluate", "--target", tiny_pair[0], "--drafter", "prompt-lookup", "--json"]) == 2
+    assert "questions=''" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_real_pair_is_tested_from_the_command_line(tiny_pair, capsys) -> None:
+    options = ("--draws", "4000", "--max-new-tokens", "8", "--json")
+    assert main(lossless(tiny_pair[0], *options)) == 0
+    assert len(json.loads(capsys.readouterr().out)["results"]) == 2
 
 
 def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(tiny_pair, tmp_path) -> None:

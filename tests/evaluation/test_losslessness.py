@@ -1,0 +1,214 @@
+"""The test of losslessness itself: right pairs pass it, and what is broken on purpose does not."""
+
+from dataclasses import fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+from specjax.decoding import verification
+from specjax.drafters import DraftModel, PromptLookup
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
+from specjax.errors import InputError
+from specjax.evaluation import drawn_texts, losslessness, same_texts
+from specjax.evaluation.conformance import SETTINGS
+from specjax.sampling import Sampling
+from tests.conftest import EmbeddedPair, tiny_target
+
+VOCAB = 40
+TARGET = {"seed": 2, "vocab_size": VOCAB, "scale": 12.0}
+PROMPTS = np.random.default_rng(0).integers(0, VOCAB, (8, 6))
+PLAIN = (Sampling(),)
+
+
+def drafter(shape=Chain(3), kind: type[DraftModel] = DraftModel, **options) -> DraftModel:
+    return kind(tiny_target(seed=5, num_layers=1, vocab_size=VOCAB, scale=12.0), draft=shape, **options)
+
+
+def drawn(made, draws: int, seed: int = 0, settings=PLAIN, rule=None, rounding: float = 1e-4) -> drawn_texts.Distribution:
+    return drawn_texts.draw_and_test(
+        tiny_target(**TARGET),
+        made,
+        PROMPTS,
+        np.full(len(PROMPTS), PROMPTS.shape[1]),
+        settings=settings,
+        rule=rule,
+        draws=draws,
+        key=jax.random.key(seed),
+        rounding=rounding,
+    )
+
+
+@struct.dataclass
+class WrongQ(DraftModel):
+    """Draws from its distribution and hands over another: that of a higher temperature, or with every other token halved."""
+
+    temperature: float = struct.field(pytree_node=False, default=1.0)
+    halves: bool = struct.field(pytree_node=False, default=False)
+
+    def propose(self, *arguments, **named):
+        draft, state = super().propose(*arguments, **named)
+        if draft.q is None:  # what chosen tokens are verified by has no q
+            return draft, state
+        q = draft.q ** (1 / self.temperature)
+        q = q * jnp.where(self.halves & (jnp.arange(q.shape[-1]) % 2 == 0), 0.5, 1.0)
+        return draft.replace(q=q / jnp.maximum(jnp.sum(q, axis=-1, keepdims=True), 1e-30)), state
+
+
+@pytest.fixture
+def accepting(monkeypatch):
+    """Makes the rules that judge drawn tokens accept them by a share too often; they draw their numbers alone."""
+
+    def patch(share: float) -> None:
+        uniform = jax.random.uniform
+
+        def scaled(key, shape=(), *rest, **named):
+            return uniform(key, shape, *rest, **named) * (1 / (1 + share) if shape == () else 1.0)
+
+        monkeypatch.setattr(jax.random, "uniform", scaled)
+        jax.clear_caches()
+
+    yield patch
+    monkeypatch.undo()
+    jax.clear_caches()
+
+
+TREE = pytest.param(DynamicTree(top_k=3, depth=2, nodes=7), marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("shape", [Chain(3), TREE], ids=str)
+def test_a_right_pair_passes(shape) -> None:
+    told = []
+    verdict = losslessness.check(
+        tiny_target(**TARGET),
+        drafter(shape),
+        PROMPTS,
+        max_new_tokens=16,
+        draws=10_000,
+        progress=lambda stage, done, total: told.append((stage, done == total)),
+    )
+    assert verdict.lossless, verdict
+    assert verdict.greedy.texts == verdict.coupled.texts == 8
+    assert not verdict.greedy.partings
+    assert not verdict.coupled.partings
+    assert 1e-7 < verdict.greedy.rounding < 1e-3
+    assert verdict.distribution.draws >= 10_000
+    assert verdict.distribution.rule == ("independent" if shape == Chain(3) else "coupled")
+    assert set(verdict.distribution.p_values) == {"joint", "by preference", "towards the drafter"}
+    assert 0 < verdict.distribution.detectable < 0.5
+    assert [stage for stage, done in told if done] == ["rounding", "greedy texts", "coupled texts", "drawn texts"]
+
+
+def test_a_wrong_q_fails() -> None:
+    assert not drawn(drafter(kind=WrongQ, temperature=2.0), 10_000).passes
+
+
+def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
+    accepting(0.1)
+    found = drawn(drafter(), 16_000, rule="rejection")
+    assert not found.passes
+    assert found.p_values["towards the drafter"] < min(found.p_values["joint"], found.p_values["by preference"])
+
+
+def test_texts_that_part_are_judged_by_their_margin() -> None:
+    equal = same_texts.SameTexts(texts=8, tokens=96, partings=(), lag=0.0, rounding=1e-5)
+    assert equal.passes
+    parted = replace(equal, partings=(same_texts.Parting(0, 3, 1, 2, margin=0.01),), lag=0.01)
+    assert not parted.passes
+    assert replace(parted, rounding=0.02).passes
+    assert not replace(parted, rounding=0.02, lag=3.0).passes  # wrong after the place where they part
+
+
+def test_where_two_texts_part() -> None:
+    said = [np.array([[1, 2, 3, 4], [5, 6, 0, 0]]), np.array([[1, 2, 9, 9], [5, 0, 0, 0]])]
+    lags = [np.zeros((2, 4)), np.array([[0, 0, 0.25, 7], [0, 0, 0, 0]])]
+    first, second = same_texts._partings(10, said, [np.array([4, 2]), np.array([4, 1])], lags)
+    assert first == same_texts.Parting(10, 2, 3, 9, margin=0.25)
+    assert second == same_texts.Parting(11, 1, 6, -1, margin=float("inf"))
+
+
+def test_what_cannot_be_tested_is_refused() -> None:
+    with pytest.raises(InputError, match="draws=10"):
+        losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, draws=10)
+    with pytest.raises(InputError, match="temperature 0"):
+        losslessness.check(tiny_target(**TARGET), drafter(), PROMPTS, settings=(Sampling(temperature=0.0),))
+
+
+# --- longer: power and false alarms ----------------------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("share", "shape", "rule", "draws"),
+    [
+        (0.05, Chain(3), "rejection", 50_000),
+        (-0.05, Chain(3), "rejection", 50_000),
+        (0.05, SampledTree((3, 2)), None, 50_000),
+        (0.03, Chain(3), "rejection", 150_000),
+        (0.1, Chain(3), "block", 200_000),  # block judges jointly: the same share changes the text less
+    ],
+)
+def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> None:
+    accepting(share)
+    assert not drawn(drafter(shape), draws, rule=rule).passes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
+    """Greedy and coupled rows whose drafts are verified by the logits of another node."""
+    target, prompts = tiny_target(**TARGET), [(PROMPTS, np.full(8, 6))]
+    follow, coupled = verification.follow_argmax, verification.coupled
+    monkeypatch.setattr(verification, "follow_argmax", lambda draft, best: follow(draft, jnp.roll(best, 1, axis=1)))
+    monkeypatch.setattr(
+        verification,
+        "coupled",
+        lambda draft, logits, sampling, keys: coupled(draft, jnp.roll(logits, 1, axis=1), sampling, keys),
+    )
+    jax.clear_caches()
+    # without a drafter there is one node, which rolling leaves as it is
+    options = {"max_new_tokens": 12, "key": jax.random.key(0), "rounding": 1e-3}
+    found = same_texts.compare(target, drafter(), prompts, temperature=temperature, **options)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert found.partings
+    assert not found.passes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{"temperature": 1.3}, {"temperature": 0.8}, {"halves": True}], ids=str)
+@pytest.mark.parametrize("shape", [Chain(3), SampledTree((3, 2))], ids=str)
+def test_every_wrong_q_fails(shape, options) -> None:
+    assert not drawn(drafter(shape, WrongQ, **options), 100_000).passes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [Chain(3), DynamicTree(top_k=3, depth=2, nodes=7), SampledTree((3, 2))], ids=str)
+def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
+    """Over 40 keys: the Kolmogorov distance of 40 even numbers exceeds 0.30 once in 1,000."""
+    found = [drawn(drafter(shape), 6_000, seed, SETTINGS) for seed in range(40)]
+    for name in found[0].p_values:
+        values = np.sort([each.p_values[name] for each in found])
+        assert np.abs(values - (np.arange(40) + 0.5) / 40).max() < 0.30, (name, values)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("settings", [(Sampling(0.6),), (Sampling(1.0, top_k=4),), (Sampling(1.5, min_p=0.1),)], ids=str)
+def test_right_pairs_pass_at_other_settings(settings) -> None:
+    for made in (drafter(), drafter(DynamicTree(top_k=3, depth=2, nodes=7)), PromptLookup(draft=3)):
+        assert drawn(made, 20_000, settings=settings).passes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", [Chain(4), DynamicTree(top_k=4, depth=4, nodes=16)], ids=str)
+def test_the_embedded_pair_passes(shape) -> None:
+    pair = EmbeddedPair()
+    tokens, lengths = pair.prompts(8, 24)
+    made = DraftModel.from_pretrained(pair.draft_path, draft=shape, dtype=np.float32)
+    verdict = losslessness.check(pair.target, made, tokens, lengths, max_new_tokens=32, draws=8_000)
+    assert verdict.lossless, verdict
+    wrong = WrongQ(**{each.name: getattr(made, each.name) for each in fields(made)}, temperature=1.5)
+    if shape == Chain(4):
+        assert not losslessness.check(pair.target, wrong, tokens, lengths, max_new_tokens=8, draws=8_000).lossless
