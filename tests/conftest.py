@@ -71,7 +71,7 @@ def compilations() -> int:
 
 
 MOST_PROGRAMS = 1_500
-"""Compiled programs and what JAX remembers of them take a megabyte each, and memory maps, of which a process may have 65,530."""
+"""Compiled programs and what JAX remembers of them take a megabyte each, and memory maps: a process may have 65,530."""
 
 
 @pytest.fixture(autouse=True)
