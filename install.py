@@ -6,6 +6,7 @@ In a terminal one line says what pip is at, and for how long; in a log a new lin
 it all took. What pip itself says is printed where it fails.
 """
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -51,7 +52,8 @@ class Sign:
         pause = PAUSE if self._is_terminal else PAUSE_OF_LOG
         self.say(f"installing into {self._where} ...")
         while not self._over.wait(pause):
-            self.say(f"installing into {self._where}, {self.seconds()}: {self.doing}"[:100])
+            line = f"installing into {self._where}, {self.seconds()}: {self.doing}"
+            self.say(line[: shutil.get_terminal_size((100, 24)).columns - 1])  # one that is wrapped cannot be replaced
 
 
 def doing(line: str, packages: set[str]) -> str | None:
@@ -68,17 +70,19 @@ def doing(line: str, packages: set[str]) -> str | None:
 
 
 def main(directory: str, *arguments: str) -> int:
-    """Returns pip's exit status."""
+    """Returns the exit status of pip, or of what failed before it."""
     sign, output = Sign(directory), []
     packages: set[str] = set()
     python = Path(directory) / "bin" / "python"
     packages_of_python = Path(directory) / "lib" / "python{}.{}".format(*sys.version_info) / "site-packages"
     with sign.shown():
         if not (packages_of_python / "pip").exists():
-            subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+            made = subprocess.run([sys.executable, "-m", "venv", directory], check=False)
+            if made.returncode:  # it has said why
+                return made.returncode
         sign.doing = "looking for packages"
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as pip:
             assert pip.stdout is not None
             for line in pip.stdout:
                 output.append(line)

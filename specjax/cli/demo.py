@@ -13,7 +13,7 @@ from rich.table import Table
 from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding.options import GenerationOptions
-from specjax.demo import Contest, Measured, OnInflated, compiling, inflate
+from specjax.demo import Comparison, Measured, OnInflated, compiling, inflate
 from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
@@ -93,15 +93,15 @@ def run_demo(config: DemoConfig) -> None:
     with waiting("loading the models"):
         stage = _Stage.load(console)
     chosen = {name: each for name, each in stage.drafters.items() if config.all or name in FEW}
-    contests = [Contest(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
+    comparisons = [Comparison(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
     with waiting(f"compiling {SHOWN}"):  # alone: it is wanted first
-        contests[0].compile(chosen[SHOWN])
-    with compiling(contests, chosen) as wait_for_all:
+        comparisons[0].compile(chosen[SHOWN])
+    with compiling(comparisons, chosen) as wait_for_all:
         console.rule(f"{SHOWN}: [bold green]accepted draft tokens[/], and the target's own")
         for row in range(2):
-            stage.show(contests[0], chosen[SHOWN], row)
+            stage.show(comparisons[0], chosen[SHOWN], row)
         wait_for_all()
-    measured = {contest.way: contest.measure(chosen, repeats) for contest in contests}
+    measured = {comparison.way: comparison.measure(chosen, repeats) for comparison in comparisons}
     console.rule("what it bought")
     console.print(_table(measured))
     console.print(_explanation(config, stage, measured))
@@ -147,12 +147,12 @@ class _Stage:
         prompts = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
         return cls(console, small, target, methods(target, small), tokenizer, prompts)
 
-    def show(self, contest: Contest, drafter: Drafter | None, row: int) -> None:
+    def show(self, comparison: Comparison, drafter: Drafter | None, row: int) -> None:
         """One of the prompts dim, then its output as it comes, the accepted draft tokens in green."""
         prompt = self.prompts[row]
         shown, accepted, stream = len(prompt), 0, text.TextStream(self.tokenizer, prompt)
         self._write(self.tokenizer.decode(prompt, skip_special_tokens=True), "dim")
-        for result in contest.stream(drafter, row):
+        for result in comparison.stream(drafter, row):
             new, length = result.tokens[0], int(result.lengths[0])
             drafts = int(result.stats.accepted[0]) - accepted
             accepted += drafts

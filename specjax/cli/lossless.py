@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specjax import decoding, pipeline, text
 from specjax.decoding.options import GenerationOptions
@@ -18,6 +16,7 @@ from specjax.drafters import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import drawn_texts, losslessness
 from specjax.evaluation.conformance import SETTINGS
+from specjax.progress import waiting
 from specjax.reports import losslessness as report
 from specjax.sampling import Sampling
 
@@ -31,7 +30,7 @@ class LosslessTest:
         prompts: what is continued; None: `losslessness.PROMPTS`.
         chat: put them into the model's chat template.
         options: of the texts.
-        draws: how many drafts are judged.
+        draws: tokens that are drawn for the distribution.
     """
 
     generator: pipeline.TextGenerator
@@ -44,12 +43,12 @@ class LosslessTest:
         """Test all ``drafters``, print and write what came of it; the exit status: 1 where one is not lossless."""
         console, verdicts = Console(width=160, highlight=False), {}
         for name, drafter in drafters.items():
-            with _Waiting(name) as waiting:
-                verdicts[name] = self._verdict(drafter, waiting)
+            with waiting(f"testing {name}"):
+                verdicts[name] = self._verdict(drafter)
             if not as_json:
-                console.print(f"[bold]{name}[/]\n{report.line(verdicts[name])}", soft_wrap=True)
-                for each in report.details(verdicts[name]):
-                    console.print(f"  {each}", soft_wrap=True)
+                console.print(name, style="bold", markup=False, soft_wrap=True)
+                for each in (report.line(verdicts[name]), *(f"  {each}" for each in report.details(verdicts[name]))):
+                    console.print(each, markup=False, soft_wrap=True)
         device = jax.devices()[0].device_kind
         machine = {"device": device, "devices": len(jax.devices()), "jax": jax.__version__}
         content = {"settings": settings, "machine": machine, "results": report.as_json(verdicts)}
@@ -62,7 +61,7 @@ class LosslessTest:
             print(f"written: {output}/lossless.json, lossless.md", file=sys.stderr if as_json else sys.stdout)
         return 0 if all(verdict.lossless for verdict in verdicts.values()) else 1
 
-    def _verdict(self, drafter: Drafter, waiting: "_Waiting") -> losslessness.Verdict:
+    def _verdict(self, drafter: Drafter) -> losslessness.Verdict:
         sampling = self.options.sampling
         drawn = Sampling(sampling.temperature, top_p=sampling.top_p)
         unset = sampling.temperature == 0 and sampling.top_p == 1
@@ -75,7 +74,6 @@ class LosslessTest:
             max_new_tokens=int(self.options.max_new_tokens),
             draws=self.draws,
             key=self.options.key,
-            progress=waiting.tell,
         )
 
     def _tokens(self, drafter: Drafter) -> tuple[np.ndarray, np.ndarray]:
@@ -86,35 +84,3 @@ class LosslessTest:
             raise InputError(f"max_new_tokens={self.options.max_new_tokens}: of {positions} positions nothing is left")
         prompts = losslessness.PROMPTS if self.prompts is None else self.prompts
         return text.pad([self.generator.encode(prompt, self.chat)[-(positions - new) :] for prompt in prompts])
-
-
-_LINE_EVERY = 10.0
-"""Seconds between two lines where nobody watches a terminal."""
-
-
-class _Waiting:
-    """Says on standard error how far the test of a drafter is: a bar, or where that is no terminal a line now and then."""
-
-    def __init__(self, name: str) -> None:
-        self._name, self._console = name, Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal)
-        self._tasks: dict[str, Any] = {}
-        self._started = self._said = time.monotonic()
-
-    def __enter__(self) -> "_Waiting":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def tell(self, stage: str, done: int, total: int) -> None:
-        """So much of a stage is done. One that has but a single piece shows that it goes on."""
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total if total > 1 else None)
-        self._bar.update(self._tasks[stage], completed=done, total=total if total > 1 or done else None)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._said > _LINE_EVERY:
-            self._said = now
-            print(f"{self._name}: {stage} {done}/{total}, {now - self._started:.0f} s", file=sys.stderr, flush=True)

@@ -20,10 +20,9 @@ every place for a draft that nobody verifies. The drafts that the text was made 
 depends on a token whether it still belongs to the step that drafted it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +37,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.evaluation.conformance import SETTINGS, g_test
 from specjax.models.transformer import Target
+from specjax.progress import track
 from specjax.sampling import RowSampling, Rule, Sampling, probabilities
 
 FALSE_ALARM = 1e-5
@@ -53,7 +53,7 @@ _BINS = 20
 _MIXED_EVERY = 4  # truncation takes a CPU as long as all the rest
 _ROWS = 256  # of a batch at most; more do not make it faster on a CPU
 _NUMBERS = 2**27  # of one array on the device at most: what bounds the rows of a batch for large vocabularies
-_LEAST_VARIANCE = 100.0  # of the score: below it, less than a doubling would show, and no normal approximation holds
+_LEAST_VARIANCE = 100.0  # of the score: below it, less than a doubling would show, and no approximation holds
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ def draw_and_test(
     draws: int,
     key: jax.Array,
     rounding: float = 0.0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Distribution:
     """Draw texts with the drafter, ``draws`` tokens or a few more, and ask whether they are the target's.
 
@@ -112,19 +111,17 @@ def draw_and_test(
         draws: of tokens.
         key: consumed.
         rounding: how far two passes of the target may differ in the difference of two logits.
-        progress: told of the batches that are done, and of all.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
     mixed, first = _rows_of(tokens, lengths, settings), _rows_of(tokens, lengths, settings[:1])
     repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
     found: list[_Read] = []
-    for number, of_batch in enumerate(jax.random.split(key, batches)):
-        progress(number, batches)
+    keys = list(jax.random.split(key, batches))
+    for number, of_batch in enumerate(track(keys, "drawing texts and reading them again")):
         if number % _MIXED_EVERY == 0:
             found.append(_batch(target, drafter, mixed, repeats, rule, of_batch, rounding))
         else:
             found.append(_batch(target, drafter, first, repeats * len(settings), rule, of_batch, rounding))
-    progress(batches, batches)
     return _judge(found, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
 
 
@@ -146,7 +143,7 @@ class _Rows:
 
     def start(self, target: Target, drafter: Drafter, rule: Rule, key: jax.Array) -> decoding.DecodeState:
         """The state after the prompts, which are read once however often they are continued."""
-        # No token ends a text: which triples of places are whole must not depend on what was drawn.
+        # No token ends a text: which of its tokens are counted must not depend on what they are.
         options = GenerationOptions(NEW_TOKENS, self.sampling, key, eos_token_ids=(), rule=rule)
         return decoding.start(target, drafter, self.tokens, self.lengths, options)[1]
 
@@ -163,14 +160,13 @@ def _batch(target: Target, drafter: Drafter, rows: _Rows, repeats: int, rule: Ru
     draw_key, read_key = jax.random.split(key)
     state = _repeat(rows.start(target, drafter, rule, key), jax.random.split(draw_key, count), repeats)
     drawn = decoding.decode(target, drafter, state, NEW_TOKENS)
-    ends, texts = sharding.to_host((drawn.lengths, drawn.tokens), target.mesh)
     places = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
-    texts = np.take_along_axis(texts, np.minimum(places, texts.shape[1] - 1), axis=1)
+    texts = np.take_along_axis(sharding.to_host(drawn.tokens, target.mesh), places, axis=1)
     reader = _reader(drafter)
     state = _repeat(rows.start(target, reader, "independent", key), jax.random.split(read_key, count), repeats)
     looser = np.exp(rounding / np.min(rows.sampling.temperature))
     read = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
-    return replace(jax.tree.map(np.transpose, read), counts=places < ends[:, None])
+    return jax.tree.map(np.transpose, read)
 
 
 def _reader(drafter: Drafter) -> Drafter:
@@ -197,9 +193,9 @@ class _Read:
         preferred: ``[R, T]`` as ``below``, of the tokens that the drafter prefers.
         alike: ``[R, T]`` as ``own``, of those that it prefers as much.
         score: ``[R, T]`` the derivative of the log-probability by the share in which drafted tokens are favoured.
-        variance: ``[R, T]`` that of the score, under the target.
+        variance: ``[R, T]`` that of the score, under the target; its mean is 0.
+        third: ``[R, T]`` the mean of the score's cube, under the target.
         outside: ``[R, T]`` bool, whether truncation rules the token out.
-        counts: ``[R, T]`` bool, whether the text has a token there.
     """
 
     below: jax.Array
@@ -208,8 +204,8 @@ class _Read:
     alike: jax.Array
     score: jax.Array
     variance: jax.Array
+    third: jax.Array
     outside: jax.Array
-    counts: Any = None
 
 
 @jax.jit
@@ -289,6 +285,7 @@ def _place(draft: Draft, p: jax.Array, logits: jax.Array, sampling: RowSampling,
         *_masses(p, preference, token),
         score=_at(ratio, token),
         variance=jnp.sum(change * ratio, axis=-1),
+        third=jnp.sum(change * ratio**2, axis=-1),
         outside=outside,
     )
 
@@ -311,9 +308,12 @@ def _change_if_accepted_too_much(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _change_if_chosen_too_much(p: jax.Array, drafted: jax.Array) -> jax.Array:
-    """``[R, V]`` the same where drafted tokens were chosen: they gain, the others lose in proportion."""
+    """``[R, V]`` the same where drafted tokens were chosen: they gain, the others lose in proportion.
+
+    Places where the others are all but impossible are left out: a single token would decide the score.
+    """
     mass = jnp.sum(jnp.where(drafted, p, 0.0), axis=-1, keepdims=True)
-    tells = (mass > 0.01) & (mass < 0.99)
+    tells = (mass > 0.01) & (mass < 1 - _SHARE)
     return jnp.where(tells, p * jnp.where(drafted, 1.0, -mass / jnp.where(tells, 1 - mass, 1.0)), 0.0)
 
 
@@ -348,27 +348,38 @@ def _at(values: jax.Array, token: jax.Array) -> jax.Array:
 
 def _judge(found: Sequence[_Read], rule: Rule, rng: np.random.Generator) -> Distribution:
     read = jax.tree.map(lambda *batches: np.concatenate(batches), *found)
-    counts = read.counts
-    p_values = {"joint": _joint(_spread(read.below, read.own, rng), counts)}
-    variance = float(read.variance[counts].sum(dtype=np.float64))
+    p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
+    score, variance, third = (float(each.sum(dtype=np.float64)) for each in (read.score, read.variance, read.third))
     detectable = None
     if variance > _LEAST_VARIANCE:
-        u = _spread(read.preferred[counts], read.alike[counts], rng)
-        p_values["by preference"] = _even((u * _BINS).astype(int), _BINS)
-        z = read.score[counts].sum(dtype=np.float64) / np.sqrt(variance)
-        p_values["towards the drafter"] = float(special.erfc(abs(z) / np.sqrt(2)))
+        u = _spread(read.preferred, read.alike, rng)
+        p_values["by preference"] = _even((u.ravel() * _BINS).astype(int), _BINS)
+        p_values["towards the drafter"] = _tails(score / np.sqrt(variance), third / variance**1.5)
         needed = -special.ndtri(FALSE_ALARM / 2 / len(p_values)) - special.ndtri(0.05)
         detectable = float(needed / np.sqrt(variance))
-    outside = int((read.outside & counts).sum())
+    outside = int(read.outside.sum())
     return Distribution(
         p_value=0.0 if outside else min(1.0, len(p_values) * min(p_values.values())),
         p_values=p_values,
-        draws=int(counts.sum()),
-        texts=len(counts),
+        draws=read.outside.size,
+        texts=len(read.outside),
         outside=outside,
         detectable=detectable,
         rule=rule,
     )
+
+
+def _tails(z: float, skewness: float) -> float:
+    """The p-value of ``z``, a sum of mean 0, variance 1 and this ``skewness``: twice its tail under Pearson's type III.
+
+    That is a gamma distribution moved to mean 0, and the normal one where the skewness is 0. Where the target is sure of most
+    tokens, few places make up the score, and large scores are far likelier than a normal distribution says.
+    """
+    if abs(skewness) < 1e-6:
+        return float(special.erfc(abs(z) / np.sqrt(2)))
+    shape = 4 / skewness**2
+    at = max(0.0, shape + np.sign(skewness) * z * np.sqrt(shape))
+    return min(1.0, 2 * float(min(special.gammainc(shape, at), special.gammaincc(shape, at))))
 
 
 def _spread(below: np.ndarray, own: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -381,9 +392,8 @@ def _even(cells: np.ndarray, count: int) -> float:
     return g_test(np.bincount(cells, minlength=count).astype(float), np.full(count, 1 / count))
 
 
-def _joint(u: np.ndarray, counts: np.ndarray) -> float:
-    """The p-value of three successive numbers of ``u [R, T]`` in the cells of a cube; each number is in one triple."""
-    whole = u.shape[1] // 3 * 3
-    triples = u[:, :whole].reshape(-1, 3)[counts[:, :whole].reshape(-1, 3).all(axis=1)]
+def _joint(u: np.ndarray) -> float:
+    """The p-value of three successive numbers of ``u [R, T]`` in the cells of a cube; each number is in one triple at most."""
+    triples = u[:, : u.shape[1] // 3 * 3].reshape(-1, 3)
     side = int(np.clip((len(triples) / 60) ** (1 / 3), 2, 6))
     return _even((triples * side).astype(int) @ side ** np.arange(3), side**3)

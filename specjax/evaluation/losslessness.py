@@ -7,8 +7,9 @@
 models, of any vocabulary, on any device and in any dtype, and asks by what is generated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from specjax.evaluation.conformance import SETTINGS
 from specjax.evaluation.drawn_texts import Distribution
 from specjax.evaluation.same_texts import ROWS, SameTexts
 from specjax.models.transformer import Target
+from specjax.progress import waiting
 from specjax.sampling import Rule, Sampling
 
 PROMPTS = (
@@ -70,7 +72,6 @@ def check(
     max_new_tokens: int = 64,
     draws: int = DRAWS,
     key: jax.Array | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> Verdict:
     """Generate with the drafter and without, and compare.
 
@@ -84,7 +85,6 @@ def check(
         max_new_tokens: of the texts that are compared.
         draws: of tokens; the more, the smaller a fault is found.
         key: of all that is drawn; None is ``jax.random.key(0)``.
-        progress: told what is being done, how much of it is done, and of how much.
 
     Raises:
         InputError: an argument cannot be used, as in `specjax.generate`; or ``draws`` are too few for a test.
@@ -97,26 +97,11 @@ def check(
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
     prompts = [(tokens[i : i + ROWS], lengths[i : i + ROWS]) for i in range(0, len(tokens), ROWS)]
     greedy_key, draw_key, coupled_key = jax.random.split(as_key(key), 3)
-
-    def told(stage: str) -> Callable[[int, int], None]:
-        return lambda done, total: progress(stage, done, total)
-
-    told("rounding")(0, 1)
-    rounding = same_texts.measure_rounding(target, prompts, (drafter.draft_shape.nodes,), min(max_new_tokens, 32))
-    told("rounding")(1, 1)
-    compared = {"max_new_tokens": max_new_tokens, "rounding": rounding}
-    greedy = same_texts.compare(
-        target, drafter, prompts, temperature=0.0, key=greedy_key, progress=told("greedy texts"), **compared
-    )
-    coupled = same_texts.compare(
-        target,
-        drafter,
-        prompts,
-        temperature=settings[0].temperature,
-        key=coupled_key,
-        progress=told("coupled texts"),
-        **compared,
-    )
+    with waiting("measuring rounding"):
+        rounding = same_texts.measure_rounding(target, prompts, (drafter.draft_shape.nodes,), min(max_new_tokens, 32))
+    compare = partial(same_texts.compare, target, drafter, prompts, max_new_tokens=max_new_tokens, rounding=rounding)
+    greedy = compare(temperature=0.0, key=greedy_key)
+    coupled = compare(temperature=settings[0].temperature, key=coupled_key)
     distribution = drawn_texts.draw_and_test(
         target,
         drafter,
@@ -126,7 +111,6 @@ def check(
         draws=draws,
         key=draw_key,
         rounding=rounding,
-        progress=told("drawn texts"),
     )
     return Verdict(greedy=greedy, distribution=distribution, coupled=coupled)
 

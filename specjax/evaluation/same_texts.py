@@ -7,7 +7,7 @@ taken. The difference of two logits changes by at most twice as much. That bound
 machine, one model and its dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +19,7 @@ from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import Target
+from specjax.progress import track
 from specjax.sampling import Sampling, perturbed, position_keys, position_noise
 
 ROWS = 8
@@ -120,7 +121,6 @@ def compare(
     max_new_tokens: int,
     rounding: float,
     key: jax.Array,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SameTexts:
     """The texts of ``prompts`` with the drafter and without.
 
@@ -132,12 +132,11 @@ def compare(
         max_new_tokens: of each text.
         rounding: as `measure_rounding` found it.
         key: consumed.
-        progress: told of the batches that are done, and of all.
     """
     partings: list[Parting] = []
     lag, texts, count = 0.0, 0, 0
-    for number, (tokens, lengths) in enumerate(prompts):
-        progress(number, len(prompts))
+    what = "comparing greedy texts" if temperature == 0 else "comparing coupled texts"
+    for number, (tokens, lengths) in enumerate(track(prompts, what)):
         keys = jax.random.split(jax.random.fold_in(key, number), len(tokens))
         options = GenerationOptions(max_new_tokens, Sampling(temperature=temperature), keys, rule="coupled")
         plain, drafted = (decoding.generate(target, each, tokens, lengths, **vars(options)) for each in (None, drafter))
@@ -149,7 +148,6 @@ def compare(
         inside = np.arange(max_new_tokens) < sizes[1][:, None]
         lag = max(lag, float(lags[1][inside].max()))
         texts, count = texts + len(tokens), count + int(sizes[1].sum())
-    progress(len(prompts), len(prompts))
     return SameTexts(texts, count, tuple(partings), lag, rounding)
 
 

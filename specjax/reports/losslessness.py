@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from specjax.evaluation.drawn_texts import FALSE_ALARM, Distribution
@@ -84,12 +85,18 @@ def as_json(verdicts: Verdicts) -> dict[str, Any]:
             "lossless": verdict.lossless,
             "line": line(verdict),
             "false_alarm": FALSE_ALARM,
-            "greedy": {"passes": verdict.greedy.passes, **asdict(verdict.greedy)},
+            "greedy": _texts_as_json(verdict.greedy),
             "distribution": {"passes": verdict.distribution.passes, **asdict(verdict.distribution)},
-            "coupled": {"passes": verdict.coupled.passes, **asdict(verdict.coupled)},
+            "coupled": _texts_as_json(verdict.coupled),
         }
         for name, verdict in verdicts.items()
     }
+
+
+def _texts_as_json(found: SameTexts) -> dict[str, Any]:
+    """JSON has no infinity: null is the margin where one text has ended."""
+    partings = [asdict(parting) | ({} if isfinite(parting.margin) else {"margin": None}) for parting in found.partings]
+    return {"passes": found.passes, **asdict(found), "partings": partings}
 
 
 def markdown(verdicts: Verdicts, device: str) -> str:

@@ -91,7 +91,6 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, qu
 
     def check(target, drafter, tokens, lengths, **options):
         asked.append((drafter.draft_shape, lengths.tolist(), options))
-        options["progress"]("drawn texts", 1, 2)
         return verdict(margin=0.003)
 
     monkeypatch.setattr(losslessness, "check", check)
@@ -112,7 +111,8 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, qu
 
 
 def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(tiny_pair, capsys, monkeypatch) -> None:
-    found = iter([verdict(), verdict(margin=3.0, p_value=1e-9)])
+    ended = replace(verdict(), greedy=replace(verdict().greedy, partings=(Parting(1, 5, 7, -1, float("inf")),)))
+    found = iter([verdict(), verdict(margin=3.0, p_value=1e-9), ended, ended])
     monkeypatch.setattr(losslessness, "check", lambda *_, **__: next(found))
     assert main(lossless(tiny_pair[0], "--json")) == 1
     results = json.loads(capsys.readouterr().out)["results"]
@@ -123,6 +123,10 @@ def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(tiny_pair, capsys, 
     )
     assert second["distribution"]["p_value"] == 1e-9
     assert not second["distribution"]["passes"]
+    assert main(lossless(tiny_pair[0], "--json")) == 1
+    out = capsys.readouterr().out
+    assert "Infinity" not in out  # which is no JSON
+    assert json.loads(out)["results"]["prompt-lookup"]["greedy"]["partings"][0]["margin"] is None
 
 
 def test_what_cannot_be_tested_for_losslessness_is_refused(tiny_pair, capsys) -> None:

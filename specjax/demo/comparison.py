@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Contest:
+class Comparison:
     """One target on a few prompts, one prompt after another, with one way to draw tokens.
 
     The prompts are padded to one width and have one limit, so a method is two programs, whatever the prompt and whoever looks
@@ -92,16 +92,16 @@ def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
 
 
 @contextmanager
-def compiling(contests: Sequence[Contest], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
-    """Compile the programs of all ``drafters`` for each contest, in their order, while the body runs.
+def compiling(comparisons: Sequence[Comparison], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
+    """Compile the programs of all ``drafters`` for each comparison, in their order, while the body runs.
 
     XLA leaves Python to others while it compiles. The body is given a function that waits until everything is there.
     """
     pool = ThreadPoolExecutor(_COMPILERS)
     try:
         programs = {
-            f"{name}, {contest.way}": pool.submit(contest.compile, drafter)
-            for contest in contests
+            f"{name}, {comparison.way}": pool.submit(comparison.compile, drafter)
+            for comparison in comparisons
             for name, drafter in drafters.items()
         }
 
