@@ -50,6 +50,7 @@ _SHARE = 0.05
 """The score test is the most powerful one for a rule that accepts this share too much, and nearly so for others."""
 
 _BINS = 20
+_MIXED_EVERY = 4  # truncation takes a CPU as long as all the rest
 _ROWS = 256  # of a batch at most; more do not make it faster on a CPU
 _NUMBERS = 2**27  # of one array on the device at most: what bounds the rows of a batch for large vocabularies
 _LEAST_VARIANCE = 100.0  # of the score: below it, less than a doubling would show, and no approximation holds
@@ -104,20 +105,23 @@ def draw_and_test(
         drafter: what is put to the test.
         tokens: ``[P, W]`` prompts, right-padded; each is continued many times, with a key for every text.
         lengths: ``[P]``.
-        settings: to draw with, side by side in one batch; each of its numbers is one for all prompts.
+        settings: to draw with; each of its numbers is one for all prompts. Most batches are drawn with the first, and every
+            fourth with all of them side by side.
         rule: None is the one that suits the drafter's shape.
         draws: of tokens.
         key: consumed.
         rounding: how far two passes of the target may differ in the difference of two logits.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
-    rows = _rows_of(tokens, lengths, settings)
-    repeats, batches = _plan(target, drafter, len(rows.lengths), draws)
+    mixed, first = _rows_of(tokens, lengths, settings), _rows_of(tokens, lengths, settings[:1])
+    repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
+    found: list[_Read] = []
     keys = list(jax.random.split(key, batches))
-    found = [
-        _batch(target, drafter, rows, repeats, rule, of_batch, rounding)
-        for of_batch in track(keys, "drawing texts and reading them again")
-    ]
+    for number, of_batch in enumerate(track(keys, "drawing texts and reading them again")):
+        if number % _MIXED_EVERY == 0:
+            found.append(_batch(target, drafter, mixed, repeats, rule, of_batch, rounding))
+        else:
+            found.append(_batch(target, drafter, first, repeats * len(settings), rule, of_batch, rounding))
     return _judge(found, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
 
 

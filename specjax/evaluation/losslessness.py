@@ -37,7 +37,7 @@ PROMPTS = (
 )
 """What is continued where nobody names prompts: code and prose, as any language model has read."""
 
-DRAWS = 25_000
+DRAWS = 100_000
 """Tokens that are drawn unless told otherwise."""
 
 
@@ -80,7 +80,7 @@ def check(
         drafter: what is put to the test, with its shape of drafts.
         tokens: ``[P, W]`` prompts, right-padded. Texts are compared for all, and the first few are drawn from.
         lengths: ``[P]``; None: all are W.
-        settings: to draw texts with, side by side in one batch.
+        settings: to draw texts with: mostly with the first, and in every fourth batch with all of them side by side.
         rule: of the drawn texts; None is the one that suits the shape.
         max_new_tokens: of the texts that are compared.
         draws: of tokens; the more, the smaller a fault is found.
