@@ -7,13 +7,15 @@ Put all tokens in some order. A drawn token x covers an interval: it begins at t
 Draw a number u evenly from it. If x was drawn from p, then u is evenly distributed over [0, 1], whatever p is, and the numbers
 of successive tokens are independent (Rosenblatt 1952; Brockwell 2007 for discrete distributions). So the numbers of all places
 and all prompts can be counted together. The order may depend on the text before the token; it decides which deviations the test
-sees best. Three questions are asked of the same texts:
+sees best. Three questions are asked of the same texts, and one of the drafts:
 
 - ``joint``: likelier tokens first, and three successive numbers together. They must fill a cube evenly.
 - ``by preference``: tokens with the largest q/p first, where q is the drafter's distribution at that place. A rule that accepts
   too much favours what q favours, at every place.
 - ``towards the drafter``: one direction alone, that of a rule which accepts drafted tokens too often or too rarely. This is a
   score test, which is the most powerful one for small faults of that kind.
+- ``drafts against q``: whether the drafter draws from the q that it hands over. After each prompt many first tokens are drafted
+  and counted. Not asked where nobody reads q.
 
 To know p and q, the finished texts are read again token by token, by plain decoding's own passes, and the drafter is asked at
 every place for a draft that nobody verifies. The drafts that the text was made with will not do: under block verification it
@@ -33,6 +35,7 @@ from scipy import special
 from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters.base import Committed, Drafter
+from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.evaluation.conformance import SETTINGS, g_test
@@ -50,6 +53,7 @@ _SHARE = 0.05
 """The score test is the most powerful one for a rule that accepts this share too much, and nearly so for others."""
 
 _BINS = 20
+_DRAFTS = 16  # of each text, for their q
 _MIXED_EVERY = 4  # truncation takes a CPU as long as all the rest
 _ROWS = 256  # of a batch at most; more do not make it faster on a CPU
 _NUMBERS = 2**27  # of one array on the device at most: what bounds the rows of a batch for large vocabularies
@@ -116,13 +120,14 @@ def draw_and_test(
     mixed, first = _rows_of(tokens, lengths, settings), _rows_of(tokens, lengths, settings[:1])
     repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
     found: list[_Read] = []
+    drafts = _Drafts()
     keys = list(jax.random.split(key, batches))
     for number, of_batch in enumerate(track(keys, "drawing texts and reading them again")):
         if number % _MIXED_EVERY == 0:
-            found.append(_batch(target, drafter, mixed, repeats, rule, of_batch, rounding))
+            found.append(_batch(target, drafter, mixed, repeats, rule, of_batch, rounding, drafts))
         else:
-            found.append(_batch(target, drafter, first, repeats * len(settings), rule, of_batch, rounding))
-    return _judge(found, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
+            found.append(_batch(target, drafter, first, repeats * len(settings), rule, of_batch, rounding, drafts))
+    return _judge(found, drafts, rule, np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist()))
 
 
 def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int, int]:
@@ -154,16 +159,52 @@ def _rows_of(tokens: np.ndarray, lengths: np.ndarray, settings: Sequence[Samplin
     return _Rows(np.tile(tokens, (len(settings), 1)), np.tile(lengths, len(settings)), Sampling(**each))
 
 
-def _batch(target: Target, drafter: Drafter, rows: _Rows, repeats: int, rule: Rule, key: jax.Array, rounding: float) -> "_Read":
-    """Draw each row's text ``repeats`` times, and read the texts again."""
+class _Drafts:
+    """First tokens of drafts after the prompts, and the q that was handed over with them, by row."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, np.ndarray] = {}
+        self._q: dict[int, np.ndarray] = {}
+
+    def add(self, tokens: np.ndarray, q: np.ndarray) -> None:
+        """``tokens [rows, n]`` drawn with ``q [rows, V]``."""
+        for row, (drawn, own) in enumerate(zip(tokens, q, strict=True)):
+            self._q.setdefault(row, own.astype(np.float64))
+            self._counts[row] = self._counts.get(row, np.zeros(len(own))) + np.bincount(drawn, minlength=len(own))
+
+    @property
+    def p_value(self) -> float | None:
+        """Of all rows together, by Fisher's method; None where no draft had a q."""
+        if not self._q:
+            return None
+        each = [g_test(self._counts[row], own) for row, own in self._q.items()]
+        return float(special.chdtrc(2 * len(each), -2 * np.sum(np.log(each)))) if min(each) > 0 else 0.0
+
+
+def _batch(
+    target: Target,
+    drafter: Drafter,
+    rows: _Rows,
+    repeats: int,
+    rule: Rule,
+    key: jax.Array,
+    rounding: float,
+    drafts: _Drafts,
+) -> "_Read":
+    """Draw each row's text ``repeats`` times, and read the texts again; adds to ``drafts``."""
     count = len(rows.lengths) * repeats
-    draw_key, read_key = jax.random.split(key)
+    draw_key, read_key, draft_key = jax.random.split(key, 3)
     state = _repeat(rows.start(target, drafter, rule, key), jax.random.split(draw_key, count), repeats)
     drawn = decoding.decode(target, drafter, state, NEW_TOKENS)
     places = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
     texts = np.take_along_axis(sharding.to_host(drawn.tokens, target.mesh), places, axis=1)
     reader = _reader(drafter)
     state = _repeat(rows.start(target, reader, "independent", key), jax.random.split(read_key, count), repeats)
+    if rule != "coupled":
+        for of_drafts in jax.random.split(draft_key, _DRAFTS):
+            tokens, q = _first_drafts(target, reader, state, jax.random.split(of_drafts, count), repeats)
+            if q is not None:
+                drafts.add(*sharding.to_host((tokens, q), target.mesh))
     looser = np.exp(rounding / np.min(rows.sampling.temperature))
     read = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
     return jax.tree.map(np.transpose, read)
@@ -178,6 +219,17 @@ def _reader(drafter: Drafter) -> Drafter:
 @partial(jax.jit, static_argnames="repeats")
 def _repeat(state: decoding.DecodeState, keys: jax.Array, repeats: int) -> decoding.DecodeState:
     return replace(jax.tree.map(lambda leaf: jnp.repeat(leaf, repeats, axis=0), state), keys=keys)
+
+
+@partial(jax.jit, static_argnames="repeats")
+def _first_drafts(
+    target: Target, drafter: Drafter, state: decoding.DecodeState, keys: jax.Array, repeats: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """The first token that is drafted below each root ``[rows, repeats]``, and each row's q ``[rows, V]``."""
+    draft, _ = decoding.propose_step(target, drafter, replace(state, keys=keys))
+    first = jnp.asarray(tree.first_children(draft.parents))[..., 0]
+    tokens = jnp.take_along_axis(draft.tokens, jnp.broadcast_to(first, keys.shape)[:, None], axis=1)[:, 0]
+    return tokens.reshape(-1, repeats), None if draft.q is None else draft.q[::repeats, 0]
 
 
 # --- reading the texts again, on the device --------------------------------------------------------------------------
@@ -346,10 +398,12 @@ def _at(values: jax.Array, token: jax.Array) -> jax.Array:
 # --- the tests, on the host ------------------------------------------------------------------------------------------
 
 
-def _judge(found: Sequence[_Read], rule: Rule, rng: np.random.Generator) -> Distribution:
+def _judge(found: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.Generator) -> Distribution:
     read = jax.tree.map(lambda *batches: np.concatenate(batches), *found)
     p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
     score, variance, third = (float(each.sum(dtype=np.float64)) for each in (read.score, read.variance, read.third))
+    if drafts.p_value is not None:
+        p_values["drafts against q"] = drafts.p_value
     detectable = None
     if variance > _LEAST_VARIANCE:
         u = _spread(read.preferred, read.alike, rng)
