@@ -88,6 +88,12 @@ def check(
 
     Raises:
         InputError: an argument cannot be used, as in `specjax.generate`; or ``draws`` are too few for a test.
+
+    Examples:
+        >>> from specjax.evaluation import losslessness
+        >>> verdict = losslessness.check(target, specjax.PromptLookup(draft=2), prompts, max_new_tokens=8, draws=2000)
+        >>> verdict.lossless, verdict.greedy.passes, verdict.distribution.passes
+        (True, True, True)
     """
     if draws < LEAST_DRAWS:
         raise InputError(f"draws={draws}: too few to tell anything; give at least {LEAST_DRAWS}")
