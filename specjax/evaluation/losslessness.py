@@ -37,7 +37,7 @@ PROMPTS = (
 )
 """What is continued where nobody names prompts: code and prose, as any language model has read."""
 
-DRAWS = 100_000
+DRAWS = 50_000
 """Tokens that are drawn unless told otherwise."""
 
 
