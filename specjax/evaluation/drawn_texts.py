@@ -174,10 +174,11 @@ class _Drafts:
 
     @property
     def p_value(self) -> float | None:
-        """Of all rows together, by Fisher's method; None where no draft had a q."""
-        if not self._q:
-            return None
+        """Of all rows together, by Fisher's method; None where no draft had a q, or no row has two tokens that come often."""
         each = [g_test(self._counts[row], own) for row, own in self._q.items()]
+        each = [value for value in each if value < 1]  # 1 is the value of a single cell
+        if not each:
+            return None
         return float(special.chdtrc(2 * len(each), -2 * np.sum(np.log(each)))) if min(each) > 0 else 0.0
 
 

