@@ -1,4 +1,4 @@
-"""The demo: real text from the embedded pair, with every accepted draft token in colour, and what it bought."""
+"""The demo: real text from the embedded pair, with every accepted draft token in colour, and how fast each method is."""
 
 import os
 import sys
@@ -102,7 +102,7 @@ def run_demo(config: DemoConfig) -> None:
             stage.show(comparisons[0], chosen[SHOWN], row)
         wait_for_all()
     measured = {comparison.way: comparison.measure(chosen, repeats) for comparison in comparisons}
-    console.rule("what it bought")
+    console.rule("how fast each method is")
     console.print(_table(measured))
     console.print(_explanation(config, stage, measured))
     console.print(_what_next(), soft_wrap=True)

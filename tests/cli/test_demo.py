@@ -22,7 +22,7 @@ def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
     assert all(rows.values()), out
     assert [rows["plain"].group(3 * way + 2, 3 * way + 3) for way in range(ways)] == [("1.00", "1.00")] * ways
     assert all(float(rows["draft model"].group(3 * way + 3)) > 1.5 for way in range(ways))
-    text = out[: out.index("what it bought")]
+    text = out[: out.index("how fast each method is")]
     prompts = " ".join(demo.PROMPTS[:2]).split()
     assert all(word in text for word in prompts)
     assert len(text) > len(" ".join(prompts)) + 40  # prompts and new text
