@@ -116,6 +116,7 @@ def record(command: Sequence[str], columns: int, lines: int) -> list[tuple[float
             data = b""
         if not data:
             break
+        data = data.replace(os.getcwd().encode(), b"~/specjax")  # where the clone lies is nobody's business
         printed.append((time.monotonic() - started, data))
     if status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
         sys.exit(f"{' '.join(command)} ended with status {status}")
