@@ -59,7 +59,7 @@ from specjax.models.transformer import Target
 gc.set_threshold(50_000, 20, 10)
 
 _compilations: list[str] = []
-_freed = [0]  # how many programs had been compiled whenever they were freed
+_freed = {"at": 0}  # how many programs had been compiled when they were last freed
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _seconds, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
@@ -78,13 +78,13 @@ MOST_PROGRAMS = 1_500
 def _free_compiled_programs_in_time():
     """Modules share what they compile, above all the hundreds of programs of one operation, as long as there is room."""
     yield
-    if compilations() - _freed[-1] > MOST_PROGRAMS:
+    if compilations() - _freed["at"] > MOST_PROGRAMS:
         _free_compiled_programs()
 
 
 def _free_compiled_programs() -> None:
     jax.clear_caches()
-    _freed.append(compilations())
+    _freed["at"] = compilations()
 
 
 @contextmanager

@@ -102,14 +102,15 @@ def run_evaluate(config: EvaluateConfig) -> int:
     drafters = {name: _load(name, generator, options) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
+    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
+    about: dict[str, Any] = {"settings": settings, "machine": machine}
     if config.lossless:
         prompts = [question.turns[0] for question in questions] or None
         test = LosslessTest(generator, prompts, chat and bool(questions), options, config.draws)
-        return test.run(drafters, settings, output, config.json)
+        return test.run(drafters, about, output, config.json)
     asking = _Asking(generator, {PLAIN: None, **drafters}, options, chat, config.repeats)
     answers = asking.all_of(questions)
     results = report.summarise(answers, [PLAIN, *drafters])
-    machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
     console = Console(width=160)
     console.print(report.table(results))
     console.print(report.explanation(config.repeats, len(questions), machine["device"]))
@@ -117,7 +118,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         console.print(f"{asking.cut} prompts were too long for the models' positions, and lost their beginning")
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
-        content: dict[str, Any] = {"settings": settings, "machine": machine, "prompts_cut": asking.cut, "results": results}
+        content = {**about, "prompts_cut": asking.cut, "results": results}
         (output / "results.json").write_text(json.dumps(content, indent=2) + "\n")
         (output / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
         report.draw(results, output / "results.png")

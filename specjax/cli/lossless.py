@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
@@ -39,8 +38,11 @@ class LosslessTest:
     options: GenerationOptions
     draws: int
 
-    def run(self, drafters: dict[str, Drafter], settings: dict[str, Any], output: Path | None, as_json: bool) -> int:
-        """Test all ``drafters``, print and write what came of it; the exit status: 1 where one is not lossless."""
+    def run(self, drafters: dict[str, Drafter], about: dict[str, Any], output: Path | None, as_json: bool) -> int:
+        """Test all ``drafters``, print and write what came of it; the exit status: 1 where one is not lossless.
+
+        ``about`` is written with it: the settings and the machine.
+        """
         console, verdicts = Console(width=160, highlight=False), {}
         for name, drafter in drafters.items():
             with waiting(f"testing {name}"):
@@ -49,15 +51,13 @@ class LosslessTest:
                 console.print(name, style="bold", markup=False, soft_wrap=True)
                 for each in (report.line(verdicts[name]), *(f"  {each}" for each in report.details(verdicts[name]))):
                     console.print(each, markup=False, soft_wrap=True)
-        device = jax.devices()[0].device_kind
-        machine = {"device": device, "devices": len(jax.devices()), "jax": jax.__version__}
-        content = {"settings": settings, "machine": machine, "results": report.as_json(verdicts)}
+        content = {**about, "results": report.as_json(verdicts)}
         if as_json:
             print(json.dumps(content))
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             (output / "lossless.json").write_text(json.dumps(content, indent=2) + "\n")
-            (output / "lossless.md").write_text(report.markdown(verdicts, device))
+            (output / "lossless.md").write_text(report.markdown(verdicts, about["machine"]["device"]))
             print(f"written: {output}/lossless.json, lossless.md", file=sys.stderr if as_json else sys.stdout)
         return 0 if all(verdict.lossless for verdict in verdicts.values()) else 1
 

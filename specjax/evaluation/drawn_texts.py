@@ -117,7 +117,7 @@ def draw_and_test(
         rounding: how far two passes of the target may differ in the difference of two logits.
     """
     rule = GenerationOptions(rule=rule).rule_for(drafter.draft_shape)
-    mixed, first = _rows_of(tokens, lengths, settings), _rows_of(tokens, lengths, settings[:1])
+    mixed, first = (_rows_of(target, drafter, tokens, lengths, some, rule) for some in (settings, settings[:1]))
     repeats, batches = _plan(target, drafter, len(mixed.lengths), draws)
     found: list[_Read] = []
     drafts = _Drafts()
@@ -140,23 +140,35 @@ def _plan(target: Target, drafter: Drafter, rows: int, draws: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class _Rows:
-    """Prompts and settings, each pair of them one row."""
+    """Prompts and settings, each pair of them one row. The prompts are read once however often they are continued.
 
-    tokens: np.ndarray
+    Attributes:
+        lengths: of the prompts.
+        coolest: the lowest temperature.
+        drawing: the state after the prompts, to draw texts from.
+        reading: the same, to read them again from, with `_reader`'s drafter.
+    """
+
     lengths: np.ndarray
-    sampling: Sampling
-
-    def start(self, target: Target, drafter: Drafter, rule: Rule, key: jax.Array) -> decoding.DecodeState:
-        """The state after the prompts, which are read once however often they are continued."""
-        # No token ends a text: which of its tokens are counted must not depend on what they are.
-        options = GenerationOptions(NEW_TOKENS, self.sampling, key, eos_token_ids=(), rule=rule)
-        return decoding.start(target, drafter, self.tokens, self.lengths, options)[1]
+    coolest: float
+    drawing: decoding.DecodeState
+    reading: decoding.DecodeState
 
 
-def _rows_of(tokens: np.ndarray, lengths: np.ndarray, settings: Sequence[Sampling]) -> _Rows:
+def _rows_of(
+    target: Target, drafter: Drafter, tokens: np.ndarray, lengths: np.ndarray, settings: Sequence[Sampling], rule: Rule
+) -> _Rows:
     names = Sampling.__dataclass_fields__
     each = {name: np.repeat([getattr(setting, name) for setting in settings], len(tokens)) for name in names}
-    return _Rows(np.tile(tokens, (len(settings), 1)), np.tile(lengths, len(settings)), Sampling(**each))
+    tokens, lengths = np.tile(tokens, (len(settings), 1)), np.tile(lengths, len(settings))
+
+    def start(drafter: Drafter, rule: Rule) -> decoding.DecodeState:
+        # No token ends a text: which of its tokens are counted must not depend on what they are.
+        options = GenerationOptions(NEW_TOKENS, Sampling(**each), eos_token_ids=(), rule=rule)
+        return decoding.start(target, drafter, tokens, lengths, options)[1]
+
+    coolest = float(np.min(each["temperature"]))
+    return _Rows(lengths, coolest, drawing=start(drafter, rule), reading=start(_reader(drafter), "independent"))
 
 
 class _Drafts:
@@ -172,7 +184,6 @@ class _Drafts:
             self._q.setdefault(row, own.astype(np.float64))
             self._counts[row] = self._counts.get(row, np.zeros(len(own))) + np.bincount(drawn, minlength=len(own))
 
-    @property
     def p_value(self) -> float | None:
         """Of all rows together, by Fisher's method; None where no draft had a q, or no row has two tokens that come often."""
         each = [g_test(self._counts[row], own) for row, own in self._q.items()]
@@ -195,18 +206,18 @@ def _batch(
     """Draw each row's text ``repeats`` times, and read the texts again; adds to ``drafts``."""
     count = len(rows.lengths) * repeats
     draw_key, read_key, draft_key = jax.random.split(key, 3)
-    state = _repeat(rows.start(target, drafter, rule, key), jax.random.split(draw_key, count), repeats)
+    state = _repeat(rows.drawing, jax.random.split(draw_key, count), repeats)
     drawn = decoding.decode(target, drafter, state, NEW_TOKENS)
     places = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
     texts = np.take_along_axis(sharding.to_host(drawn.tokens, target.mesh), places, axis=1)
     reader = _reader(drafter)
-    state = _repeat(rows.start(target, reader, "independent", key), jax.random.split(read_key, count), repeats)
+    state = _repeat(rows.reading, jax.random.split(read_key, count), repeats)
     if rule != "coupled":
-        for of_drafts in jax.random.split(draft_key, _DRAFTS):
-            tokens, q = _first_drafts(target, reader, state, jax.random.split(of_drafts, count), repeats)
-            if q is not None:
-                drafts.add(*sharding.to_host((tokens, q), target.mesh))
-    looser = np.exp(rounding / np.min(rows.sampling.temperature))
+        keys = (jax.random.split(of_drafts, count) for of_drafts in jax.random.split(draft_key, _DRAFTS))
+        tokens, qs = zip(*(_first_drafts(target, reader, state, each, repeats) for each in keys), strict=True)
+        if qs[0] is not None:  # the same every time
+            drafts.add(*sharding.to_host((jnp.concatenate(tokens, axis=1), qs[0]), target.mesh))
+    looser = np.exp(rounding / rows.coolest)
     read = sharding.to_host(_read(target, reader, state, jnp.asarray(texts.T), rounding, looser), target.mesh)
     return jax.tree.map(np.transpose, read)
 
@@ -403,8 +414,9 @@ def _judge(found: Sequence[_Read], drafts: _Drafts, rule: Rule, rng: np.random.G
     read = jax.tree.map(lambda *batches: np.concatenate(batches), *found)
     p_values = {"joint": _joint(_spread(read.below, read.own, rng))}
     score, variance, third = (float(each.sum(dtype=np.float64)) for each in (read.score, read.variance, read.third))
-    if drafts.p_value is not None:
-        p_values["drafts against q"] = drafts.p_value
+    against_q = drafts.p_value()
+    if against_q is not None:
+        p_values["drafts against q"] = against_q
     detectable = None
     if variance > _LEAST_VARIANCE:
         u = _spread(read.preferred, read.alike, rng)

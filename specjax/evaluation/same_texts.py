@@ -92,11 +92,16 @@ def measure_rounding(target: Target, prompts: Prompts, widths: Sequence[int], ma
     return 2 * float(_largest_difference(target, state, jnp.asarray(text), widths=tuple(sizes)))
 
 
+def _read_at_once(target: Target, state: decoding.DecodeState, text: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The tokens ``[B, T]`` that are read to judge each of ``text [B, T]``, and the target's logits after them, of one pass."""
+    read = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
+    return read, target.score(read, state.cache)[0].logits
+
+
 @partial(jax.jit, static_argnames="widths")
 def _largest_difference(target: Target, state: decoding.DecodeState, text: jax.Array, widths: tuple[int, ...]) -> jax.Array:
     """Between a pass over all of ``text [B, T]`` and passes over so many tokens each: of any logit, at any place."""
-    read = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
-    whole = target.score(read, state.cache)[0].logits
+    read, whole = _read_at_once(target, state, text)
 
     def by_parts(width: int) -> jax.Array:
         count = read.shape[1] // width * width
@@ -159,8 +164,7 @@ def _continuations(result: decoding.Result, lengths: np.ndarray, count: int) -> 
 @jax.jit
 def _lags(target: Target, state: decoding.DecodeState, text: jax.Array) -> jax.Array:
     """``[B, T]`` how far each token of ``text`` is behind the one that the target chooses there, in logits."""
-    read = jnp.concatenate([state.roots[:, None], text[:, :-1]], axis=1)
-    values = target.score(read, state.cache)[0].logits
+    _, values = _read_at_once(target, state, text)
     if state.sampling.coupled:
         positions = state.lengths + jnp.arange(text.shape[1])[:, None]
         noise = jnp.moveaxis(position_noise(position_keys(state.keys, positions), values.shape[-1]), 0, 1)
