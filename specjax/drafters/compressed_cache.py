@@ -20,7 +20,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import attention_paid
-from specjax.models.cache import Entry, KVCache, RingCache, gather_entries
+from specjax.models.cache import Entry, KVCache, RingCache
 from specjax.models.layers import queries, rms_norm
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
@@ -74,7 +74,7 @@ class CompressedCache(Drafter[RingCache]):
             state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
         places = jnp.clip(state.newest_at(length), 0, cache.capacity - 1)
         if isinstance(self.scheme, Streaming) or self.budget >= tokens.shape[1]:
-            return replace(state, layers=gather_entries(cache.layers, places), length=length)
+            return replace(state, layers=cache.gather(places), length=length)
         paid = _paid_by_last(target, tokens, cache, self.scheme.window)
         layers = []
         for layer, entry in enumerate(cache.layers):
@@ -84,8 +84,8 @@ class CompressedCache(Drafter[RingCache]):
             chosen = choose(paid[layer], length - self.scheme.window, state.kept, self.scheme.pool)
             newest = jnp.broadcast_to(places[:, None], (*chosen.shape[:2], self.budget))
             of_long = jnp.concatenate([chosen, newest[..., state.kept :]], axis=-1)
-            by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)[..., None]
-            layers.append(jax.tree.map(lambda part, at=by_head: jnp.take_along_axis(part, at, axis=2), entry))
+            by_head = jnp.where((length > self.budget)[:, None, None], of_long, newest)
+            layers += cache.of_layers((layer,)).gather(by_head)
         return replace(state, layers=tuple(layers), length=length)
 
     def propose(

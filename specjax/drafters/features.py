@@ -231,8 +231,8 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         """What ``module`` sees of the cache, by layer."""
         layers = self.sizes.num_layers
         since = jnp.full((1, 1), module)
-        entries = cache.layers[module * layers : (module + 1) * layers]
-        return tuple((Filled(entry, cache.filled, since, self.mesh),) for entry in entries)
+        of_module = range(module * layers, (module + 1) * layers)
+        return tuple((Filled.of(cache, layer, since, self.mesh),) for layer in of_module)
 
     def _empty(self, batch: int, slots: int, modules: int) -> tuple[Entry, ...]:
         sizes = self.sizes

@@ -289,7 +289,7 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         active: jax.Array,
         cache: KVCache | None = None,
     ) -> tuple[Draft, KVCache]:
-        tokens_read, summaries = (Filled(entry, state.filled, mesh=self.mesh) for entry in state.layers)
+        tokens_read, summaries = (Filled.of(state, layer, mesh=self.mesh) for layer in range(2))
 
         def read(
             tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]

@@ -1,11 +1,11 @@
-"""What attention remembers: the cache of committed tokens, and small scratch arrays for drafted ones.
+"""What attention remembers: caches of committed tokens, and small scratch arrays for drafted ones.
 
 A layer remembers one or more arrays of every token: its *entry*. For ordinary attention these are keys and values; the model
 declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
 of another one remembers nothing: its entry has no parts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -47,11 +47,13 @@ def slots_of(entries: Sequence[Entry]) -> int:
     return jax.tree.leaves(tuple(entries))[0].shape[2]
 
 
-def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B n"]) -> tuple[Entry, ...]:
-    """The entries of each row's ``tokens``, in that order; what stands at a negative number does not matter."""
+def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
+    """The entries of each row's ``tokens``, in that order, or of each head's; what stands at a negative number does not
+    matter."""
+    by_head = jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
 
     def gather(buffer: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(buffer, jnp.maximum(tokens, 0)[:, None, :, None], axis=2)
+        return jnp.take_along_axis(buffer, by_head[..., None], axis=2)
 
     return jax.tree.map(gather, tuple(entries))
 
@@ -125,6 +127,10 @@ class KVCache:
         """How many slots of each row may be read: the first ones."""
         return self.length
 
+    def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
+        """The entries of the tokens at each row's ``positions``, or each head's, as `gather_entries`."""
+        return gather_entries(self.layers, positions)
+
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
         """The cache of the layers of those numbers alone, in that order."""
         return replace(self, layers=tuple(self.layers[layer] for layer in layers))
@@ -146,6 +152,157 @@ class KVCache:
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
         layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
         return KVCache(layers=layers, length=self.length + count)
+
+
+@struct.dataclass
+class PagedCache:
+    """A `KVCache` whose slots lie in pages, so that rows take the memory that their texts need, and may share a beginning.
+
+    All rows have one pool of pages. A row's table says which pages hold its tokens: the token at position p lies in page
+    ``table[row, p // page]``, at place ``p % page``. Whoever makes the table sees to it that no page is written by two rows. A
+    page that nobody reads may hold anything, NaN too.
+
+    Attributes:
+        layers: one `Entry` a layer, whose parts are pools ``[pages, heads, page, dim]``. They have no row axis.
+        table: ``[B, n]`` int32, the pages of each row in order. What is not used is ``pages``, which is out of range: never -1,
+            which is the last page.
+        length: ``[B]`` int32, the number of committed tokens of each row.
+        groups: static. On a mesh whose data axis splits the rows in groups, each group has its own part of every pool, and
+            counts the pages in it from 0.
+
+    Examples:
+        >>> from specjax.models.cache import PagedCache
+        >>> _, entries = target.read(prompts)
+        >>> empty = target.new_cache(batch=2, capacity=16)
+        >>> cache = PagedCache.like(empty, pages=3, page=8)
+        >>> cache = cache.with_table(jnp.array([[2, 3], [0, 3]]))  # page 3: none
+        >>> cache = cache.append(entries, jnp.array([6, 6]), after=jnp.ones((2, 1)))
+        >>> one = cache.gather(jnp.array([[5], [5]]))  # what is remembered of the sixth tokens
+        >>> np.array_equal(one[0][0][:, :, 0], entries[0][0][:, :, 5])
+        True
+    """
+
+    layers: tuple[Entry, ...]
+    table: jax.Array
+    length: jax.Array
+    groups: int = struct.field(pytree_node=False, default=1)
+
+    @classmethod
+    def like(cls, cache: KVCache, *, pages: int, page: int, mesh: Mesh | None = None) -> "PagedCache":
+        """An empty cache in place of ``cache``, for as many rows, each of which can hold at least as many tokens.
+
+        Args:
+            cache: whose shapes alone count.
+            pages: of the pool, of every group.
+            page: tokens of a page.
+            mesh: where it is to live.
+        """
+        batch = cache.length.shape[0]
+        groups = groups_of(mesh)
+
+        def pool(part: jax.Array) -> jax.Array:
+            heads, dim = part.shape[1], part.shape[3]
+            empty = jnp.zeros((groups * pages, heads, page, dim), part.dtype)
+            return sharding.constrain(empty, ("batch", "kv_heads", None, None), {"kv_heads": heads}, mesh)
+
+        return cls(
+            layers=jax.tree.map(pool, cache.layers),
+            table=jnp.full((batch, -(-cache.capacity // page)), pages, jnp.int32),
+            length=jnp.zeros(batch, jnp.int32),
+            groups=groups,
+        )
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        return slots_of(self.layers)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a row."""
+        return self.table.shape[1] * self.page
+
+    @property
+    def filled(self) -> Int[Array, " B"]:
+        """How many tokens of each row may be read: the first ones."""
+        return self.length
+
+    def with_table(self, table: Int[Array, "B n"]) -> "PagedCache":
+        """The cache with other pages for its rows."""
+        return replace(self, table=table)
+
+    def of_layers(self, layers: Sequence[int]) -> "PagedCache":
+        """As `KVCache.of_layers`."""
+        return replace(self, layers=tuple(self.layers[layer] for layer in layers))
+
+    def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
+        """As `KVCache.gather`."""
+        by_head = jnp.maximum(positions if positions.ndim == 3 else positions[:, None], 0)
+        pages, places = self._places(by_head)
+        return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, places), self.layers)
+
+    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
+        """As `KVCache.append`. What a row has no page for is dropped."""
+        count = _known_after(count, after)
+        step = jnp.arange(slots_of(new))[None]
+        positions = self.length[:, None] + step
+        pages, places = self._places(positions)
+        number = jax.tree.leaves(self.layers)[0].shape[0]  # out of range, where a scatter in drop mode writes nothing
+        pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
+        layers = jax.tree.map(
+            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, places, values), self.layers, tuple(new)
+        )
+        return replace(self, layers=layers, length=self.length + count)
+
+    def _places(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The page of each of the ``positions [B, …]``, and its place there."""
+        column = jnp.minimum(positions // self.page, self.table.shape[1] - 1).reshape(positions.shape[0], -1)
+        return jnp.take_along_axis(self.table, column, axis=1).reshape(positions.shape), positions % self.page
+
+
+def groups_of(mesh: Mesh | None) -> int:
+    """In how many groups a mesh splits the rows."""
+    return 1 if mesh is None else mesh.shape["data"]
+
+
+def by_group(function: Callable[..., jax.Array], groups: int, pool: jax.Array, *of_rows: jax.Array) -> jax.Array:
+    """``function(pool, *of_rows)`` for each group of rows and its own part of the pool. A mesh exchanges nothing.
+
+    Args:
+        function: of a pool ``[pages, …]`` and of arrays ``[B, …]``; what it gives has pages or rows first.
+        groups: how many.
+        pool: of all groups, one after the other.
+        of_rows: likewise.
+    """
+    if groups == 1:
+        return function(pool, *of_rows)
+    split = [x.reshape(groups, -1, *x.shape[1:]) for x in (pool, *of_rows)]
+    found = jax.vmap(function)(*split)
+    return found.reshape(-1, *found.shape[2:])
+
+
+def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
+    """``[B, heads, n page, dim]`` the tokens in ``pages`` of each row, in order. What stands in a page out of range does not
+    matter."""
+    found = pool.at[pages].get(mode="clip")  # [B, n, heads, page, dim]
+    batch, _, heads, _, dim = found.shape
+    return jnp.moveaxis(found, 2, 1).reshape(batch, heads, -1, dim)
+
+
+def _gather_paged(pool: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
+    """``[B, heads, n, dim]`` the tokens at ``places`` of ``pages``, ``[B, heads|1, n]`` both."""
+    pages, places = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, places))
+    gather = jax.vmap(lambda of_head, page, place: of_head.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
+    return gather(pool, pages, places)
+
+
+def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+    """``pool`` with ``values [B, heads, n, dim]`` at ``places [B, n]`` of ``pages [B, n]``."""
+
+    def one(of_head: jax.Array, values: jax.Array) -> jax.Array:
+        return of_head.at[pages, places].set(values.astype(of_head.dtype), mode="drop")
+
+    return jax.vmap(one, in_axes=(1, 1), out_axes=1)(pool, values)  # by head: a mesh that splits these exchanges nothing
 
 
 @struct.dataclass
@@ -213,7 +370,7 @@ class RingCache:
         return replace(self, layers=layers, length=self.length + count)
 
 
-Cache = KVCache | RingCache
+Cache = KVCache | PagedCache | RingCache
 """What a model remembers of the tokens before."""
 
 

@@ -225,7 +225,7 @@ class Target:
     def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
         """What queries at ``positions [B, T]`` see of a cache's layer. In a ring a ``window`` changes nothing."""
         since = None if window is None or isinstance(cache, RingCache) else positions - window + 1
-        return Filled(cache.layers[layer], cache.filled, since, self.mesh)
+        return Filled.of(cache, layer, since, self.mesh)
 
     def norm(self, x: jax.Array) -> jax.Array:
         """The final norm, which stands between the last layer and the head."""
