@@ -254,8 +254,16 @@ def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:
 
 
 @by_rows(rows_of_pass, models=("target", "drafter"), donate_argnames="state")
-def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array | int) -> DecodeState:
+def decode(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    max_steps: jax.Array | int,
+    until_any_done: jax.Array | bool = False,
+) -> DecodeState:
     """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated.
+
+    With ``until_any_done``, until the first row is done that was not at the beginning: its place can be given to another text.
 
     Examples:
         >>> from specjax import decoding
@@ -267,14 +275,23 @@ def decode(target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.
         >>> state.done.tolist(), state.lengths.tolist()
         ([True, True], [14, 14])
     """
+    return place_rows(run_steps(target, drafter, state, max_steps, until_any_done), target)
+
+
+def run_steps(
+    target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array | int, until_any_done: jax.Array | bool
+) -> DecodeState:
+    """What `decode` does, to be traced as a part of another program."""
+    done_before = state.done
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         steps, state = carry
-        return (steps < max_steps) & ~jnp.all(state.done)
+        ended = until_any_done & jnp.any(state.done & ~done_before)
+        return (steps < max_steps) & ~jnp.all(state.done) & ~ended
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         steps, state = carry
         return steps + 1, step(target, drafter, state)[0]
 
     _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
-    return place_rows(state, target)
+    return state

@@ -12,7 +12,7 @@ from specjax import sharding
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Committed, Drafter
 from specjax.errors import InputError
-from specjax.models.cache import KVCache
+from specjax.models.cache import KVCache, PagedCache
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -29,7 +29,8 @@ class DecodeState:
         keys: ``[B]`` random keys, one a row.
         eos: ``[B, E]`` ids that end each row; -1 is none.
         sampling: the rows' settings.
-        cache: the target's; it holds ``lengths - 1`` tokens, all but the root.
+        cache: the target's; it holds ``lengths - 1`` tokens, all but the root. In pages where rows come and go
+            (`specjax.decoding.rows`).
         drafter: the drafter's own state.
         stats: so far.
 
@@ -47,7 +48,7 @@ class DecodeState:
     keys: jax.Array
     eos: jax.Array
     sampling: RowSampling
-    cache: KVCache
+    cache: KVCache | PagedCache
     drafter: Any
     stats: Stats
 

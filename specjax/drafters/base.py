@@ -13,7 +13,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache
+from specjax.models.cache import Entry, KVCache, PagedCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
@@ -29,7 +29,7 @@ class Committed:
         output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``.
         entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part.
         count: ``[B]`` how many of them count.
-        cache: the target's, in which they are the newest ``count`` entries. To be read, not kept.
+        cache: the target's, in pages or not, in which they are the newest ``count`` entries. To be read, not kept.
 
     Examples:
         >>> from specjax.drafters.base import Committed
@@ -56,7 +56,7 @@ class Committed:
     output: States
     entries: tuple[Entry, ...]
     count: jax.Array
-    cache: KVCache
+    cache: KVCache | PagedCache
 
     def newest(self, states: jax.Array, before: jax.Array) -> jax.Array:
         """``[B, H]`` of ``states [B, T, H]`` those of each row's newest token; ``before [B, H]`` where none counts."""
@@ -164,7 +164,7 @@ class Drafter(Generic[State]):
         """
         return state
 
-    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache) -> State:
+    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
         """The state once the prompts have been absorbed to their ends.
 
         Args:
@@ -209,6 +209,18 @@ class Drafter(Generic[State]):
             committed: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
         """
         return self.absorb(target, state, committed)
+
+    def at_border(self, state: State) -> Any:
+        """What another text that begins alike must be given of a state, at the end of a whole chunk of a prompt.
+
+        Caches in pages come without their pages. Override it, and `from_border`, where a state holds more than such a text
+        needs.
+        """
+        return state
+
+    def from_border(self, fresh: State, kept: Any) -> State:
+        """The state of a text that goes on from what `at_border` kept of another one; ``fresh`` is as `start` made it."""
+        return kept
 
     def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:
         """What must be read to draft once: weights, and what is remembered. A drafter without either reads nothing.

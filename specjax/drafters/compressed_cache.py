@@ -7,7 +7,7 @@ of the target, and the more so the more rows there are.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import attention_paid
-from specjax.models.cache import Entry, KVCache, RingCache
+from specjax.models.cache import Entry, KVCache, PagedCache, RingCache
 from specjax.models.layers import queries, rms_norm
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
@@ -68,7 +68,7 @@ class CompressedCache(Drafter[RingCache]):
     def start(self, target: Target, batch: int, capacity: int) -> RingCache:
         return target.new_ring(batch, self.budget, self.scheme.kept(self.budget))
 
-    def prompts_read(self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache) -> RingCache:
+    def prompts_read(self, target: Target, state: RingCache, tokens: jax.Array, cache: KVCache | PagedCache) -> RingCache:
         length = cache.length
         if isinstance(self.scheme, SnapKV):
             state = replace(state, base=jnp.where(length > self.budget, length - self.scheme.window, state.kept))
@@ -96,12 +96,18 @@ class CompressedCache(Drafter[RingCache]):
     def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed) -> RingCache:
         return state.append(committed.entries, committed.count, after=committed.output.hidden)
 
+    def at_border(self, state: RingCache) -> tuple[()]:
+        return ()  # nothing: it is made from the target's cache when the prompt has been read
+
+    def from_border(self, fresh: RingCache, kept: Any) -> RingCache:
+        return fresh
+
     def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """A level is a pass of the target over the small cache."""
         return DraftingReads(level=(target.weights_of_pass, state))
 
 
-def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache, window: int) -> dict[int, jax.Array]:
+def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, window: int) -> dict[int, jax.Array]:
     """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``window`` tokens read pay to the slots
     before them, in all layers that read the entries."""
     config = target.config

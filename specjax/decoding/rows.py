@@ -1,0 +1,364 @@
+"""Rows that come and go: many texts decoded together, each of which begins and ends when it will.
+
+`empty` makes a state whose rows are free. A text is given a row by `admit`; its prompt is read by `read_chunk`, piece by piece,
+between two calls of `decode_rows`, in which the other rows go on; and when it is done another text may have its row. The caches
+lie in pages (`specjax.models.cache.PagedCache`). Who has which page is decided on the host, which gives its table to every call.
+
+Everything here is compiled for a number of rows and a shape of draft: whatever comes, nothing is compiled again.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax.decoding.few_rows import by_rows
+from specjax.decoding.loop import run_steps
+from specjax.decoding.state import DecodeState, place_rows
+from specjax.decoding.stats import Stats
+from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.pausable import Pausable, PausableState
+from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
+from specjax.models.transformer import Target
+from specjax.sampling import RowSampling
+
+Tree = TypeVar("Tree")
+
+
+@struct.dataclass
+class Text:
+    """A text that is to have a row. What is known of it before anything is computed.
+
+    Attributes:
+        tokens: ``[S]`` int32 the prompt, and filler; S is the capacity.
+        length: scalar int32, tokens of the prompt.
+        limit: scalar int32, most tokens of prompt and output.
+        key: its random key.
+        eos: ``[E]`` int32 ids that end it; -1 is none.
+        temperature: scalar, as the next three: see `specjax.Sampling`.
+        top_k: scalar.
+        top_p: scalar.
+        min_p: scalar.
+    """
+
+    tokens: Any
+    length: Any
+    limit: Any
+    key: Any
+    eos: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+@struct.dataclass
+class Progress:
+    """What rows have come to: a copy for the host, which outlives the state.
+
+    Attributes:
+        tokens: ``[B, S]`` as `DecodeState.tokens`.
+        lengths: ``[B]``.
+        done: ``[B]``.
+        stats: since each row's text was admitted.
+    """
+
+    tokens: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    stats: Stats
+
+
+@partial(jax.jit, static_argnames=("rows", "capacity", "pages", "page", "ends", "depth"))
+def empty(
+    target: Target,
+    drafter: Drafter,
+    *,
+    rows: int,
+    capacity: int,
+    pages: int,
+    page: int = 64,
+    ends: int = 8,
+    depth: int | None = None,
+) -> DecodeState:
+    """A state of free rows.
+
+    Rows are drawn with coupled sampling, or greedily, each as its text asks. So what a text comes to depends on its key and its
+    prompt alone: not on the drafter, nor on the shape of the drafts, nor on when it was put into which row.
+
+    Args:
+        target: the target.
+        drafter: that will draft.
+        rows: B.
+        capacity: most tokens of a text, prompt and output.
+        pages: in each pool; on a mesh, of each of the groups in which its data axis splits the rows.
+        page: tokens of a page.
+        ends: most end-of-sequence ids of a text.
+        depth: of the deepest drafts that there will be; None: the drafter's.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> state = rows.empty(target, drafter, rows=4, capacity=32, pages=16, page=8)
+        >>> state.done.tolist(), state.cache.table.shape
+        ([True, True, True, True], (4, 4))
+    """
+    cache, own = to_pages((target.new_cache(rows, capacity), drafter.start(target, rows, capacity)), pages, page, target)
+    zeros = jnp.zeros(rows, jnp.float32)
+    state = DecodeState(
+        tokens=jnp.zeros((rows, capacity), jnp.int32),
+        lengths=jnp.ones(rows, jnp.int32),
+        limits=jnp.ones(rows, jnp.int32),
+        done=jnp.ones(rows, bool),
+        keys=jnp.broadcast_to(jax.random.key(0), (rows,)),
+        eos=jnp.full((rows, ends), -1, jnp.int32),
+        sampling=RowSampling(
+            temperature=zeros,
+            top_k=jnp.zeros(rows, jnp.int32),
+            top_p=zeros + 1,
+            min_p=zeros,
+            greedy=False,
+            truncated=True,
+            rule="coupled",
+        ),
+        cache=cache,
+        drafter=own,
+        stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
+    )
+    return place_rows(state, target)
+
+
+def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
+    """``tree`` with a `PagedCache` for every `KVCache`, those of drafters among them; they are empty. Other caches, and all
+    else, stay as they are."""
+
+    def one(node: Any) -> Any:
+        return PagedCache.like(node, pages=pages, page=page, mesh=target.mesh) if isinstance(node, KVCache) else node
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
+
+
+def fresh_border(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> Any:
+    """What `admit` is given for a text of which nothing has been read: `Drafter.at_border` of an empty state.
+
+    Arguments as of `empty`. On a mesh it has a row for each group, as what `read_chunk` returns.
+    """
+
+    @jax.jit
+    def make(target: Target, drafter: Drafter) -> Any:
+        own = to_pages(drafter.start(target, groups_of(target.mesh), capacity), pages, page, target)
+        return _without_pools(drafter.at_border(own))
+
+    return make(target, drafter)
+
+
+@partial(jax.jit, donate_argnames="state")
+def admit(
+    target: Target, drafter: Drafter, state: DecodeState, row: jax.Array, text: Text, cached: jax.Array, border: Any, group: Any
+) -> DecodeState:
+    """Give a ``row`` to a ``text``. It is done, as far as `decode_rows` goes, until its prompt has been read.
+
+    Args:
+        target: the target.
+        drafter: as given to `empty`.
+        state: donated.
+        row: a number.
+        text: the text.
+        cached: how many of its tokens have been read already, for another text, whose pages are in this row's table.
+        border: what the drafter knew of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
+        group: whose row of ``border`` it is; 0 without a mesh.
+    """
+    capacity = state.tokens.shape[1]
+    kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), border)
+    fresh = to_pages(drafter.start(target, 1, capacity), 1, state.cache.page, target)  # pyright: ignore[reportAttributeAccessIssue]
+    settings = {name: getattr(text, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    one = DecodeState(
+        tokens=text.tokens,
+        lengths=text.length,
+        limits=text.limit,
+        done=jnp.ones((), bool),
+        keys=text.key,
+        eos=text.eos,
+        sampling=replace(state.sampling, **settings),
+        cache=state.cache.replace(layers=(), table=state.cache.table[0], length=cached),
+        drafter=None,
+        stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
+    )
+    one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
+    one = replace(one, drafter=_without_pools(drafter.from_border(fresh, kept)))
+    return put_rows(state, one, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
+
+
+@partial(jax.jit, static_argnames="width", donate_argnames="state")
+def read_chunk(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    table: jax.Array,
+    rows: jax.Array,
+    counts: jax.Array,
+    is_last: jax.Array,
+    *,
+    width: int,
+) -> tuple[DecodeState, Any]:
+    """Read the next tokens of a prompt: of one row, or on a mesh of one row of each group.
+
+    Args:
+        target: the target.
+        drafter: as given to `empty`.
+        state: donated.
+        table: ``[B, n]`` the pages of all rows.
+        rows: ``[G]`` whose, one of each group.
+        counts: ``[G]`` how many tokens, at most ``width``; 0 where nothing is to be read.
+        is_last: ``[G]`` bool, afterwards the whole prompt has been read but its last token, and the row is decoded. (The first
+            step of decoding reads the last token, which is the first root.)
+        width: tokens that are computed.
+
+    Returns:
+        The state, and what the drafter knows at the end of the chunk, for `admit`.
+    """
+    state = with_table(state, table)
+    groups, batch = rows.shape[0], state.lengths.shape[0]
+    own_rows = rows % (batch // groups)
+
+    def take(leaf: jax.Array) -> jax.Array:
+        return by_group(lambda leaf, row: leaf[row], groups, leaf, own_rows)
+
+    def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, own_rows)
+
+    part = map_rows(take, state)
+    places = part.cache.length[:, None] + jnp.arange(width)[None]
+
+    def at(places: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
+
+    tokens, following = at(places), at(places + 1)
+    output, new = target.read(tokens, part.cache, taps=drafter.taps(target.config))
+    cache = part.cache.append(new, counts, after=output.hidden)
+    committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
+    own = drafter.absorb(target, part.drafter, committed)
+    border = _without_pools(drafter.at_border(own))
+    own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
+    part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
+    return place_rows(put_rows(state, part, put), target), border
+
+
+def _prompts_read(
+    target: Target, drafter: Drafter, own: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: jax.Array
+) -> Any:
+    """The drafter's state, of which the rows have been told that are at the end of their prompts."""
+    if type(drafter).prompts_read is Drafter.prompts_read:
+        return own
+    small, treedef = jax.tree.flatten(_without_pools(own))
+
+    def told() -> list[jax.Array]:
+        after = jax.tree.leaves(_without_pools(drafter.prompts_read(target, own, tokens, cache)))
+        return [jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for new, old in zip(after, small, strict=True)]
+
+    after = jax.tree.unflatten(treedef, jax.lax.cond(jnp.any(is_last), told, lambda: small))
+    return put_rows(own, after, lambda _, new: new)
+
+
+def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
+    """How many nodes the target reads in one pass of `decode_rows`."""
+    return width * drafter.draft_shape.nodes
+
+
+@by_rows(rows_of_call, models=("target", "drafter"), static_argnames="width", donate_argnames="state")
+def decode_rows(
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    table: jax.Array,
+    free: jax.Array,
+    max_steps: jax.Array,
+    until_any_done: jax.Array,
+    *,
+    width: int,
+) -> tuple[DecodeState, Progress]:
+    """`decode` the first rows of a state.
+
+    Args:
+        target: the target.
+        drafter: which drafts: any that has the state of the one that was given to `empty`, of whatever shape of draft.
+        state: donated.
+        table: ``[B, n]`` the pages of all rows, with room for what is decoded here: each step may commit D + 1 tokens a row.
+        free: ``[B]`` bool, rows that have no text any more: they are retired first.
+        max_steps: scalar.
+        until_any_done: scalar bool: end when a row is done.
+        width: how many rows. The others stay as they are. Fewer rows take less time.
+    """
+    state = retire(with_table(state, table), free)
+    part = map_rows(lambda leaf: leaf[:width], state) if width < state.lengths.shape[0] else state
+    part = run_steps(target, drafter, part, max_steps, until_any_done)
+    state = put_rows(state, part, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, 0))
+    return place_rows(state, target), Progress(state.tokens, state.lengths, state.done, state.stats)
+
+
+@partial(jax.jit, static_argnames="width", donate_argnames="state")
+def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: jax.Array, *, width: int) -> DecodeState:
+    """Tell the drafter what it is owed, in the first ``width`` rows. The state is donated."""
+    state = with_table(state, table)
+    part = map_rows(lambda leaf: leaf[:width], state)
+    own: PausableState = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
+    part = replace(part, drafter=own)
+    state = put_rows(state, part, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, 0))
+    return place_rows(state, target)
+
+
+@partial(jax.jit, donate_argnames="state")
+def rearrange(state: DecodeState, order: jax.Array) -> DecodeState:
+    """The state in whose row i is what was in row ``order[i]``: ``order [B]`` is a permutation. Pages stay where they are."""
+    return map_rows(lambda leaf: leaf[order], state)
+
+
+def retire(state: DecodeState, mask: jax.Array) -> DecodeState:
+    """The state with the rows of ``mask [B]`` free: they are done, and nothing of theirs is read any more."""
+
+    def forget(node: Any) -> Any:
+        return node.replace(length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
+
+    state = jax.tree.map(forget, state, is_leaf=_is_paged)
+    return replace(state, done=state.done | mask, lengths=jnp.where(mask, 1, state.lengths))
+
+
+def with_table(state: Tree, table: jax.Array) -> Tree:
+    """``state`` with these pages for its rows, in all of its caches."""
+    return jax.tree.map(lambda node: node.with_table(table) if _is_paged(node) else node, state, is_leaf=_is_paged)
+
+
+def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    """``function`` of every array that has the row axis first. Pools have none, and pass whole."""
+
+    def one(node: Any) -> Any:
+        if not _is_paged(node):
+            return function(node)
+        return node.replace(table=function(node.table), length=function(node.length))
+
+    return jax.tree.map(one, tree, is_leaf=_is_paged)
+
+
+def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Tree:
+    """``tree`` with ``put(leaf, new)`` for every array that has the row axis first, ``new`` being that of ``part``. Pools are
+    those of ``part``, which has been working on them; where it has none, they stay."""
+
+    def one(node: Any, new: Any) -> Any:
+        if not _is_paged(node):
+            return put(node, new)
+        table, length = put(node.table, new.table), put(node.length, new.length)
+        return node.replace(layers=new.layers or node.layers, table=table, length=length)
+
+    return jax.tree.map(one, tree, part, is_leaf=_is_paged)
+
+
+def _without_pools(tree: Tree) -> Tree:
+    return jax.tree.map(lambda node: node.replace(layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
+
+
+def _is_paged(node: Any) -> bool:
+    return isinstance(node, PagedCache)

@@ -1,0 +1,183 @@
+"""Drafting that may be left out for a while, at no cost, and taken up again.
+
+Under load plain decoding is often faster than any draft. A drafter that only proposed nothing would still read every committed
+token, as each needs the one before. Here it is not run at all: what it is owed is kept, and it catches up in one call.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax import sharding
+from specjax.drafters.base import Committed, Drafter, DraftingReads, NoDraft
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import DraftShape
+from specjax.models.cache import KVCache, PagedCache
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import States, Target
+from specjax.sampling import RowSampling
+
+ROOM = 64
+"""Committed tokens a row that a paused drafter may be owed."""
+
+
+@struct.dataclass
+class Owed:
+    """What a drafter has not been told yet of each row's newest committed tokens. Their ids and entries are known elsewhere.
+
+    Attributes:
+        output: the target's at each token: ``hidden [B, ROOM, H]`` and the asked ``taps [B, ROOM, n, H]``.
+        count: ``[B]`` how many tokens.
+    """
+
+    output: States
+    count: jax.Array
+
+
+@struct.dataclass
+class PausableState:
+    """Attributes:
+    own: the drafter's state.
+    owed: empty while it drafts.
+    """
+
+    own: Any
+    owed: Owed
+
+
+@struct.dataclass
+class Pausable(Drafter[PausableState]):
+    """Another drafter, which drafts, or is paused. Both have one state, so that a text may be begun with one of them and go on
+    with the other.
+
+    Before a paused drafter drafts again, and before it is owed more than `ROOM` tokens, call `catch_up`.
+
+    Attributes:
+        drafter: the other.
+        paused: static.
+
+    Examples:
+        >>> from specjax.drafters.pausable import Pausable
+        >>> drafter = Pausable(specjax.PromptLookup(draft=2), paused=True)
+        >>> drafter.draft_shape.nodes  # the root alone: plain decoding
+        1
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)
+        True
+    """
+
+    drafter: Drafter
+    paused: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return NoDraft().draft if self.paused else self.drafter.draft_shape
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.drafter.max_positions
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        return self.draft_shape.node_counts if self.paused else self.drafter.node_counts
+
+    def check(self, target: Target) -> None:
+        self.drafter.check(target)
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.drafter.taps(config)
+
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        return () if self.paused else self.drafter.reads(config)
+
+    def start(self, target: Target, batch: int, capacity: int) -> PausableState:
+        def empty(*shape: int) -> jax.Array:
+            axes = ("batch", *(None,) * len(shape))
+            return sharding.constrain(jnp.zeros((batch, *shape), target.dtype), axes, {}, target.mesh)
+
+        hidden = target.config.hidden_size
+        output = States(hidden=empty(ROOM, hidden), taps=empty(ROOM, len(self.taps(target.config)), hidden))
+        owed = Owed(output=output, count=jnp.zeros(batch, jnp.int32))
+        return PausableState(own=self.drafter.start(target, batch, capacity), owed=owed)
+
+    def absorb(self, target: Target, state: PausableState, committed: Committed) -> PausableState:
+        return replace(state, own=self.drafter.absorb(target, state.own, committed))
+
+    def prompts_read(
+        self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache
+    ) -> PausableState:
+        return replace(state, own=self.drafter.prompts_read(target, state.own, tokens, cache))
+
+    def at_border(self, state: PausableState) -> Any:
+        return self.drafter.at_border(state.own)
+
+    def from_border(self, fresh: PausableState, kept: Any) -> PausableState:
+        return replace(fresh, own=self.drafter.from_border(fresh.own, kept))
+
+    def propose(
+        self,
+        target: Target,
+        state: PausableState,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+        **given: Any,
+    ) -> tuple[Draft, PausableState]:
+        if self.paused:
+            draft, _ = NoDraft().propose(target, (), root, sampling, keys, active)
+            return draft, state
+        draft, own = self.drafter.propose(target, state.own, root, sampling, keys, active, **given)
+        return draft, replace(state, own=own)
+
+    def update(
+        self, target: Target, state: PausableState, draft: Draft, verdict: Verdict, committed: Committed
+    ) -> PausableState:
+        if not self.paused:
+            return replace(state, own=self.drafter.update(target, state.own, draft, verdict, committed))
+        owed, step = state.owed, jnp.arange(committed.tokens.shape[1])[None]
+        places = jnp.where(step < committed.count[:, None], owed.count[:, None] + step, ROOM)  # beyond the end: dropped
+        rows = jnp.arange(places.shape[0])[:, None]
+        output = jax.tree.map(
+            lambda room, new: room.at[rows, places].set(new.astype(room.dtype), mode="drop"), owed.output, committed.output
+        )
+        return replace(state, owed=Owed(output=output, count=owed.count + committed.count))
+
+    def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:
+        """The state once the drafter has been told all that it was owed.
+
+        Args:
+            target: the target model.
+            state: as a paused step left it.
+            tokens: ``[B, S]`` prompt and output of each row, the root included.
+            cache: the target's, of which the newest tokens are those that are owed.
+        """
+        count = state.owed.count
+        places = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
+
+        def at(places: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(tokens, jnp.clip(places, 0, tokens.shape[1] - 1), axis=1)
+
+        committed = Committed(
+            tokens=at(places),
+            following=at(places + 1),
+            output=state.owed.output,
+            entries=cache.gather(jnp.clip(places, 0, cache.capacity - 1)),
+            count=count,
+            cache=cache,
+        )
+        # To the drafter it is a draft from elsewhere, of which everything was accepted.
+        draft = Draft.chain(committed.tokens[:, 0], committed.tokens[:, 1:])
+        path = jnp.broadcast_to(jnp.arange(ROOM, dtype=jnp.int32)[None], places.shape)
+        newest = jnp.take_along_axis(committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        verdict = Verdict(path=path, count=count, token=newest)
+        own = self.drafter.update(target, state.own, draft, verdict, committed)
+        return PausableState(own=own, owed=replace(state.owed, count=jnp.zeros_like(count)))
+
+    def drafting_reads(self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()) -> DraftingReads:
+        if self.paused:
+            return DraftingReads()
+        return self.drafter.drafting_reads(target, state.own if state else (), cache)
