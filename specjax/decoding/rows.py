@@ -236,7 +236,8 @@ def read_chunk(
     """
     state = with_table(state, table)
     groups, batch = rows.shape[0], state.lengths.shape[0]
-    own_rows = rows % (batch // groups)
+    counts, is_last = jnp.asarray(counts), jnp.asarray(is_last)
+    own_rows = jnp.asarray(rows) % (batch // groups)
 
     def take(leaf: jax.Array) -> jax.Array:
         return by_group(lambda leaf, row: leaf[row], groups, leaf, own_rows)
