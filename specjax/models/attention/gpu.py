@@ -135,12 +135,8 @@ def _kernel(
     def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = block * width + jnp.arange(width)
         is_seen = (slot < count) & (slot >= earliest)
-        visible = is_seen[None] & (slot[None] >= since[:, None])
-        if table_ref is None:
-            return add(found, entry_refs, block * width, is_seen, visible)
-        pages, _, page, _ = entry_refs[0].shape
-        number = jnp.clip(table_ref[b, block * width // page], 0, pages - 1)
-        return add(found, entry_refs, block * width % page, is_seen, visible, at=number)
+        at, start = _place_of(block * width, b, table_ref, entry_refs[0].shape)
+        return add(found, entry_refs, start, is_seen, is_seen[None] & (slot[None] >= since[:, None]), at)
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
@@ -186,6 +182,14 @@ def _kernel(
     else:
         (out_ref,) = out_refs
         _store(out_ref, (b, h), first_row, is_row, total / jnp.where(mass > 0, mass, 1.0)[:, None])
+
+
+def _place_of(slot: Any, row: Any, table_ref: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Where a row's slot lies in a cache of that shape: in which row of it, or in which page, and at which place there."""
+    if table_ref is None:
+        return row, slot
+    pages, _, page, _ = shape
+    return jnp.clip(table_ref[row, slot // page], 0, pages - 1), slot % page
 
 
 def _merge(top_ref: Any, mass_ref: Any, total_ref: Any, out_ref: Any) -> None:
