@@ -112,16 +112,16 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
-def test_a_step_with_caches_in_pages_is_given_as_much(mesh, drafter) -> None:
+def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     """On a mesh, whose parts of the rows have their own pages: a table beside what contiguous caches take, and no copy."""
-    setup = setup_on(mesh)
+    setup = setup_on(make_mesh(2, 1))
     whole, paged = (
         compile_step(replace(setup, page=page), abstract.abstract_drafter(drafter, None, setup.target), drafter)
         for page in (None, 8)
     )
     tables = (1 + (drafter != "none")) * 4 * (BATCH // 2) * (CONTEXT + NEW) // 8
     assert paged.decode.memory.arguments == whole.decode.memory.arguments + tables
-    assert paged.floor == whole.floor and paged.cache == whole.cache
+    assert (paged.floor, paged.cache) == (whole.floor, whole.cache)
     assert paged.decode.collectives == whole.decode.collectives
     assert not paged.decode.cache_copies
 

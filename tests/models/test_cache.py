@@ -104,7 +104,7 @@ def keep(cache, new):
 
 @pytest.mark.parametrize("mesh", [None, (2, 2)])
 def test_what_is_appended_to_pages_is_what_is_appended_to_one_text(mesh) -> None:
-    """What a row has no page for is dropped, and no other page is touched. A mesh exchanges nothing."""
+    """What a row has no page for is dropped, and no other page is touched. No pool is exchanged."""
     devices = mesh and make_mesh(*mesh)
     groups = 2 if mesh else 1
     parts, lengths = ((2, 4), (2, 4)), jnp.array([5, 3, 12, 2])
