@@ -133,6 +133,12 @@ def test_what_is_appended_to_pages_is_what_is_appended_to_one_text(mesh) -> None
     assert np.isfinite(found.layers[0][0]).sum() == written * 2 * 4
 
 
+def test_rows_without_pages_remember_nothing_and_write_nowhere() -> None:
+    paged = PagedCache.like(KVCache.create([PARTS], batch=4, capacity=12), pages=NONE, page=4)
+    new = [(jnp.ones((4, 1, 6, 2)), jnp.ones((4, 1, 6, 2)))]
+    assert not any(np.any(pool) for pool in keep(paged, new).layers[0])
+
+
 def ring(slots: int = 6, kept: int = 2) -> RingCache:
     return RingCache.around(empty_entries([PARTS] * 2, batch=B, slots=slots), kept)
 
