@@ -4,6 +4,7 @@ Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a
 D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
+from specjax import serving
 from specjax.decoding import Result, generate, stream
 from specjax.drafters import (
     MTP,
@@ -57,5 +58,6 @@ __all__ = [
     "generate",
     "load",
     "make_mesh",
+    "serving",
     "stream",
 ]
