@@ -40,6 +40,9 @@ from specjax.serving import Engine
 
 Part = Literal["batches", "rates", "prefix", "first-token"]
 
+BY_LOAD = "by load"
+"""The name of the engine that chooses among drafts."""
+
 
 @dataclass(frozen=True)
 class ArrivalsConfig:
@@ -83,7 +86,7 @@ class ArrivalsConfig:
     drafts: tuple[str, ...] = ("chain:2", "chain:4", "chain:6")
     requests: int = 64
     shares: tuple[float, ...] = (0.1, 0.3, 0.6, 0.9, 1.2)
-    seconds: float = 60.0
+    seconds: float = 40.0
     prefix: int = 1000
     sharing: int = 20
     repeats: int = 3
@@ -149,14 +152,18 @@ def arrivals_of(rate: float, seconds: float, seed: int) -> np.ndarray:
     return np.sort(random.uniform(0, seconds, count))
 
 
-def engine_of(config: ArrivalsConfig, models: Models, drafts: Sequence[str | None], **options: Any) -> Engine:
-    """An engine that chooses among ``drafts``; None is plain decoding."""
-    drafter = None if set(drafts) == {None} else models.drafter
-    capacity = options.pop("capacity", config.context + config.longest)
-    return Engine(
-        models.target, drafter, rows=options.pop("rows", config.rows), drafts=tuple(drafts), capacity=capacity,
-        steps=config.steps, **options,
-    )  # fmt: skip
+def engines_of(config: ArrivalsConfig, models: Models) -> dict[str, Engine]:
+    """By name, those that the parts need: one that never drafts, one that always does, and one that decides by load."""
+    drafts: dict[str, tuple[str | None, ...]] = {"plain": (None,)}
+    if models.drafter is not None and {"batches", "rates"} & set(config.parts):
+        drafts |= {config.draft: (config.draft,)}
+    if models.drafter is not None and "rates" in config.parts:
+        drafts |= {BY_LOAD: (None, *config.drafts)}
+    sizes = {"rows": config.rows, "steps": config.steps}
+    return {
+        name: Engine(models.target, None if name == "plain" else models.drafter, drafts=shapes, **sizes)
+        for name, shapes in drafts.items()
+    }
 
 
 def serve(engine: Engine, requests: Sequence[Request], arrivals: Sequence[float] | np.ndarray) -> list[Served]:
@@ -197,7 +204,7 @@ def measure_batches(config: ArrivalsConfig, models: Models, engines: Mapping[str
     """Static batches and the engine in turn, plain and with the fixed draft: requests a minute, and who had which row when."""
     requests = requests_of(models, config, config.requests, seed=0)
     found = []
-    for name in [name for name in ("plain", config.draft) if name in engines]:
+    for name in [name for name in engines if name != BY_LOAD]:
         drafter = None if name == "plain" else replace(models.drafter, draft=as_shape(name))  # pyright: ignore
         serve_static(models.target, drafter, requests, config.rows)  # compiles
         seconds: dict[str, list[float]] = {"static": [], "continuous": []}
@@ -257,18 +264,19 @@ def measure_rates(config: ArrivalsConfig, models: Models, engines: Mapping[str, 
     return {"plain_requests_per_minute": 60 * most, "rates": rates, "choice": choices}
 
 
-BY_LOAD = "by load"
-"""The name of the engine that chooses."""
-
-
 def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> float:
-    """Requests a second that an engine finishes while more are waiting: until the last of them is given a row."""
-    served = serve(engine, requests := requests_of(models, config, config.requests, seed=1), np.zeros(config.requests))
-    stays = stays_of([0.0] * len(served), [each.finished for each in served], config.rows)
-    until = max(stay.start for stay in stays) or max(stay.end for stay in stays)
-    shares = [min(1.0, (until - stay.start) / stay.seconds) for stay in stays]
-    tokens = sum(share * request.new_tokens for share, request in zip(shares, requests, strict=True))
-    return tokens / until / mean(request.new_tokens for request in requests)
+    """Requests a second that an engine finishes while more are waiting: up to when the last of them is given a row."""
+    requests = requests_of(models, config, config.requests, seed=1)
+    usual = mean(request.new_tokens for request in requests)
+    found = []
+    for _ in range(config.repeats):
+        served = serve(engine, requests, np.zeros(len(requests)))
+        stays = stays_of([0.0] * len(served), [each.finished for each in served], config.rows)
+        until = max(stay.start for stay in stays) or max(stay.end for stay in stays)
+        shares = [min(1.0, (until - stay.start) / stay.seconds) for stay in stays]
+        tokens = sum(share * request.new_tokens for share, request in zip(shares, requests, strict=True))
+        found.append(tokens / until / usual)
+    return median(found)
 
 
 def summary(served: Sequence[Served]) -> dict[str, float]:
@@ -302,33 +310,32 @@ OWN, NEW = 8, 16
 """Tokens of a prompt of part prefix after those that all share, and new tokens."""
 
 
-def measure_prefix(config: ArrivalsConfig, models: Models) -> dict[str, Any]:
+def measure_prefix(config: ArrivalsConfig, models: Models, engine: Engine) -> dict[str, Any]:
     """Requests that begin alike beside as many that do not: prompt tokens that are computed, pages, and the time for all."""
     length, count = config.prefix + OWN, config.sharing
-    if length + NEW > models.target.config.max_positions:
-        raise InputError(f"prefix={config.prefix}: with {OWN + NEW} more, the target has {models.target.config.max_positions}")
-    common = decode.prompts_of(models.texts, config.repeats, length)
-    own = np.random.default_rng(0).integers(0, models.target.config.vocab_size, (count, OWN))
+    if length + NEW > engine.capacity:
+        raise InputError(f"prefix={config.prefix}: with {OWN + NEW} more, a text may have {engine.capacity} tokens")
+    pieces = decode.prompts_of(models.texts, config.repeats * (count + 1), length).reshape(config.repeats, count + 1, length)
+    ends = np.random.default_rng(0).integers(0, models.target.config.vocab_size, (count, OWN))
     prompts = {
-        "shared": [[[*start[: config.prefix].tolist(), *end.tolist()] for end in own] for start in common],
-        "separate": decode.prompts_of(models.texts, config.repeats * count, length).reshape(config.repeats, count, -1).tolist(),
+        "shared": [[[*common[: config.prefix].tolist(), *end.tolist()] for end in ends] for common in pieces[:, -1]],
+        "separate": pieces[:, :-1].tolist(),
     }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in prompts}
-    with engine_of(config, models, (None,), capacity=length + NEW) as engine:
-        for repeat in range(config.repeats):
-            for name, all_ in prompts.items():
-                before = engine.statistics
-                served = serve(engine, [Request(prompt, NEW) for prompt in all_[repeat]], np.zeros(count))
-                after = engine.statistics
-                runs[name].append(
-                    {
-                        "seconds": max(each.finished for each in served),
-                        "prompt_tokens_read": after.prompt_tokens_read - before.prompt_tokens_read,
-                        "prompt_tokens_shared": after.prompt_tokens_shared - before.prompt_tokens_shared,
-                        "pages_held": pages_held(all_[repeat], page=engine.page, chunk=engine.chunk),
-                    }
-                )
-        sizes = {"page": engine.page, "chunk": engine.chunk}
+    for repeat in range(config.repeats):
+        for name, all_ in prompts.items():
+            before = engine.statistics
+            served = serve(engine, [Request(prompt, NEW) for prompt in all_[repeat]], np.zeros(count))
+            after = engine.statistics
+            runs[name].append(
+                {
+                    "seconds": max(each.finished for each in served),
+                    "prompt_tokens_read": after.prompt_tokens_read - before.prompt_tokens_read,
+                    "prompt_tokens_shared": after.prompt_tokens_shared - before.prompt_tokens_shared,
+                    "pages_held": pages_held(all_[repeat], page=engine.page, chunk=engine.chunk),
+                }
+            )
+    sizes = {"page": engine.page, "chunk": engine.chunk}
     figures = ("seconds", "prompt_tokens_read", "prompt_tokens_shared", "pages_held")
     return sizes | {
         name: {figure: asdict(Spread.of([each[figure] for each in all_])) for figure in figures} for name, all_ in runs.items()
@@ -349,40 +356,41 @@ def pages_held(prompts: Sequence[Sequence[int]], *, page: int, chunk: int) -> in
     return len(np.unique(scheduler.table[scheduler.table < pages]))
 
 
-CHUNKS = (1, 4)
-"""Of the prompts in part first token."""
+CHUNKS = (1, 2, 4)
+"""Of the prompts in part first-token, as far as a text may have so many tokens."""
 
 
-def measure_first_token(config: ArrivalsConfig, models: Models) -> list[dict[str, Any]]:
+def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) -> list[dict[str, Any]]:
     """How soon a text begins in the last free row, while in all others long texts are generated.
 
-    A chunk of its prompt is read between two decode calls, so it has to wait for about as many calls as it has chunks: the rest
-    of the one that is running, one after each chunk but the last, and the one that gives the token.
+    A chunk of its prompt is read between two decode calls, so it waits for about as many calls as it has chunks: the rest of the
+    one that is running, one after each chunk but the last, and the one that gives the token.
     """
-    vocabulary, random = models.target.config.vocab_size, np.random.default_rng(0)
+    random = np.random.default_rng(0)
+
+    def submit(length: int, new_tokens: int) -> Any:
+        prompt = random.integers(0, models.target.config.vocab_size, length).tolist()  # shares nothing
+        return engine.submit(prompt, max_new_tokens=new_tokens, eos_token_ids=())
+
     found = []
-    with engine_of(config, models, (None,)) as engine:
-        chunk = engine.chunk
-    capacity = max(CHUNKS) * chunk + 1 + config.longest
-    with engine_of(config, models, (None,), capacity=capacity) as engine:
-        for chunks in CHUNKS:
-            runs = []
-            for _ in range(config.repeats):
-                others = [
-                    engine.submit(random.integers(0, vocabulary, 2).tolist(), max_new_tokens=capacity - 2, eos_token_ids=())
-                    for _ in range(config.rows - 1)
-                ]
-                for other in others:
-                    next(iter(other))
-                before, prompt = engine.statistics.decode_calls, random.integers(0, vocabulary, chunks * chunk + 1).tolist()
-                handle = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())
-                handle.result()
-                runs.append((engine.statistics.decode_calls - before, handle.times.first_token - handle.times.submitted))
-                for other in others:
-                    other.cancel()
-            calls, seconds = zip(*runs, strict=True)
-            row = {"chunks": chunks, "decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))}
-            found.append(row | {"prompt_tokens": chunks * chunk + 1})
+    for chunks in CHUNKS:
+        length = chunks * engine.chunk + 1
+        if length >= engine.capacity:
+            break
+        runs = []
+        for _ in range(config.repeats):
+            others = [submit(2, engine.capacity - 2) for _ in range(config.rows - 1)]
+            for other in others:
+                next(iter(other))  # it has begun
+            before = engine.statistics.decode_calls
+            handle = submit(length, 1)
+            handle.result()
+            runs.append((engine.statistics.decode_calls - before, handle.times.first_token - handle.times.submitted))
+            for other in others:
+                other.cancel()
+        calls, seconds = zip(*runs, strict=True)
+        row = {"prompt_tokens": length, "chunks": chunks}
+        found.append(row | {"decode_calls": asdict(Spread.of(calls)), "seconds": asdict(Spread.of(seconds))})
     return found
 
 
@@ -401,23 +409,19 @@ def run(config: ArrivalsConfig) -> dict[str, Any]:
         if config.output:
             decode.write(found, Path(config.output))
 
-    drafts: dict[str, tuple[str | None, ...]] = {"plain": (None,)}
-    if models.drafter is not None:
-        drafts |= {config.draft: (config.draft,), BY_LOAD: (None, *config.drafts)}
-    needed = [name for name in drafts if "rates" in config.parts or ("batches" in config.parts and name != BY_LOAD)]
-    engines = {name: engine_of(config, models, drafts[name]) for name in needed}
+    engines = engines_of(config, models)
     try:
         if "batches" in config.parts:
             done("batches", measure_batches(config, models, engines))
         if "rates" in config.parts:
             done("rates", measure_rates(config, models, engines))
+        if "prefix" in config.parts:
+            done("prefix", measure_prefix(config, models, engines["plain"]))
+        if "first-token" in config.parts:
+            done("first_token", measure_first_token(config, models, engines["plain"]))
     finally:
         for engine in engines.values():
             engine.close()
-    if "prefix" in config.parts:
-        done("prefix", measure_prefix(config, models))
-    if "first-token" in config.parts:
-        done("first_token", measure_first_token(config, models))
     return found
 
 

@@ -19,10 +19,9 @@ def rows_picture(found: Mapping[str, Any], draft: str = "plain") -> "Figure":
     names = {"static": "static batches", "continuous": "continuous batching"}
     panels = {names[way]: [Stay(**stay) for stay in stays] for way, stays in batches["stays"].items()}
     settings = found["settings"]
-    title = (
-        f"{settings['requests']} requests that wait at once, {settings['shortest']} to {settings['longest']} new tokens each"
-    )
-    return draw_rows(title, panels, settings["rows"])
+    how = "plain decoding" if draft == "plain" else f"draft {draft}"
+    sizes = f"{settings['shortest']} to {settings['longest']} new tokens each"
+    return draw_rows(f"{settings['requests']} requests that wait at once, {sizes}; {how}", panels, settings["rows"])
 
 
 def rates_picture(found: Mapping[str, Any]) -> "Figure":
@@ -53,7 +52,7 @@ def batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     table = table_of_numbers("requests a minute", "draft", "static", "continuous", "gain", "ideal", "same text", named=True)
     for row in rows:
         ways = [_spread(row["requests_per_minute"][way]) for way in ("static", "continuous")]
-        table.add_row(row["draft"], *ways, _spread(row["gain"], ".2f"), f"{row['ideal']:.2f}", f"{row['same_tokens']:.0%}")
+        table.add_row(row["draft"], *ways, _spread(row["gain"]), f"{row['ideal']:.2f}", f"{row['same_tokens']:.0%}")
     yield table
 
 
@@ -61,16 +60,20 @@ def rates(found: Mapping[str, Any]) -> Iterator[Table]:
     """Every engine at every rate, and what the choice by load goes by."""
     most = found["plain_requests_per_minute"]
     headers = ("arrive a minute", "engine", "tokens/s", "finished a minute", "s a request", "first token s", "s a token")
-    table = table_of_numbers(f"plain decoding finishes {most:.3g} requests a minute at most; times are mean | p90", *headers)
+    table = table_of_numbers(
+        f"plain decoding finishes {_number(most)} requests a minute at most; times are mean | p90", *headers
+    )
     for row in found["rates"]:
         for name, run in row["engines"].items():
             whole = [_spread(run[each]) for each in ("tokens_per_second", "requests_per_minute", "seconds_per_request")]
             times = [f"{run[each]['middle']:.3g} | {run[each + '_p90']['middle']:.3g}" for each in TIMES]
-            table.add_row(f"{row['requests_per_minute']:.3g} ({row['share']:g})", name, *whole, *times)
+            table.add_row(f"{_number(row['requests_per_minute'])} ({row['share']:g})", name, *whole, *times)
         if "by_load_over_better" in row:
             table.add_row("", f"{row['by_load_over_better']:.2f} of the better", f"by {row['compared_by']}")
         table.add_section()
     yield table
+    if not found["choice"]:
+        return
     table = table_of_numbers("what the choice by load goes by", "rows", "draft", "ms a step", "tokens a step", "times taken")
     for line in found["choice"]:
         figures = f"{1e3 * line['seconds_a_step']:.2f}", f"{line['tokens_a_step']:.2f}", str(line["taken"])
@@ -96,7 +99,7 @@ def first_token(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """How soon a text begins where a row is free."""
     table = table_of_numbers("first token where a row is free", "prompt tokens", "chunks", "decode calls", "seconds")
     for row in rows:
-        counts = str(row["prompt_tokens"]), str(row["chunks"]), _spread(row["decode_calls"], ".0f")
+        counts = str(row["prompt_tokens"]), str(row["chunks"]), _spread(row["decode_calls"])
         table.add_row(*counts, _spread(row["seconds"]))
     yield table
 
@@ -110,6 +113,11 @@ TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
 """By part, as it is called in a results file."""
 
 
-def _spread(values: Mapping[str, float], form: str = ".3g") -> str:
-    low, middle, high = (format(values[name], form) for name in ("low", "middle", "high"))
+def _spread(values: Mapping[str, float], digits: int = 3) -> str:
+    low, middle, high = (_number(values[name], digits) for name in ("low", "middle", "high"))
     return f"{middle} ({low}-{high})"
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """With so many significant digits, and never as a power of ten."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
