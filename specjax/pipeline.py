@@ -24,7 +24,7 @@ from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, make_key
-from specjax.text import Messages
+from specjax.text import GrowingText, Messages
 
 LOOK_EVERY = 4
 """Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
@@ -186,7 +186,7 @@ class TextGenerator:
         if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
             raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
-        return Run(results, [_Row(self.tokenizer, prompt, stop) for prompt in prompts])
+        return Run(results, [GrowingText(self.tokenizer, prompt, stop) for prompt in prompts])
 
 
 class Run:
@@ -205,7 +205,7 @@ class Run:
         True
     """
 
-    def __init__(self, results: Iterator[decoding.Result], rows: "list[_Row]") -> None:
+    def __init__(self, results: Iterator[decoding.Result], rows: Sequence[GrowingText]) -> None:
         """Made by `TextGenerator.start`."""
         self._results, self._rows = results, rows
         self.generations: list[Generation] = []
@@ -215,7 +215,8 @@ class Run:
         """The pieces, until every row is done or has met a stop string."""
         result = None
         for result in self._results:
-            yield [row.push(result.tokens[i], int(result.lengths[i])) for i, row in enumerate(self._rows)]
+            lengths = result.lengths.tolist()
+            yield [row.push(result.tokens[i, row.length : lengths[i]].tolist()) for i, row in enumerate(self._rows)]
             if all(row.stopped for row in self._rows):
                 break
         yield [row.finish() for row in self._rows]
@@ -225,57 +226,6 @@ class Run:
             Generation("".join(row.pieces), tuple(row.tokens), metrics.summarise(result.stats, i))
             for i, row in enumerate(self._rows)
         ]
-
-
-class _Row:
-    """One row's text while it grows."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._tokenizer, self._prompt, self._strings = tokenizer, prompt, stop
-        self._text, self._stop = text.TextStream(tokenizer, prompt), text.StopStrings(stop)
-        self._taken, self._said = len(prompt), 0  # tokens of the row that were pushed; generated ones that have become text
-        self.tokens: list[int] = []
-        self.pieces: list[str] = []
-
-    @property
-    def stopped(self) -> bool:
-        return self._stop.found
-
-    def push(self, tokens: np.ndarray | jax.Array, length: int) -> str:
-        """The text that is new in a row's ``tokens`` of this length."""
-        new = [int(token) for token in tokens[self._taken : length]]
-        self._taken = length
-        pieces = []
-        # One by one, to know which token completed a stop string.
-        for part in [[token] for token in new] if self._strings else [new]:
-            if self.stopped:
-                break
-            self.tokens += part
-            pieces.append(self._take(self._text.push(part)))
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """What was held back."""
-        return "" if self.stopped else self._take(self._text.push([], last=True), last=True)
-
-    def _take(self, piece: str, last: bool = False) -> str:
-        """What may be given out of ``piece``, which is what the newest tokens add to the text."""
-        given = self._stop.push(piece, last)
-        self.pieces.append(given)
-        if self.stopped:
-            self._drop_held()
-        elif piece:
-            self._said = len(self.tokens)
-        return given
-
-    def _drop_held(self) -> None:
-        """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
-        whole = "".join(self.pieces)
-        for count in range(self._said + 1, len(self.tokens)):
-            stream, stop = text.TextStream(self._tokenizer, self._prompt), text.StopStrings(self._strings)
-            if stop.push(stream.push(self.tokens[:count], last=True)) == whole and stop.found:
-                del self.tokens[count:]
-                return
 
 
 def settings(

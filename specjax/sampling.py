@@ -182,9 +182,11 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     if not sampling.truncated:
         return scaled
     # Where a pass costs more than what is worked out in it, fewer passes that try more numbers at once.
-    threshold = jax.lax.platform_dependent(
-        scaled, sampling, cpu=partial(_threshold, bits=1), default=partial(_threshold, bits=4)
-    )
+    by_device = partial(jax.lax.platform_dependent, cpu=partial(_threshold, bits=1), default=partial(_threshold, bits=4))
+    # In a server any row may ask for it, and most often none does.
+    asked = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
+    nothing = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
+    threshold = jax.lax.cond(asked, by_device, lambda *_: nothing, scaled, sampling)
     return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
 
 
@@ -229,6 +231,12 @@ def position_noise(keys: jax.Array, vocab: int) -> jax.Array:
     """``[*keys, V]`` Gumbel numbers, V for each of the ``keys`` that `position_keys` gave."""
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), jnp.float32, mode="high"))(keys.reshape(-1))
     return noise.reshape(*keys.shape, vocab)
+
+
+def noise_of_rows(keys: jax.Array, vocab: int, sampling: RowSampling) -> jax.Array:
+    """``[B, V]`` the `position_noise` of ``keys [B]``, for `perturbed`. Where all rows are greedy nothing is drawn: zeros."""
+    is_drawn = jnp.any(sampling.temperature > 0)
+    return jax.lax.cond(is_drawn, partial(position_noise, vocab=vocab), lambda _: jnp.zeros((keys.size, vocab)), keys)
 
 
 def argmax(logits: jax.Array) -> jax.Array:

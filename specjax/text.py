@@ -383,3 +383,70 @@ class StopStrings:
         kept = len(text) - next(begun, 0)
         self._held = text[kept:]
         return text[:kept]
+
+
+class GrowingText:
+    """What is generated after one prompt, while it grows: tokens become text as soon as they can, up to a stop string.
+
+    Attributes:
+        length: tokens of prompt and output that were pushed.
+        tokens: generated; the last is the one that completed a stop string.
+        pieces: of their text, in order.
+
+    Examples:
+        >>> from specjax.text import GrowingText
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> prompt, rest = tokenizer.encode("import "), tokenizer.encode("os; import sys")
+        >>> growing = GrowingText(tokenizer, prompt, stop=[";"])
+        >>> growing.push(rest) + growing.finish(), growing.stopped
+        ('os', True)
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        """Of a ``prompt`` of token ids, with strings before the first of which the text ends."""
+        self._tokenizer, self._prompt, self._strings = tokenizer, prompt, stop
+        self._text, self._stop = TextStream(tokenizer, prompt), StopStrings(stop)
+        self._said = 0  # generated tokens that have become text
+        self.length = len(prompt)
+        self.tokens: list[int] = []
+        self.pieces: list[str] = []
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stop.found
+
+    def push(self, new: Sequence[int]) -> str:
+        """The text that is known now that there are ``new`` tokens."""
+        self.length += len(new)
+        pieces = []
+        # One by one, to know which token completed a stop string.
+        for part in [[token] for token in new] if self._strings else [new]:
+            if self.stopped:
+                break
+            self.tokens += part
+            pieces.append(self._take(self._text.push(part)))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """What was held back."""
+        return "" if self.stopped else self._take(self._text.push([], last=True), last=True)
+
+    def _take(self, piece: str, last: bool = False) -> str:
+        """What may be given out of ``piece``, which is what the newest tokens add to the text."""
+        given = self._stop.push(piece, last)
+        self.pieces.append(given)
+        if self.stopped:
+            self._drop_held()
+        elif piece:
+            self._said = len(self.tokens)
+        return given
+
+    def _drop_held(self) -> None:
+        """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
+        whole = "".join(self.pieces)
+        for count in range(self._said + 1, len(self.tokens)):
+            stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
+            if stop.push(stream.push(self.tokens[:count], last=True)) == whole and stop.found:
+                del self.tokens[count:]
+                return

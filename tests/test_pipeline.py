@@ -13,7 +13,8 @@ from specjax import decoding, text
 from specjax.cli.main import main
 from specjax.decoding.stats import Stats
 from specjax.errors import InputError
-from specjax.pipeline import Generation, Run, TextGenerator, _Row, settings
+from specjax.pipeline import Generation, Run, TextGenerator, settings
+from specjax.text import GrowingText
 from tests.conftest import ASSETS, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
@@ -86,7 +87,7 @@ def test_tokens_end_with_the_one_that_completes_a_stop_string(tokens, stop, coun
     ends = [*range(at_once, len(given), at_once), len(given)]
     whole = np.array([prompt + given])
     results = (decoding.Result(whole, np.array([len(prompt) + end]), Stats.zeros(1, 1)) for end in ends)
-    run = Run(results, [_Row(tokenizer, prompt, [stop])])
+    run = Run(results, [GrowingText(tokenizer, prompt, [stop])])
     pieces = [piece for (piece,) in run]
     (made,) = run.generations
     decoded = tokenizer.decode(prompt + given, skip_special_tokens=True)[len("the") :]

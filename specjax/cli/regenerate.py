@@ -5,20 +5,21 @@ A drafter has to guess what the target says, not what somebody else said. So it 
 
 import json
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from specjax import decoding, pipeline
 from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
-from specjax.progress import track
+from specjax.progress import waiting
+from specjax.serving.engine import Engine
 from specjax.sharding import make_mesh
 from specjax.text import read_json_lines
 from specjax.training import chat, fingerprint
@@ -45,7 +46,7 @@ class RegenerateConfig:
         prompt_tokens: of a text, how many tokens are kept as its beginning.
         copies: how often each document is written, with other random numbers.
         limit: most documents to read; 0 is all.
-        batch: rows at a time.
+        batch: texts at a time. When one ends another begins.
         max_new_tokens: of an answer, or of a text.
         temperature: 0 is greedy.
         top_p: in (0, 1].
@@ -96,14 +97,20 @@ def run_regenerate(config: RegenerateConfig) -> None:
     chat.with_template(generator.tokenizer, config.chat_template)
     claim = _claim(config, generator)
     _refuse_other_model(output, config, claim)
-    writer = _Writer(generator, config)
     written = 0
-    for start in track(range(0, len(missing), config.batch), f"writing batches of {output.name}, {len(done)} written before"):
-        written += _append(output, claim, writer.write(missing[start : start + config.batch]))
+    left_out: Counter[str] = Counter()
+    cut: Counter[str] = Counter()
+    with _engine(generator, config) as engine, waiting(f"writing {output.name}", len(wanted), len(done)) as wait:
+        writer = _Writer(generator, config, engine)
+        for part in writer.write(missing):
+            written += _append(output, claim, [each.record for each in part if each.record])
+            left_out.update(each.left_out for each in part if each.left_out)
+            cut.update(each.cut for each in part if each.cut)
+            wait.update(done=wait.done + len(part))
     if not written and not done:
-        reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in writer.left_out.items())
+        reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in left_out.items())
         raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
-    for what, counts in (("left out", writer.left_out), ("cut before a turn", writer.cut)):
+    for what, counts in (("left out", left_out), ("cut before a turn", cut)):
         for why, count in counts.items():
             print(f"{what}, as {why}: {count} of {len(wanted)}")
     if gone := len(done - {each.label for each in wanted}):
@@ -242,59 +249,84 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
     return len(records)
 
 
-class _Writer:
-    """Writes documents, a batch at a time.
+LONGEST = 8192
+"""Tokens of the longest prompt with its answer, where the models have positions for more: the caches' tables are as wide."""
+
+
+def _engine(generator: pipeline.TextGenerator, config: RegenerateConfig) -> Engine:
+    """An engine that always drafts alike: what is fastest by the clock may round differently, and a run that is continued
+    should write what it would have written."""
+    positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
+    drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
+    return Engine(generator, rows=config.batch, drafts=drafts, widths=(config.batch,), capacity=min(positions, LONGEST))
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What became of a copy.
 
     Attributes:
-        left_out: how many it could not write, by reason.
-        cut: how many conversations it ended before a turn of theirs, by reason.
+        record: to be written; empty where there is none.
+        left_out: why there is none.
+        cut: why a conversation ended before a turn of its own.
     """
 
-    def __init__(self, generator: pipeline.TextGenerator, config: RegenerateConfig) -> None:
-        self._generator, self._config = generator, config
+    record: dict[str, Any]
+    left_out: str = ""
+    cut: str = ""
+
+
+class _Writer:
+    """Writes documents: as many at a time as the engine has rows, each of which begins when another one ends."""
+
+    def __init__(self, generator: pipeline.TextGenerator, config: RegenerateConfig, engine: Engine) -> None:
+        self._generator, self._config, self._engine = generator, config, engine
         self._root = pipeline.make_key(config.seed)
-        self._positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
-        self.left_out: Counter[str] = Counter()
-        self.cut: Counter[str] = Counter()
 
-    def write(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
-        """The record of each copy that can be written, in their order; the others are counted in ``left_out``."""
-        write = self._write_texts if part[0].document.messages is None else self._write_chats
-        made = zip(part, write(part), strict=True)
-        return [{**content, **copy.provenance} for copy, content in made if content]
+    def write(self, copies: Sequence[_Copy]) -> Iterator[list[_Written]]:
+        """What became of ``copies``, in their order, ``batch`` at a time."""
+        rows = self._config.batch
+        pool = ThreadPoolExecutor(2 * rows)  # a thread waits for each answer
+        ahead: deque[Future[_Written]] = deque()
+        part: list[_Written] = []
+        try:
+            for copy in copies:
+                ahead.append(pool.submit(self._write_one, copy))
+                # Texts end in any order and are written in theirs: some more are under way than there are rows.
+                if len(ahead) == 4 * rows:
+                    part.append(ahead.popleft().result())
+                if len(part) == rows:
+                    yield part
+                    part = []
+            part += [each.result() for each in ahead]
+            if part:
+                yield part
+        finally:  # interrupted: the engine cancels what is under way when it is closed
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def _write_texts(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
-        contents: list[dict[str, Any]] = [{} for _ in part]
-        prompts = {}
-        for row, copy in enumerate(part):
-            prompt, why_not = self._prompt(copy.document.text or " ", self._config.prompt_tokens)
+    def _write_one(self, copy: _Copy) -> _Written:
+        written = self._write_text(copy) if copy.document.messages is None else self._write_chat(copy)
+        return replace(written, record={**written.record, **copy.provenance}) if written.record else written
+
+    def _write_text(self, copy: _Copy) -> _Written:
+        prompt, why_not = self._prompt(copy.document.text or " ", self._config.prompt_tokens)
+        if why_not:
+            return _Written({}, left_out=why_not)
+        answer = self._answer(prompt, copy.key(self._root))
+        # Both together: a character may lie on either side of the cut.
+        content = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
+        return _Written({"text": content})
+
+    def _write_chat(self, copy: _Copy) -> _Written:
+        chat: list[Message] = []
+        key = copy.key(self._root)
+        for number, turn in enumerate(_turns(copy.document)):
+            prompt, why_not = self._prompt([*chat, *turn])
             if why_not:
-                self.left_out[why_not] += 1
-            else:
-                prompts[row] = prompt
-        decode = self._generator.tokenizer.decode  # both together: a character may lie on either side of the cut
-        for row, answer in self._answer(prompts, {row: part[row].key(self._root) for row in prompts}).items():
-            contents[row] = {"text": decode([*prompts[row], *answer.tokens], skip_special_tokens=True)}
-        return contents
-
-    def _write_chats(self, part: Sequence[_Copy]) -> list[dict[str, Any]]:
-        chats: list[list[Message]] = [[] for _ in part]
-        turns = [_turns(copy.document) for copy in part]
-        keys = [copy.key(self._root) for copy in part]
-        for number in range(max(map(len, turns))):
-            prompts = {}
-            for row, of_row in enumerate(turns):
-                if number >= len(of_row):
-                    continue
-                prompt, why_not = self._prompt([*chats[row], *of_row[number]])
-                if why_not:
-                    (self.cut if number else self.left_out)[why_not] += 1
-                    turns[row] = of_row[:number]
-                else:
-                    prompts[row] = prompt
-            for row, answer in self._answer(prompts, {row: jax.random.fold_in(keys[row], number) for row in prompts}).items():
-                chats[row] += [*turns[row][number], {"role": "assistant", "content": answer.text}]
-        return [{"messages": messages} if messages else {} for messages in chats]
+                return _Written({"messages": chat}, cut=why_not) if chat else _Written({}, left_out=why_not)
+            answer = self._answer(prompt, jax.random.fold_in(key, number))
+            chat += [*turn, {"role": "assistant", "content": answer.text}]
+        return _Written({"messages": chat})
 
     def _prompt(self, prompt: str | list[Message], most: int | None = None) -> tuple[list[int], str]:
         """The tokens of ``prompt``, of which ``most`` are kept; and why they cannot be answered, or nothing."""
@@ -302,26 +334,18 @@ class _Writer:
             tokens = self._generator.encode(prompt)[:most]
         except InputError as error:  # this one document's: its characters, or the order of its roles
             return [], f"it cannot be encoded ({error})"
-        if len(tokens) + self._config.max_new_tokens > self._positions:
-            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {self._positions} positions"
+        room = self._engine.capacity
+        if len(tokens) + self._config.max_new_tokens > room:
+            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} positions"
         return tokens, ""
 
-    def _answer(self, prompts: Mapping[int, list[int]], keys: Mapping[int, jax.Array]) -> dict[int, pipeline.Generation]:
-        """What the target says after each of ``prompts``, by row."""
-        if not prompts:
-            return {}
-        config, given = self._config, list(prompts.values())
-        missing = config.batch - len(given)  # the same number of rows each time: one program
-        options = pipeline.settings(
-            max_new_tokens=[config.max_new_tokens] * len(given) + [1] * missing,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            key=jnp.stack([keys[row] for row in prompts] + [keys[next(iter(prompts))]] * missing),
+    def _answer(self, prompt: list[int], key: jax.Array) -> pipeline.Generation:
+        """What the target says after ``prompt``."""
+        config = self._config
+        handle = self._engine.submit(
+            prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, key=key
         )
-        run = self._generator.start([*given, *[given[0]] * missing], options)
-        for _ in run:
-            pass
-        return dict(zip(prompts, run.generations[: len(given)], strict=True))
+        return handle.result()
 
 
 def _turns(document: Document) -> list[list[Message]]:

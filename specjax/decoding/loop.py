@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import ArrayLike
 
 from specjax import sharding
 from specjax.decoding.few_rows import by_rows
@@ -258,8 +259,8 @@ def decode(
     target: Target,
     drafter: Drafter,
     state: DecodeState,
-    max_steps: jax.Array | int,
-    until_any_done: jax.Array | bool = False,
+    max_steps: ArrayLike,
+    until_any_done: ArrayLike = False,
 ) -> DecodeState:
     """`step` until every row is done, or ``max_steps`` (a scalar array) times. ``state`` is donated.
 
@@ -279,14 +280,14 @@ def decode(
 
 
 def run_steps(
-    target: Target, drafter: Drafter, state: DecodeState, max_steps: jax.Array | int, until_any_done: jax.Array | bool
+    target: Target, drafter: Drafter, state: DecodeState, max_steps: ArrayLike, until_any_done: ArrayLike
 ) -> DecodeState:
     """What `decode` does, to be traced as a part of another program."""
     done_before = state.done
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         steps, state = carry
-        ended = until_any_done & jnp.any(state.done & ~done_before)
+        ended = jnp.asarray(until_any_done) & jnp.any(state.done & ~done_before)
         return (steps < max_steps) & ~jnp.all(state.done) & ~ended
 
     def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:

@@ -2,7 +2,7 @@
 
 `empty` makes a state whose rows are free. A text is given a row by `admit`; its prompt is read by `read_chunk`, piece by piece,
 between two calls of `decode_rows`, in which the other rows go on; and when it is done another text may have its row. The caches
-lie in pages (`specjax.models.cache.PagedCache`). Who has which page is decided on the host, which gives its table to every call.
+lie in pages (`specjax.models.cache.PagedCache`). Who has which page is decided on the host, whose table goes into every call.
 
 Everything here is compiled for a number of rows and a shape of draft: whatever comes, nothing is compiled again.
 """
@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import run_steps
@@ -27,6 +29,9 @@ from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
 Tree = TypeVar("Tree")
+
+HostOrDevice = jax.Array | np.ndarray
+"""An array that the host makes for every call."""
 
 
 @struct.dataclass
@@ -172,7 +177,14 @@ def fresh_border(target: Target, drafter: Drafter, *, capacity: int, pages: int,
 
 @partial(jax.jit, donate_argnames="state")
 def admit(
-    target: Target, drafter: Drafter, state: DecodeState, row: jax.Array, text: Text, cached: jax.Array, border: Any, group: Any
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    row: ArrayLike,
+    text: Text,
+    cached: ArrayLike,
+    border: Any,
+    group: ArrayLike = 0,
 ) -> DecodeState:
     """Give a ``row`` to a ``text``. It is done, as far as `decode_rows` goes, until its prompt has been read.
 
@@ -207,9 +219,10 @@ def admit(
         >>> state.lengths.tolist(), state.done.tolist()  # done: its prompt has yet to be read
         ([1, 6, 1, 1], [True, True, True, True])
     """
-    capacity = state.tokens.shape[1]
+    cache, capacity = state.cache, state.tokens.shape[1]
+    assert isinstance(cache, PagedCache)
     kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), border)
-    fresh = to_pages(drafter.start(target, 1, capacity), 1, state.cache.page, target)  # pyright: ignore[reportAttributeAccessIssue]
+    fresh = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
     settings = {name: getattr(text, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     one = DecodeState(
         tokens=text.tokens,
@@ -219,7 +232,7 @@ def admit(
         keys=text.key,
         eos=text.eos,
         sampling=replace(state.sampling, **settings),
-        cache=state.cache.replace(layers=(), table=state.cache.table[0], length=cached),
+        cache=replace(cache, layers=(), table=cache.table[0], length=cached),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
     )
@@ -233,10 +246,10 @@ def read_chunk(
     target: Target,
     drafter: Drafter,
     state: DecodeState,
-    table: jax.Array,
-    rows: jax.Array,
-    counts: jax.Array,
-    is_last: jax.Array,
+    table: HostOrDevice,
+    rows: HostOrDevice,
+    counts: HostOrDevice,
+    is_last: HostOrDevice,
     *,
     width: int,
 ) -> tuple[DecodeState, Any]:
@@ -285,7 +298,8 @@ def read_chunk(
     """
     state = with_table(state, table)
     groups, batch = rows.shape[0], state.lengths.shape[0]
-    own_rows = rows % (batch // groups)
+    counts, is_last = jnp.asarray(counts), jnp.asarray(is_last)
+    own_rows = jnp.asarray(rows) % (batch // groups)
 
     def take(leaf: jax.Array) -> jax.Array:
         return by_group(lambda leaf, row: leaf[row], groups, leaf, own_rows)
@@ -311,7 +325,7 @@ def read_chunk(
 
 
 def _prompts_read(
-    target: Target, drafter: Drafter, own: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: jax.Array
+    target: Target, drafter: Drafter, own: Any, tokens: jax.Array, cache: PagedCache | KVCache, is_last: HostOrDevice
 ) -> Any:
     """The drafter's state, of which the rows have been told that are at the end of their prompts."""
     if type(drafter).prompts_read is Drafter.prompts_read:
@@ -336,10 +350,10 @@ def decode_rows(
     target: Target,
     drafter: Drafter,
     state: DecodeState,
-    table: jax.Array,
-    free: jax.Array,
-    max_steps: jax.Array,
-    until_any_done: jax.Array,
+    table: HostOrDevice,
+    free: HostOrDevice,
+    max_steps: ArrayLike,
+    until_any_done: ArrayLike,
     *,
     width: int,
 ) -> tuple[DecodeState, Progress]:
@@ -397,7 +411,7 @@ def decode_rows(
 
 
 @partial(jax.jit, static_argnames="width", donate_argnames="state")
-def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: jax.Array, *, width: int) -> DecodeState:
+def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: HostOrDevice, *, width: int) -> DecodeState:
     """Tell the drafter what it is owed, in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
     part = map_rows(lambda leaf: leaf[:width], state)
@@ -408,24 +422,24 @@ def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: jax.A
 
 
 @partial(jax.jit, donate_argnames="state")
-def rearrange(state: DecodeState, order: jax.Array) -> DecodeState:
+def rearrange(state: DecodeState, order: HostOrDevice) -> DecodeState:
     """The state in whose row i is what was in row ``order[i]``: ``order [B]`` is a permutation. Pages stay where they are."""
     return map_rows(lambda leaf: leaf[order], state)
 
 
-def retire(state: DecodeState, mask: jax.Array) -> DecodeState:
+def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
     """The state with the rows of ``mask [B]`` free: they are done, and nothing of theirs is read any more."""
 
     def forget(node: Any) -> Any:
-        return node.replace(length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
+        return replace(node, length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
 
     state = jax.tree.map(forget, state, is_leaf=_is_paged)
     return replace(state, done=state.done | mask, lengths=jnp.where(mask, 1, state.lengths))
 
 
-def with_table(state: Tree, table: jax.Array) -> Tree:
+def with_table(state: Tree, table: HostOrDevice) -> Tree:
     """``state`` with these pages for its rows, in all of its caches."""
-    return jax.tree.map(lambda node: node.with_table(table) if _is_paged(node) else node, state, is_leaf=_is_paged)
+    return jax.tree.map(lambda node: node.with_table(jnp.asarray(table)) if _is_paged(node) else node, state, is_leaf=_is_paged)
 
 
 def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
@@ -434,7 +448,7 @@ def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
     def one(node: Any) -> Any:
         if not _is_paged(node):
             return function(node)
-        return node.replace(table=function(node.table), length=function(node.length))
+        return replace(node, table=function(node.table), length=function(node.length))
 
     return jax.tree.map(one, tree, is_leaf=_is_paged)
 
@@ -447,13 +461,13 @@ def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.A
         if not _is_paged(node):
             return put(node, new)
         table, length = put(node.table, new.table), put(node.length, new.length)
-        return node.replace(layers=new.layers or node.layers, table=table, length=length)
+        return replace(node, layers=new.layers or node.layers, table=table, length=length)
 
     return jax.tree.map(one, tree, part, is_leaf=_is_paged)
 
 
 def _without_pools(tree: Tree) -> Tree:
-    return jax.tree.map(lambda node: node.replace(layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
+    return jax.tree.map(lambda node: replace(node, layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
 
 
 def _is_paged(node: Any) -> bool:

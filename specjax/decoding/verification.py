@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import RowSampling, argmax, draw, perturbed, position_noise, probabilities, split_keys
+from specjax.sampling import RowSampling, argmax, draw, noise_of_rows, perturbed, probabilities, split_keys
 from specjax.shape_checks import shape_checked
 
 NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -89,7 +89,7 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        noise = position_noise(keys[depth], logits.shape[-1])
+        noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
         return _holding(draft, node, argmax(perturbed(_at(logits, node), sampling, noise)))
 
     return descend(draft, visit)

@@ -19,7 +19,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape, SampledTree
 from specjax.models.cache import Cache, Entry, place_entries, slots_of
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, argmax, draw, likeliest, perturbed, position_noise, probabilities
+from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities
 
 
 @struct.dataclass
@@ -153,7 +153,7 @@ def expand(
         if sampling.coupled:
             # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
             # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.
-            noise = position_noise(keys[growth.depth], vocab if vocabulary is None else vocabulary.size)[:, None]
+            noise = noise_of_rows(keys[growth.depth], vocab if vocabulary is None else vocabulary.size, sampling)[:, None]
             noise = noise if vocabulary is None else vocabulary.noise(noise)
             logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
         tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, keys[growth.depth])

@@ -18,7 +18,7 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.models import params
-from specjax.models.cache import Entry
+from specjax.models.cache import Entry, KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
 from specjax.models.published import PUBLISHED, published
 from specjax.models.transformer import Target
@@ -102,6 +102,25 @@ def rows(mesh: Mesh, batch: int, shape: tuple[int, ...], dtype: DTypeLike) -> ja
 def everywhere(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape of ``leaf``, which every device of ``mesh`` has."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def in_pages(state: Any, page: int, mesh: Mesh) -> Any:
+    """``state``, of shapes on ``mesh``, with a `PagedCache` in place of every `KVCache`.
+
+    Each has as many pages of ``page`` tokens as its rows together can fill: as large a pool as what it takes the place of.
+    """
+
+    def paged(node: Any) -> Any:
+        if not isinstance(node, KVCache):
+            return node
+        pages = node.length.shape[0] // groups_of(mesh) * -(-node.capacity // page)
+        cache = jax.eval_shape(lambda: PagedCache.like(node, pages=pages, page=page, mesh=mesh))
+        places = replace(cache, layers=node.layers, table=node.length, length=node.length)  # whose first axes lie alike
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding), cache, places
+        )
+
+    return jax.tree.map(paged, state, is_leaf=lambda node: isinstance(node, KVCache))
 
 
 def bytes_of_one(tree: Any) -> int:

@@ -81,8 +81,8 @@ class Compiled:
         seconds: of compilation, on this machine.
         memory: on one chip.
         turns: the step's, and its inner loops'.
-        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or a few
-            more.
+        cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or pages
+            or a few more.
         largest: bytes of the largest array that an operation of a step writes to main memory.
         text: as the compiler prints it.
     """
@@ -136,6 +136,8 @@ class Setup:
         context: tokens of the prompts.
         new_tokens: most that are generated after them.
         sampling: of all rows; drafts are verified by the rule that `specjax.generate` takes where none is asked for.
+        page: tokens of a page, of caches in pages while decoding; None: a row's tokens lie side by side. There are as many
+            pages as all rows together can fill.
     """
 
     target: Target
@@ -145,10 +147,11 @@ class Setup:
     context: int
     new_tokens: int = 256
     sampling: Sampling = Sampling(temperature=0.0)
+    page: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context", "new_tokens"):
-            if (value := getattr(self, name)) < 1:
+        for name in ("batch", "context", "new_tokens", "page"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name}={value}: must be at least 1")
         if self.batch % self.mesh.shape["data"]:
             raise InputError(f"batch={self.batch}: the mesh splits it in {self.mesh.shape['data']}; give a multiple")
@@ -211,21 +214,24 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     )
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache = state.cache.layers
+    floor = abstract.bytes_of_pass(setup.target, cache)
+    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
+    parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:]]
+    axis_length = capacity
+    if setup.page is not None:
+        state = abstract.in_pages(state, setup.page, setup.mesh)
+        axis_length = state.cache.pages
     blocks = -(-capacity // block_width(capacity, BLOCK))
     lowered = decoding.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
-        large=min(
-            abstract.bytes_of_one(part) for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:]
-        ),
-        axis_length=capacity,
+        large=min(map(abstract.bytes_of_one, parts)),
+        axis_length=axis_length,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
-    floor = abstract.bytes_of_pass(setup.target, cache)
-    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
     return Step(name, prefill, decode, floor, abstract.bytes_of_one(cache), _flops(setup, drafter), depth)
 
 

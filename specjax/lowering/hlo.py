@@ -165,7 +165,9 @@ class Program:
     def bytes_moved(self, operations: tuple[Operation, ...]) -> int:
         """Bytes that the operations read from and write to a chip's main memory.
 
-        What an operation only takes a slice of counts as that slice, and what it updates in place as the update.
+        What an operation only takes a slice of counts as that slice, and what it updates in place as the update. A kernel that
+        was written by hand reads each of its operands whole, and once however often it is given it, but no more in all than it
+        says that it accesses: of a pool of pages it reads those that its rows hold.
         """
         return sum(read + written for _, read, written in self.moved(operations))
 
@@ -216,6 +218,10 @@ class Program:
             return update, update
         if operation.kind == "fusion":
             return self._moved_by_fusion(operation, operands, result)
+        if operation.kind == "custom-call":
+            read = sum(main_memory_bytes(self._shape(name)) for name in dict.fromkeys(operation.operands))
+            says = re.search(r'"bytes_accessed":"(\d+)"', operation.text)
+            return min(read, int(says[1])) if says else read, result
         if operation.collective and operation.kind.endswith("-start"):
             result = main_memory_bytes(_exchanged(operation))
         return sum(map(main_memory_bytes, operands)), result

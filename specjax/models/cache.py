@@ -218,6 +218,11 @@ class PagedCache:
         return slots_of(self.layers)
 
     @property
+    def pages(self) -> int:
+        """Pages of the pool, of every group."""
+        return jax.tree.leaves(self.layers)[0].shape[0] // self.groups
+
+    @property
     def capacity(self) -> int:
         """Most tokens of a row."""
         return self.table.shape[1] * self.page
@@ -298,11 +303,10 @@ def _gather_paged(pool: jax.Array, pages: jax.Array, places: jax.Array) -> jax.A
 
 def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
     """``pool`` with ``values [B, heads, n, dim]`` at ``places [B, n]`` of ``pages [B, n]``."""
-
-    def one(of_head: jax.Array, values: jax.Array) -> jax.Array:
-        return of_head.at[pages, places].set(values.astype(of_head.dtype), mode="drop")
-
-    return jax.vmap(one, in_axes=(1, 1), out_axes=1)(pool, values)  # by head: a mesh that splits these exchanges nothing
+    # Heads are counted out, not written as a whole: a TPU's compiler wants what is written as a whole side by side, and copies
+    # the pool to have heads beside the numbers of a value. It still sees that each head stays where a mesh has it.
+    heads = jnp.arange(pool.shape[1])[:, None]
+    return pool.at[pages[:, None], heads, places[:, None]].set(values.astype(pool.dtype), mode="drop")
 
 
 @struct.dataclass

@@ -24,6 +24,7 @@ from specjax.drafts.shapes import Chain, StaticTree, halvings
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
 from specjax.models.attention import by_device, plain
+from specjax.models.cache import KVCache, PagedCache
 from specjax.sampling import Sampling
 from tests.conftest import FEW_TOKENS, LAYERED, SHAPES, compilations, outputs, tiny_target
 
@@ -486,20 +487,38 @@ def test_the_state_is_donated(target) -> None:
     assert all(buffer.is_deleted() for buffer in jax.tree.leaves(state.cache))
 
 
+def in_pages(state, page: int):
+    """A state whose caches have pools of sixteen times as many pages as a row can hold."""
+
+    def paged(node):
+        return PagedCache.like(node, pages=16 * node.capacity // page, page=page) if isinstance(node, KVCache) else node
+
+    return jax.tree.map(paged, state, is_leaf=lambda node: isinstance(node, KVCache))
+
+
 IN_PLACE = [*((name, None) for name in (None, *NAMES)), ("dynamic draft model", "independent")]
 _EVERY_TIME = [(None, None), ("draft model", None), ("dynamic draft model", "independent"), ("early exit", None)]
-IN_PLACE = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in IN_PLACE]
+IN_PLACE = [
+    pytest.param(*case, page, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME or bool(page and case[0])))
+    for case in IN_PLACE
+    for page in (None, 64)
+]
 
 
-@pytest.mark.parametrize(("name", "rule"), IN_PLACE)
-def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule) -> None:
+@pytest.mark.parametrize(("name", "rule", "page"), IN_PLACE)
+def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule, page) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
     one layer's keys or a few times the attention scores, and nothing is sent to the host. One row: with more of them XLA finds
-    the fast products by itself.
+    the fast products by itself. In pages, too, whose pool is larger than what a row can hold: here the pages of a row are
+    gathered before they are read, the pool is not.
     """
     target = tiny_target(num_heads=8, num_kv_heads=4, head_dim=32)
     options = GenerationOptions(max_new_tokens=450, sampling=Sampling(), rule=rule)
     drafter, state = decoding.start(target, drafters()[name] if name else None, PROMPTS[:1], options=options)
+    # Attention scores of all nodes, before and after the softmax, are the largest of what is computed in a step.
+    scores = target.config.num_heads * drafter.draft_shape.nodes * state.cache.capacity * 4
+    if page:
+        state = in_pages(state, page)
     compiled = decoding.decode.lower(target, drafter, state, 5).compile()
     keys = state.cache.layers[0][0]
     shape = ",".join(map(str, keys.shape))
@@ -507,8 +526,6 @@ def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(n
     assert [line for line in program if f"f32[{shape}]" in line and " copy(" in line] == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(buffer.nbytes for buffer in jax.tree.leaves(state.cache))
-    # Attention scores of all nodes, before and after the softmax, are the largest of what is computed in a step.
-    scores = target.config.num_heads * drafter.draft_shape.nodes * state.cache.capacity * 4
     assert memory.temp_size_in_bytes < max(keys.nbytes, 3 * scores)
     transfers = ("infeed(", "outfeed(", " send(", " recv(", "callback")
     assert [line for line in program if any(word in line for word in transfers)] == []

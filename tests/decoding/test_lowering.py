@@ -55,14 +55,18 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
         assert {kernel for kernel in kernels.values() if kernel in text[platform]} == {kernel}
 
 
+@pytest.mark.parametrize("page", [None, 16, 64, 256])
 @pytest.mark.parametrize("dims", [(4,), (8,), (80,), (192,), (320,), (512, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype) -> None:
-    """Also with queries in another dtype than the cache's."""
+def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None:
+    """Also with queries in another dtype than the cache's, and in pages smaller and larger than what is read at a time."""
     parts = dims if len(dims) > 1 else dims * 2
     q = tuple(jnp.zeros((1, 60, 4, d)) for d in dims)
-    own, cached = ((tuple(jnp.zeros((1, 2, n, d), dtype) for d in parts)) for n in (60, 100))
-    pieces = [Filled(cached, jnp.array([70])), (own, jnp.ones((1, 60, 60), bool))]
+    own, cached = (
+        (tuple(jnp.zeros((rows, 2, n, d), dtype) for d in parts)) for rows, n in ((1, 60), ((page and 9) or 1, page or 100))
+    )
+    table = jnp.arange(5)[None] if page else None
+    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, 60, 60), bool))]
     assert "__gpu$xla.gpu.triton" in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
 
 

@@ -111,6 +111,21 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     assert not step.decode.cache_copies
 
 
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
+    """On a mesh, whose parts of the rows have their own pages: a table beside what contiguous caches take, and no copy."""
+    setup = setup_on(make_mesh(2, 1))
+    whole, paged = (
+        compile_step(replace(setup, page=page), abstract.abstract_drafter(drafter, None, setup.target), drafter)
+        for page in (None, 8)
+    )
+    tables = (1 + (drafter != "none")) * 4 * (BATCH // 2) * (CONTEXT + NEW) // 8
+    assert paged.decode.memory.arguments == whole.decode.memory.arguments + tables
+    assert (paged.floor, paged.cache) == (whole.floor, whole.cache)
+    assert paged.decode.collectives == whole.decode.collectives
+    assert not paged.decode.cache_copies
+
+
 # --- what drafting must read ------------------------------------------------------------------------------------------
 
 
@@ -254,6 +269,8 @@ def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
         Setup(target, mesh, CHIP, BATCH, CONTEXT)
     with pytest.raises(InputError, match="batch=3: the mesh splits it in 2"):
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, 3, CONTEXT)
+    with pytest.raises(InputError, match="page=0: must be at least 1"):
+        replace(setup_on(mesh), page=0)
     with pytest.raises(InputError, match="context=500: with 256 new tokens too long for the target's 512"):
         Setup(abstract.abstract_model(CONFIG, mesh), mesh, CHIP, BATCH, 500)
 
@@ -263,6 +280,7 @@ def test_a_shape_that_the_mesh_does_not_divide_is_named(mesh) -> None:
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'specjax[compile]'"
 )
+needs_cuda = pytest.mark.skipif(not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
 V5E, V5P = ("v5e:2x4", "llama-3.1-8b", 32), ("v5p:2x2x2", "llama-3.1-70b", 80)
 DRAFT_LAYERS = {"llama-3.2-1b": 16, "eagle3": 1}
 PROJECT = Path(__file__).parents[2]
@@ -270,7 +288,12 @@ PROJECT = Path(__file__).parents[2]
 
 def planned(*arguments: str) -> dict:
     """The JSON of a command of ``specjax plan``, from a process of its own."""
-    command = [sys.executable, "-m", "specjax", "plan", *arguments, "--json"]
+    return printed("-m", "specjax", "plan", *arguments, "--json")
+
+
+def printed(*arguments: str) -> dict:
+    """The JSON in the last line of what a Python process prints."""
+    command = [sys.executable, *arguments]
     environment = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONPATH=f"{PROJECT}:{os.environ.get('PYTHONPATH', '')}")
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=PROJECT)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -318,7 +341,7 @@ def test_budgets_of_decoding_on_a_tpu(place, drafter, draft, levels) -> None:
         assert set(others) <= {"all-gather"} and sum(others.values()) <= 4 * passes
 
 
-@pytest.mark.skipif(not topologies.cuda_directory(), reason="needs pip install 'specjax[compile-cuda]'")
+@needs_cuda
 @pytest.mark.thorough
 @pytest.mark.parametrize("draft", ["chain:4", "dynamic:4,3,16"])
 def test_budgets_of_decoding_on_a_gpu(draft) -> None:
@@ -328,6 +351,29 @@ def test_budgets_of_decoding_on_a_gpu(draft) -> None:
     for step in found["steps"]:
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+
+
+ON_TPU = pytest.param("v5e:2x4", "llama-3.1-8b", 1024, 256, marks=needs_libtpu)
+ON_GPU = pytest.param("h100", "llama-3.2-3b", 4096, 64, marks=needs_cuda)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafter", ["none", "eagle3"])
+@pytest.mark.parametrize("mesh", ["1x1", "2x4", "1x8"])
+@pytest.mark.parametrize(("topology", "target", "context", "page"), [ON_TPU, ON_GPU])
+def test_pages_cost_no_more_than_a_seventh_beside_contiguous_caches(topology, target, context, page, mesh, drafter) -> None:
+    """Plain, and with a tree of EAGLE-3: no pool is copied, and no more is exchanged."""
+    if topology == "h100" and mesh != "1x1":
+        pytest.skip("one GPU")
+    found = printed(
+        str(Path(__file__).with_name("compile_in_pages.py")), topology, mesh, target, drafter, str(context), str(page)
+    )
+    contiguous, pages = found["contiguous"], found["pages"]
+    assert not pages["copies"]
+    assert pages["exchanges"] == contiguous["exchanges"]
+    assert 0 < pages["bytes"] <= 1.15 * contiguous["bytes"]
+    assert pages["cycles"] <= 1.15 * contiguous["cycles"]
+    assert topology == "h100" or pages["cycles"] > 0  # an estimate of a TPU's compiler
 
 
 @needs_libtpu

@@ -141,6 +141,34 @@ def test_copies_within_main_memory_are_named(large, axis_length, found) -> None:
     assert program.copies(step(program)[0].operations, large, axis_length) == found
 
 
+KERNEL = """HloModule step, is_scheduled=true
+
+ENTRY %main (t: s32[64], q: bf16[8,64], k: bf16[128,16,64]) -> bf16[8,64] {
+  %t = s32[64]{0} parameter(0)
+  %q = bf16[8,64]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %k = bf16[128,16,64]{2,1,0:T(8,128)(2,1)} parameter(2)
+  ROOT %f = bf16[8,64]{1,0} custom-call(%t, %q, %k, %k, /*index=4*/%k), custom_call_target="tpu_custom_call"CONFIG
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "of_pool"),
+    [
+        ("", 2 * 128 * 16 * 64),
+        (
+            ', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"5000000"}}}',
+            2 * 128 * 16 * 64,
+        ),
+        (', backend_config={"custom_call_config":{"cost_estimate":{"flops":"1","bytes_accessed":"70000"}}}', 70_000 - 4 * 64),
+    ],
+)
+def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_pool) -> None:
+    """And where the kernel says that it accesses less, so much of it."""
+    program = Program(KERNEL.replace("CONFIG", config))
+    assert program.bytes_moved(step(program)[0].operations) == 4 * 64 + of_pool + 2 * 8 * 64
+
+
 @pytest.mark.parametrize(
     ("line", "size"),
     [

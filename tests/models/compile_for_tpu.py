@@ -37,11 +37,16 @@ for count in (1, 5, 60):
     program = Program(lowered.compile().as_text())
     moved = program.bytes_moved(tuple(program.computations[program.entry].values()))
     shares[count] = moved / (bytes_of_one(params["layers"]) + bytes_of_one(cache.layers))
-for kv_heads, group, sizes, count in ((8, 8, (128,), 512), (1, 128, (512, 64), 60)):
+PAGE = 256
+widest = [(8, 8, (128,), 512, None), (1, 128, (512, 64), 60, None)]
+of_pages = [(8, 4, (64,), 5, PAGE), (8, 4, (128,), 1, PAGE), (8, 8, (128,), 512, PAGE), (1, 128, (512, 64), 60, PAGE)]
+for kv_heads, group, sizes, count, page in widest + of_pages:
     q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), jnp.bfloat16)) for d in sizes)
     parts = sizes if len(sizes) > 1 else sizes * 2
-    entry = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, SLOTS, d), jnp.bfloat16)) for d in parts)
-    filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), mesh=mesh)
+    pieces, slots = (SLOTS // page, page) if page else (1, SLOTS)
+    entry = tuple(shaped(jax.ShapeDtypeStruct((pieces, kv_heads, slots, d), jnp.bfloat16)) for d in parts)
+    table = shaped(jax.ShapeDtypeStruct((1, pieces), jnp.int32)) if page else None
+    filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), table=table, mesh=mesh)
     own = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, count, d), jnp.bfloat16)) for d in parts)
     mask = shaped(jax.ShapeDtypeStruct((1, count, count), bool))
     jax.jit(lambda q, *pieces: attend(q, pieces, values_part=2 - len(q))).lower(q, filled, (own, mask)).compile()

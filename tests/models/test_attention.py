@@ -118,6 +118,94 @@ def test_kernels_find_what_plain_attention_finds(count, window, beside, device, 
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
+    """The same in pages, which lie in any order and of which some are free. NaN stands in free ones, and beyond what is filled
+    in the others. Each of so many groups of rows has its own part of the pool."""
+    order, columns = np.random.default_rng(page), -(-SLOTS // page)
+    counts = np.split(np.asarray(whole.count), groups)
+    pages = len(counts[0]) * columns + 2
+    table = np.full((B, columns), pages, np.int32)
+    pools = [np.full((groups * pages, part.shape[1], page, part.shape[3]), np.nan, np.float32) for part in whole.entry]
+    row = 0
+    for group, of_group in enumerate(counts):
+        free = list(order.permutation(pages))
+        for count in of_group:
+            for column in range(-(-count // page)):
+                table[row, column] = free.pop()
+                there = slice(column * page, min((column + 1) * page, count))
+                for pool, part in zip(pools, whole.entry, strict=True):
+                    at = group * pages + table[row, column]
+                    pool[at, :, : there.stop - there.start] = part[row, :, there]
+            row += 1
+    return whole.replace(entry=tuple(map(jnp.asarray, pools)), table=jnp.asarray(table))
+
+
+@pytest.mark.parametrize("device", ["plain", *KERNELS])
+@pytest.mark.parametrize("page", [8, 16, 32])
+@pytest.mark.parametrize(
+    ("count", "window", "beside"),
+    [(1, None, "nothing"), (1, 10, "scratch and own"), (5, 33, "each its own"), (60, 10, "scratch and own")],
+)
+def test_pages_are_read_as_one_text(count, window, beside, page, device, monkeypatch) -> None:
+    """Interpreted, with blocks of several pages, of one, and of a part of one; as latent attention has it, too."""
+    module, sizes = KERNELS.get(device, (plain_attention, {}))
+    for name, size in {"BLOCK": 16, **sizes}.items():
+        monkeypatch.setattr(module, name, size)
+    (whole, scratch, own), _, _ = pieces(count, window)
+    others = {"nothing": [], "scratch and own": [scratch, own], "each its own": [scratch, (own[0], None)]}[beside]
+    q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
+    paged = in_pages(whole, page)
+    for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
+        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part, block=16)
+        if device == "plain":
+            found = plain_attention.attend_plainly(parts, [paged, *others], values_part, block=16)
+        else:
+            run = partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
+            found = run(parts, [paged, *others], values_part)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("page", [8, 32])
+def test_what_is_paid_to_each_slot_of_a_page(page) -> None:
+    given, _, _ = pieces(5, 10)
+    q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM) * 3)
+    expected = attention_paid(q, given[0], given[1:])
+    found = attention_paid(q, in_pages(given[0], page), given[1:])
+    np.testing.assert_allclose(found[..., :SLOTS], expected, atol=1e-5)
+    assert not np.any(found[..., SLOTS:])
+
+
+def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
+    """And none twice in one block but where a row's first block is not full: what a block lacks is what the one before had."""
+    monkeypatch.setattr(tpu, "BLOCK", 16)
+    (whole, *_), _, _ = pieces(1, None)
+    paged = in_pages(whole, 8)
+    asked: list[list[int]] = []
+    whole_call = tpu.pl.pallas_call
+
+    def call(kernel, *, grid_spec, **options):
+        def run(*given):
+            scalars = [np.asarray(x) for x in given[:4]]
+            places = [spec.index_map for spec in grid_spec.in_specs if spec.block_shape[2:3] == (8,)]
+            blocks = grid_spec.grid[3]
+            asked.extend([[int(p(b, 0, 0, i, *scalars)[0]) for p in places] for b in range(B) for i in range(blocks)])
+            return whole_call(kernel, grid_spec=grid_spec, **options)(*given)
+
+        return run
+
+    monkeypatch.setattr(tpu.pl, "pallas_call", call)
+    q = (jnp.asarray(normal(0, B, KV, 1, GROUP, DIM)),)
+    by_device._attend_by_kernel(q, [paged], 1, kernel=tpu.attend_in_kernel, interpret=True)
+    table, k = np.asarray(paged.table), 8
+    assert len(asked) == 2 * B and all(len(pages) == 2 * k for pages in asked)  # 9 pages of a row, in two blocks; keys, values
+    for row, count in enumerate(COUNTS):
+        held, blocks = list(table[row, : -(-count // 8)]), asked[2 * row : 2 * row + 2]
+        for pages in (*(pages[:k] for pages in blocks), *(pages[k:] for pages in blocks)):
+            assert set(pages) <= set(held) or not held
+        changed = sum(a != b for a, b in zip(*blocks, strict=True))
+        assert changed == 2 * max(0, len(held) - k)  # fetched by the second block: what it shows, and nothing else
+
+
 @pytest.mark.parametrize("dim", [4, 16, 80])
 @pytest.mark.parametrize("programs", [1, 1000])
 def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -> None:
@@ -133,15 +221,16 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
 
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
-def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, module) -> None:
-    """One head of keys cannot be split: the query heads that share it are."""
+@pytest.mark.parametrize("page", [None, 16])
+def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, page, module) -> None:
+    """One head of keys cannot be split: the query heads that share it are. Pages lie where their rows do."""
     (whole, *others), _, _ = pieces(5, 10)
     others = others if beside else []
     whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
     expected = plain_attention.attend_plainly(q, [whole, *others], 1, block=16)
-    on_mesh = whole.replace(mesh=make_mesh(2, 2))
+    on_mesh = (in_pages(whole, page, groups=2) if page else whole).replace(mesh=make_mesh(2, 2))
     run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
     found = jax.jit(run)(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))

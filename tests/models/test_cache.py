@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.cache import KVCache, RingCache, empty_entries, gather_entries, place_entries
+from specjax.models.cache import KVCache, PagedCache, RingCache, empty_entries, gather_entries, place_entries
+from specjax.sharding import make_mesh
 
 B, S = 3, 8
 PARTS = ((1, 2), (1, 2))
@@ -69,9 +70,11 @@ def test_scratch_is_written_after_it_was_read() -> None:
     assert len(updates) >= 2 and traced.jaxpr.invars[-2] not in [name for update in updates for name in update.invars]
 
 
-def test_appending_copies_no_buffer() -> None:
+@pytest.mark.parametrize("page", [None, 64])
+def test_appending_copies_no_buffer(page) -> None:
     """Donated buffers are updated in place: no copy of a buffer, and far less scratch memory than one of them takes."""
     cache = KVCache.create([((2, 16), (2, 16))] * 4, batch=3, capacity=4096)
+    cache = PagedCache.like(cache, pages=3 * 64, page=page) if page else cache
     new = empty_entries([((2, 16), (2, 16))] * 4, batch=3, slots=6)
     path, count = jnp.array([[0, 2, 5], [0, 3, 4], [0, 1, 3]]), jnp.array([3, 2, 0])
 
@@ -87,6 +90,45 @@ def test_appending_copies_no_buffer() -> None:
     assert memory.temp_size_in_bytes < buffer.nbytes / 50
     compiled(cache, new, path, count)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache.layers))
+
+
+PATH = jnp.array([[0, 2, 5], [0, 3, 4], [0, 1, 3], [5, 1, 0]])
+NONE = 7
+TABLE = jnp.array([[3, 0, NONE], [6, NONE, NONE], [1, 4, 2], [5, NONE, NONE]])
+
+
+def keep(cache, new):
+    """Of six new entries a row the first three, two, one and three of a path."""
+    return cache.append(gather_entries(new, PATH), jnp.array([3, 2, 1, 3]), after=PATH)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)])
+def test_what_is_appended_to_pages_is_what_is_appended_to_one_text(mesh) -> None:
+    """What a row has no page for is dropped, and no other page is touched. No pool is exchanged."""
+    devices = mesh and make_mesh(*mesh)
+    groups = 2 if mesh else 1
+    parts, lengths = ((2, 4), (2, 4)), jnp.array([5, 3, 12, 2])
+    whole = KVCache.create([parts], batch=4, capacity=12)
+    new = [tuple(jax.random.normal(key, (4, 2, 6, 4)) for key in jax.random.split(jax.random.key(0)))]
+    paged = PagedCache.like(whole, pages=NONE, page=4, mesh=devices).with_table(TABLE).replace(length=lengths)
+    paged = paged.replace(layers=jax.tree.map(lambda pool: pool + jnp.nan, paged.layers))
+    expected, program = keep(whole.replace(length=lengths), new), jax.jit(keep).lower(paged, new).compile()
+    found = program(paged, new)
+    np.testing.assert_array_equal(found.length, expected.length)
+    text = program.as_text()
+    assert not any(exchange in text for exchange in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
+    written = 0
+    for row, length in enumerate(lengths):
+        for position in range(12):
+            page = TABLE[row, position // 4]
+            if page == NONE or not length <= position < expected.length[row]:
+                continue
+            at = row // (4 // groups) * NONE + page
+            for pool, part in zip(found.layers[0], expected.layers[0], strict=True):
+                np.testing.assert_array_equal(pool[at, :, position % 4], part[row, :, position])
+            written += 1
+    assert written == 3 + 1 + 0 + 2  # the second and the fourth row have one page, and the third is full
+    assert np.isfinite(found.layers[0][0]).sum() == written * 2 * 4
 
 
 def ring(slots: int = 6, kept: int = 2) -> RingCache:

@@ -34,6 +34,7 @@ class CompileConfig:
         draft: shape of the drafts, as in generate; by default the drafter's own.
         batch: rows decoded together.
         context: tokens in each row's cache.
+        page: tokens of a page, for caches in pages as a server has them; by default a row's tokens lie side by side.
         temperature: of the generation; 0 is greedy.
         alpha: acceptance rate, the chance that a token of a chain is accepted, for what it gains; by default 0.8.
         json: print JSON and no tables.
@@ -46,6 +47,7 @@ class CompileConfig:
     draft: str = ""
     batch: int = 1
     context: int = 1024
+    page: int | None = None
     temperature: float = 0.0
     alpha: float | None = None
     json: bool = False
@@ -72,7 +74,7 @@ def run_compile(config: CompileConfig) -> None:
 
     mesh, chip = find_mesh(config.chips, *config.mesh)
     target = abstract.abstract_model(shape, mesh)
-    setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling)
+    setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling, page=config.page)
     drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target) for name in names]
     is_chain = isinstance(drafters[-1].draft, Chain)
     if config.alpha is not None and not is_chain:

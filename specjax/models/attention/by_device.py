@@ -82,6 +82,7 @@ def _attend_by_kernel(
         entry: Entry,
         count: jax.Array,
         since: jax.Array,
+        table: jax.Array | None,
         others: tuple[Entry, ...],
         visible: tuple[jax.Array, ...],
     ) -> jax.Array:
@@ -89,7 +90,7 @@ def _attend_by_kernel(
         rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
         by_query = functools.partial(jnp.repeat, repeats=shape[3], axis=1)
         beside = [(other, by_query(mask)) for other, mask in zip(others, visible, strict=True)]
-        found = kernel(rows, entry, count, by_query(since), beside, values_part=values_part, interpret=interpret)
+        found = kernel(rows, entry, count, by_query(since), beside, table, values_part=values_part, interpret=interpret)
         return found.reshape(*shape[:-1], -1)
 
     if filled.mesh is not None:
@@ -102,14 +103,15 @@ def _attend_by_kernel(
             place(("batch", "kv_heads")),
             place(("batch",)),
         )
+        # Pages lie where the rows do that they belong to, and each group of rows counts its own from 0.
         run = jax.shard_map(
             run,
             mesh=filled.mesh,
-            in_specs=(by_head, by_kv_head, by_row, by_row, by_kv_head, by_row),
+            in_specs=(by_head, by_kv_head, by_row, by_row, by_row, by_kv_head, by_row),
             out_specs=by_head,
             check_vma=False,
         )
-    return run(q, filled.entry, filled.count, since, others, visible)
+    return run(q, filled.entry, filled.count, since, filled.table, others, visible)
 
 
 def _visible(mask: jax.Array | None, batch: int, count: int) -> jax.Array:

@@ -7,6 +7,7 @@ attended to in the same kernel: every kernel takes two microseconds however litt
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST
 
 BLOCK = 64
-"""Slots that a program reads at a time; fewer where a value has more than 256 numbers."""
+"""Slots that a program reads at a time; fewer where a value has more than 256 numbers, or a page fewer slots."""
 
 ROWS = 64
 """Queries of a program, at most, where a value has no more than 128 numbers; fewer where it has more."""
@@ -36,21 +37,30 @@ def attend_in_kernel(
     count: jax.Array,
     since: jax.Array,
     others: Sequence[Other] = (),
+    table: jax.Array | None = None,
     *,
     values_part: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """What `specjax.models.attention.tpu.attend_in_kernel` does, on a GPU: the same arguments, and the same result."""
+    """What `specjax.models.attention.tpu.attend_in_kernel` does, on a GPU: the same arguments, and the same result.
+
+    A page is a multiple of 16 slots, and best a power of two.
+    """
     batch, kv_heads, rows, _ = q[0].shape
-    slots, dim = entry[0].shape[2], entry[values_part].shape[3]
+    page, dim = entry[0].shape[2], entry[values_part].shape[3]
+    slots = page if table is None else page * table.shape[1]
     wide = max(_power_of_two(dim), 128)
     tile = min(_power_of_two(rows), max(16, ROWS * 128 // wide))
     block = max(16, min(BLOCK, BLOCK * 256 // wide))  # what is fetched has to fit a processor's own memory
+    if table is not None:
+        block = math.gcd(block, page)  # all of a block lies in one page
     tiles, blocks = -(-rows // tile), -(-slots // block)
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
 
     given = [jnp.minimum(count, slots), since, *q, *entry]
+    if table is not None:
+        given.insert(0, table)
     for other, visible in others:
         given += [visible, *other]
     of_splits = (batch, kv_heads, splits, rows)
@@ -66,6 +76,7 @@ def attend_in_kernel(
             width=block,
             splits=splits,
             values_part=values_part,
+            in_pages=table is not None,
         ),
         grid=(batch, kv_heads, tiles, splits),
         out_shape=whole if splits == 1 else parts,
@@ -87,8 +98,6 @@ def attend_in_kernel(
 
 
 def _kernel(
-    count_ref: Any,
-    since_ref: Any,
     *refs: Any,
     parts: int,
     entry_parts: int,
@@ -97,8 +106,10 @@ def _kernel(
     width: int,
     splits: int,
     values_part: int,
+    in_pages: bool,
 ) -> None:
     """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
+    table_ref, (count_ref, since_ref, *refs) = (refs[0], refs[1:]) if in_pages else (None, refs)
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + entry_parts], refs[parts + entry_parts :]
     others_refs, out_refs = refs[: others * (1 + entry_parts)], refs[others * (1 + entry_parts) :]
     b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
@@ -109,10 +120,10 @@ def _kernel(
     count, earliest = count_ref[b], jnp.min(since)
 
     def add(
-        found: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, visible: jax.Array
+        found: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, visible: jax.Array, at: Any = b
     ) -> tuple[jax.Array, ...]:
         top, mass, total = found
-        entry = [_load(ref, (b, h), start, is_slot) for ref in refs]
+        entry = [_load(ref, (at, h), start, is_slot) for ref in refs]
         values = entry[values_part]
         products = [_dot(part, keys, 1) for part, keys in zip(q, entry, strict=False)]
         scores = jnp.where(visible, functools.reduce(jnp.add, products), 2 * LEAST)
@@ -124,7 +135,8 @@ def _kernel(
     def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         slot = block * width + jnp.arange(width)
         is_seen = (slot < count) & (slot >= earliest)
-        return add(found, entry_refs, block * width, is_seen, is_seen[None] & (slot[None] >= since[:, None]))
+        at, start = _place_of(block * width, b, table_ref, entry_refs[0].shape)
+        return add(found, entry_refs, start, is_seen, is_seen[None] & (slot[None] >= since[:, None]), at)
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
@@ -170,6 +182,14 @@ def _kernel(
     else:
         (out_ref,) = out_refs
         _store(out_ref, (b, h), first_row, is_row, total / jnp.where(mass > 0, mass, 1.0)[:, None])
+
+
+def _place_of(slot: Any, row: Any, table_ref: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Where a row's slot lies in a cache of that shape: in which row of it, or in which page, and at which place there."""
+    if table_ref is None:
+        return row, slot
+    pages, _, page, _ = shape
+    return jnp.clip(table_ref[row, slot // page], 0, pages - 1), slot % page
 
 
 def _merge(top_ref: Any, mass_ref: Any, total_ref: Any, out_ref: Any) -> None:

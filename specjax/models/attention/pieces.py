@@ -52,6 +52,16 @@ class Filled:
         slots = self.entry[0].shape[2]
         return slots if self.table is None else slots * self.table.shape[1]
 
+    def block_width(self, block: int) -> int:
+        """How many slots are attended to at a time, as the function of that name says; of a cache in pages, whole pages.
+
+        Pages are put side by side before they are attended to: blocks of them are narrower, so that fewer are put there in vain.
+        """
+        if self.table is None:
+            return block_width(self.slots, block)
+        page = self.entry[0].shape[2]
+        return min(self.slots, -(-block // (4 * page)) * page)
+
     def block(self, start: jax.Array | int, width: int) -> tuple[Entry, jax.Array]:
         """The entries of ``width`` slots that include those from ``start`` on, and ``[B, T|1, width]`` bool, which are visible.
 

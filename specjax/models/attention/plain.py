@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, block_width
+from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST
 
@@ -59,7 +59,7 @@ def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Seque
     """
     grouped = group_queries((q,), (filled, *others), None)
     found = _attend_all(grouped, (filled, *others), values_part=0, block=BLOCK)
-    width = block_width(filled.slots, BLOCK)
+    width = filled.block_width(BLOCK)
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
         entry, visible = filled.block(block * width, width)
@@ -87,9 +87,9 @@ def group_queries(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: floa
 
 
 def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int) -> Attended:
-    """Grouped queries over all pieces; a cache in blocks of its `block_width`."""
+    """Grouped queries over all pieces; a cache in blocks of its `Filled.block_width`."""
     found = [
-        _attend_in_blocks(q, piece, values_part, block_width(piece.slots, block))
+        _attend_in_blocks(q, piece, values_part, piece.block_width(block))
         if isinstance(piece, Filled)
         else _attend_piece(q, *piece, values_part)
         for piece in pieces

@@ -19,7 +19,7 @@ from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST
 
 BLOCK = 512
-"""Slots that are fetched at a time, for many queries; up to four times as many for few."""
+"""Slots that are fetched at a time, for many queries; up to four times as many for few. Of a cache in pages, whole pages."""
 
 ROWS = 512
 """Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
@@ -31,6 +31,7 @@ def attend_in_kernel(
     count: jax.Array,
     since: jax.Array,
     others: Sequence[Other] = (),
+    table: jax.Array | None = None,
     *,
     values_part: int,
     interpret: bool = False,
@@ -39,10 +40,11 @@ def attend_in_kernel(
 
     Args:
         q: ``[B, kv_heads, R, d_i]`` queries for each part of an entry that is a key, scaled; the products are added.
-        entry: ``[B, kv_heads, S, d_i]`` each part.
+        entry: ``[B, kv_heads, S, d_i]`` each part; with a table, pools ``[pages, kv_heads, page, d_i]``.
         count: ``[B]`` how many slots of each row are filled.
         since: ``[B, R]`` the first slot that each query sees.
         others: further tokens.
+        table: ``[B, n]`` int32, the pages of each row in order. None: a row's slots lie side by side.
         values_part: which part is attended to.
         interpret: run it as ordinary JAX, on any backend: for tests.
 
@@ -50,13 +52,24 @@ def attend_in_kernel(
         ``[B, kv_heads, R, d]`` in the queries' dtype, zeros where a query sees nothing.
     """
     batch, kv_heads, rows, _ = q[0].shape
-    slots, dim = entry[0].shape[2], entry[values_part].shape[3]
+    page, dim = entry[0].shape[2], entry[values_part].shape[3]
+    slots = page if table is None else page * table.shape[1]
     tile = min(ROWS, rows)
     width = min(BLOCK * min(4, max(1, ROWS // tile)), slots)
+    pages = 1
+    if table is not None:  # a block is some pages, each from a place of its own: the pool is passed once for each
+        count = jnp.minimum(count, slots)
+        pages = max(1, width // page)
+        width = pages * page
     blocks = -(-slots // width)
 
     first = jnp.maximum(jnp.min(since, axis=1), 0) // width
     last = jnp.maximum(-(-count // width) - 1, 0)
+    scalars = [count, first, last]
+    if table is not None:
+        # Flat, for in the chip's memory for scalars a row of a table takes a multiple of 128. What a row does not use is out of
+        # range, and must not be asked for.
+        scalars.append(jnp.clip(table, 0, entry[0].shape[0] - 1).reshape(-1))
 
     def of_rows(b: Any, h: Any, r: Any, i: Any, *_: Any) -> tuple[Any, ...]:
         return b, h, r, 0
@@ -65,24 +78,35 @@ def attend_in_kernel(
         # Asked for the block that is there already, the chip fetches nothing.
         return b, h, jnp.clip(i, first[b], last[b]), 0
 
-    given = [since[..., None], *q, *entry]
+    def of_page(number: int, b: Any, h: Any, r: Any, i: Any, count: Any, first: Any, last: Any, table: Any) -> tuple[Any, ...]:
+        column = jnp.clip(i, first[b], last[b]) * pages + number
+        # Behind the row's last page: the one of the block before, which is there already.
+        held = -(-count[b] // page)
+        column = jnp.clip(jnp.where(column < held, column, column - pages), 0, jnp.maximum(held - 1, 0))
+        return table[b * (slots // page) + column], h, 0, 0
+
+    places = [of_block] if table is None else [functools.partial(of_page, number) for number in range(pages)]
+    given = [since[..., None], *q, *(part for part in entry for _ in places)]
     in_specs = [pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (b, r, 0))]
     in_specs += [pl.BlockSpec((1, 1, tile, part.shape[3]), of_rows) for part in q]
-    in_specs += [pl.BlockSpec((1, 1, width, part.shape[3]), of_block) for part in entry]
+    in_specs += [pl.BlockSpec((1, 1, width // pages, part.shape[3]), place) for part in entry for place in places]
     if others:
         other, visible = _joined(others)
         beside = visible.shape[2]
         given += [visible, *other]
         in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
         in_specs += [pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in other]
-    products = 2 * batch * kv_heads * rows * slots * (dim + sum(part.shape[3] for part in q))
+    pairs = batch * kv_heads * rows * slots
+    # Of a cache in pages the rows' own pages, not the whole pool, and not as often as it is passed.
+    of_cache = batch * kv_heads * slots * sum(part.shape[3] * part.dtype.itemsize for part in entry)
+    of_others = sum(part.size * part.dtype.itemsize for part in given if not any(part is one for one in entry))
     return pl.pallas_call(
         functools.partial(
-            _kernel, parts=len(q), entry_parts=len(entry), width=width, blocks=blocks, values_part=values_part,
-            has_others=bool(others),
+            _kernel, parts=len(q), entry_parts=len(entry), pages=pages, width=width, blocks=blocks, values_part=values_part,
+            has_others=bool(others), in_pages=table is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=len(scalars),
             grid=(batch, kv_heads, -(-rows // tile), blocks),
             in_specs=in_specs,
             out_specs=pl.BlockSpec((1, 1, tile, dim), of_rows),
@@ -91,12 +115,12 @@ def attend_in_kernel(
         out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
         cost_estimate=pl.CostEstimate(
-            flops=products,
-            bytes_accessed=sum(part.size * part.dtype.itemsize for part in given),
-            transcendentals=batch * kv_heads * rows * slots,
+            flops=2 * pairs * (dim + sum(part.shape[3] for part in q)),
+            bytes_accessed=of_cache + of_others,
+            transcendentals=pairs,
         ),
         interpret=interpret,
-    )(count, first, last, *given)  # fmt: skip
+    )(*scalars, *given)  # fmt: skip
 
 
 def _joined(others: Sequence[Other]) -> Other:
@@ -115,25 +139,32 @@ def _kernel(
     count_ref: Any,
     first_ref: Any,
     last_ref: Any,
-    since_ref: Any,
     *refs: Any,
     parts: int,
     entry_parts: int,
+    pages: int,
     width: int,
     blocks: int,
     values_part: int,
     has_others: bool,
+    in_pages: bool,
 ):
     """One block of one row's head; what is found so far is kept in fast memory until the last."""
-    *given, out_ref, top_ref, mass_ref, total_ref = refs
-    q_refs, entry_refs, others_refs = given[:parts], given[parts : parts + entry_parts], given[parts + entry_parts :]
+    refs = refs[in_pages:]  # the table says what is fetched, and nothing here asks for it
+    since_ref, *given, out_ref, top_ref, mass_ref, total_ref = refs
+    beside = parts + entry_parts * pages
+    q_refs, entry_refs, others_refs = given[:parts], given[parts:beside], given[beside:]
     row, block = pl.program_id(0), pl.program_id(3)
     count = count_ref[row]
 
-    def scores_of(keys_refs: Any) -> jax.Array:
+    def part_of_entry(part: int) -> jax.Array:
+        found = [ref[0, 0] for ref in entry_refs[part * pages : (part + 1) * pages]]
+        return jnp.concatenate(found) if pages > 1 else found[0]  # in registers: nothing is moved
+
+    def scores_of(keys: Sequence[jax.Array]) -> jax.Array:
         products = [
-            jax.lax.dot_general(q[0, 0], keys[0, 0], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            for q, keys in zip(q_refs, keys_refs, strict=False)
+            jax.lax.dot_general(q[0, 0], part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            for q, part in zip(q_refs, keys, strict=False)
         ]
         return functools.reduce(jnp.add, products)
 
@@ -153,14 +184,16 @@ def _kernel(
         mass_ref[...] = jnp.zeros_like(mass_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
         if has_others:
-            visible_ref, *keys_refs = others_refs
-            add(scores_of(keys_refs), visible_ref[0].astype(jnp.int32) > 0, keys_refs[values_part][0, 0])
+            visible_ref, *other_refs = others_refs
+            other = [ref[0, 0] for ref in other_refs]
+            add(scores_of(other), visible_ref[0].astype(jnp.int32) > 0, other[values_part])
 
     @pl.when((block >= first_ref[row]) & (block <= last_ref[row]) & (count > 0))
     def _() -> None:
-        scores = scores_of(entry_refs)
+        entry = [part_of_entry(part) for part in range(entry_parts)]
+        scores = scores_of(entry)
         slot = block * width + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-        values = entry_refs[values_part][0, 0]
+        values = entry[values_part]
         # Beyond the last slot a block holds whatever was there, NaN perhaps.
         is_slot = block * width + jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) < count
         add(scores, (slot < count) & (slot >= since_ref[0]), jnp.where(is_slot, values, jnp.zeros_like(values)))

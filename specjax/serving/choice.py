@@ -1,0 +1,174 @@
+"""Which draft under which load: the one rule, in plain Python.
+
+A step of n running rows emits E tokens a row and takes S seconds, with each draft its own E and S. The draft with the most
+tokens a second, E / S, is taken; plain decoding, whose E is 1, is one of them. S is measured when the engine starts, and on and
+on while it runs, by the number of rows that are computed. E is what the drafts that are running come to.
+
+With few rows a pass over a draft takes hardly longer than one over a single token, and a long draft pays. With many rows every
+further node costs its full time, and a short draft or none is faster. The text does not depend on any of this: with coupled
+sampling it is the same whatever is drafted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specjax.drafts.shapes import Chain, DraftShape
+
+MEMORY = 400
+"""Steps of a row after which what was accepted counts 1/e of what is accepted now."""
+
+LATENCY = 20
+"""Calls, likewise, for seconds."""
+
+TRIAL_EVERY = 50
+"""Calls between two in which a draft is tried that was not taken lately: acceptance changes with the texts."""
+
+BETTER = 1.03
+"""By so much another draft must be better to be taken: changing costs time, too."""
+
+_EXPECTED = 0.8
+"""The chance that a drafted token is accepted, as long as nothing is known: high, so that drafts are tried."""
+_EXPECTED_STEPS = 4.0
+
+
+@dataclass
+class _Measured:
+    """Sums over steps of rows, the older the lighter.
+
+    Attributes:
+        steps: of rows.
+        emitted: tokens.
+        accepted_at: ``[D]`` steps in which a token of that depth was emitted.
+    """
+
+    steps: float
+    emitted: float
+    accepted_at: np.ndarray
+
+    @classmethod
+    def expected(cls, depth: int) -> "_Measured":
+        survival = _EXPECTED ** np.arange(1, depth + 1)
+        return cls(_EXPECTED_STEPS, _EXPECTED_STEPS * (1 + survival.sum()), _EXPECTED_STEPS * survival)
+
+    def add(self, steps: int, emitted: int, accepted_at: np.ndarray) -> None:
+        """Take in ``steps`` more."""
+        kept = float(np.exp(-steps / MEMORY))
+        self.steps, self.emitted = self.steps * kept + steps, self.emitted * kept + emitted
+        self.accepted_at = self.accepted_at * kept + accepted_at
+
+
+class DraftChoice:
+    """Chooses among a few drafts before every decode call, and is told what came of it.
+
+    Examples:
+        >>> from specjax.serving.choice import DraftChoice
+        >>> seconds = {(1, 0): 0.010, (1, 1): 0.012, (8, 0): 0.020, (8, 1): 0.090}
+        >>> choice = DraftChoice([None, specjax.Chain(3)], seconds)
+        >>> choice.choose(width=1), choice.choose(width=8)  # a chain for one row, none for eight
+        (1, 0)
+        >>> choice.record(1, 1, seconds=0.012, steps=1, row_steps=1, emitted=1, accepted_at=[0, 0, 0])
+        >>> round(choice.tokens_a_step(1), 2)  # it was rejected: less than was hoped
+        2.56
+    """
+
+    def __init__(self, drafts: Sequence[DraftShape | None], seconds: Mapping[tuple[int, int], float]) -> None:
+        """Of ``drafts``, None being plain decoding, and the ``seconds`` of a step by number of rows and number of draft."""
+        self.drafts = tuple(drafts)
+        self.seconds = dict(seconds)
+        self.decisions: dict[tuple[int, int], int] = {}
+        self._measured = [_Measured.expected(_depth(draft)) for draft in drafts]
+        self._chains = _Measured.expected(max((_depth(draft) for draft in drafts), default=0))
+        self._chain_steps = np.full_like(self._chains.accepted_at, self._chains.steps)
+        self._current: dict[int, int] = {}  # by width
+        self._calls = 0
+        self._last_taken = [0] * len(self.drafts)
+
+    def tokens_a_step(self, number: int) -> float:
+        """E, the tokens that a step of a row is expected to emit with a draft, by its number."""
+        draft = self.drafts[number]
+        if draft is None:
+            return 1.0
+        if _is_plain_chain(draft):  # of one chain every other one's beginning is known
+            return 1.0 + float((self._chains.accepted_at / self._chain_steps)[: draft.depth].sum())
+        measured = self._measured[number]
+        return measured.emitted / measured.steps
+
+    def rate(self, width: int, number: int) -> float:
+        """E / S: tokens a second of each of the running rows."""
+        return self.tokens_a_step(number) / self.seconds[width, number]
+
+    def choose(self, width: int) -> int:
+        """The number of the draft to decode with, when so many rows are computed."""
+        numbers = range(len(self.drafts))
+        best = max(numbers, key=lambda number: self.rate(width, number))
+        current = self._current.get(width, best)
+        if self.rate(width, best) > BETTER * self.rate(width, current):
+            current = best
+        self._current[width] = current
+        self._calls += 1
+        taken = current
+        if self._calls % TRIAL_EVERY == 0:
+            taken = min(numbers, key=lambda number: self._last_taken[number])
+        self._last_taken[taken] = self._calls
+        self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
+        return taken
+
+    def record(
+        self,
+        width: int,
+        number: int,
+        *,
+        seconds: float,
+        steps: int,
+        row_steps: int,
+        emitted: int,
+        accepted_at: Sequence[int] | np.ndarray,
+    ) -> None:
+        """What came of a decode call.
+
+        Args:
+            width: rows that were computed.
+            number: of the draft.
+            seconds: of the call.
+            steps: of the loop.
+            row_steps: of all rows together.
+            emitted: tokens.
+            accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
+        """
+        if steps:
+            before, share = self.seconds[width, number], min(1.0, steps / LATENCY)
+            # A machine that stood still for a moment says nothing about the draft.
+            self.seconds[width, number] = before + share * (min(seconds / steps, 4 * before) - before)
+        draft = self.drafts[number]
+        if draft is None or not row_steps:
+            return
+        accepted = np.asarray(accepted_at, float)
+        self._measured[number].add(row_steps, emitted, accepted[: _depth(draft)])
+        if _is_plain_chain(draft):
+            depth, kept = draft.depth, float(np.exp(-row_steps / MEMORY))
+            self._chains.accepted_at[:depth] = self._chains.accepted_at[:depth] * kept + accepted[:depth]
+            self._chain_steps[:depth] = self._chain_steps[:depth] * kept + row_steps
+
+    def table(self) -> list[dict[str, object]]:
+        """What it goes by, a line a number of rows and draft: seconds and tokens a step, tokens a second, times taken."""
+        return [
+            {
+                "rows": width,
+                "draft": "none" if self.drafts[number] is None else str(self.drafts[number]),
+                "seconds_a_step": seconds,
+                "tokens_a_step": self.tokens_a_step(number),
+                "tokens_a_second": self.rate(width, number),
+                "taken": self.decisions.get((width, number), 0),
+            }
+            for (width, number), seconds in sorted(self.seconds.items())
+        ]
+
+
+def _depth(draft: DraftShape | None) -> int:
+    return 0 if draft is None else draft.depth
+
+
+def _is_plain_chain(draft: DraftShape) -> bool:
+    return isinstance(draft, Chain) and not draft.stop_below

@@ -1,0 +1,556 @@
+"""The engine: requests in, texts out, one thread that keeps the device busy.
+
+Between two decode calls it gives free rows to waiting requests and reads a chunk of a prompt. So a request begins as soon as a
+row is free, and a long prompt holds the others up for no longer than a chunk.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import decoding, pipeline, sharding, text
+from specjax.decoding import rows as device
+from specjax.decoding.options import GenerationOptions, as_key, check_prompts
+from specjax.drafters import Drafter, NoDraft
+from specjax.drafters.pausable import ROOM, Pausable
+from specjax.drafts.names import as_shape
+from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
+from specjax.models.cache import groups_of
+from specjax.models.transformer import Target
+from specjax.progress import track
+from specjax.serving.choice import DraftChoice
+from specjax.serving.handle import Handle
+from specjax.serving.scheduler import Read, Scheduler, Ticket
+
+USUAL_CAPACITY = 4096
+"""Tokens of the longest text, unless asked for otherwise, where the models have room for more."""
+
+USUAL_TEXT = 1024
+"""Tokens a row that there are pages for, unless asked for otherwise."""
+
+ENDS = 8
+"""End-of-sequence ids that a request may have."""
+
+_TIMED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What an engine is doing, and what it has done.
+
+    Attributes:
+        waiting: requests that have no row.
+        running: rows in which a text is generated.
+        free_pages: pages that could be taken now, those of shared prefixes that nobody holds among them.
+        pages: in all.
+        prompt_tokens_read: tokens of prompts that were computed.
+        prompt_tokens_shared: tokens of prompts that another request's pages held already.
+        put_back: how often a text had to give up its row for lack of pages.
+        decode_calls: so far.
+        drafts: what the choice of drafts goes by, `DraftChoice.table`.
+    """
+
+    waiting: int
+    running: int
+    free_pages: int
+    pages: int
+    prompt_tokens_read: int
+    prompt_tokens_shared: int
+    put_back: int
+    decode_calls: int
+    drafts: list[dict[str, object]]
+
+
+class Engine:
+    """Generates many texts together, each of which begins and ends when it will: continuous batching.
+
+    Texts are drawn with coupled sampling, or greedily. So a request's text depends on the request alone: its prompt, its
+    settings and its seed. It is what `specjax.generate` gives with ``rule="coupled"`` and the same key.
+
+    Examples:
+        >>> from specjax.serving import Engine
+        >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+        ...     handles = [
+        ...         engine.submit(prompt, max_new_tokens=8) for prompt in prompts.tolist()
+        ...     ]
+        ...     texts = [handle.result().tokens for handle in handles]
+        >>> np.array_equal(texts, plain.tokens[:, 6:])
+        True
+    """
+
+    def __init__(
+        self,
+        target: Target | pipeline.TextGenerator,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 8,
+        drafts: Sequence[DraftShape | int | str | None] | None = None,
+        capacity: int | None = None,
+        pages: int | None = None,
+        page: int | None = None,
+        chunk: int | None = None,
+        steps: int = 8,
+        max_waiting: int | None = None,
+        tokenizer: Any = None,
+        widths: Sequence[int] | None = None,
+    ) -> None:
+        """Compile everything, time it, and begin to wait for requests.
+
+        Args:
+            target: the target; or what `specjax.load` returns, with its drafter and tokenizer.
+            drafter: for a target alone; None is plain decoding.
+            rows: most texts that are generated at a time.
+            drafts: shapes of drafts to choose from by load, as `specjax.load` takes them; None among them is plain decoding.
+                By default None, a short chain, and the drafter's own.
+            capacity: most tokens of a text, prompt and output; by default what the models have positions for, at most
+                `USUAL_CAPACITY`.
+            pages: of the cache; on a mesh, for each group of rows. By default enough for texts of `USUAL_TEXT` tokens in all
+                rows.
+            page: tokens of a page, a power of two; by default 64, on a TPU 256.
+            chunk: tokens of a prompt that are read at a time, a multiple of ``page``; by default 64 on a CPU and else 512.
+            steps: most steps of a decode call. Fewer look more often whether there is something else to do.
+            max_waiting: most requests that wait for a row; None: any number.
+            tokenizer: for a target alone, where prompts are text.
+            widths: numbers of rows to compile for, the largest being ``rows``: the smallest that holds the running rows is
+                computed. By default powers of two on a CPU, where fewer rows take less time, and else ``rows`` alone.
+
+        Raises:
+            InputError: an argument cannot be used; names it, its value and what to give instead.
+        """
+        if isinstance(target, pipeline.TextGenerator):
+            if drafter is not None:
+                raise InputError("drafter: the generator has its own; give it to specjax.load")
+            target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
+        mesh = target.mesh
+        if mesh is not None and mesh.is_multi_process:
+            raise InputError("target: its mesh spans several processes, and an engine runs in one: give it a mesh of its own")
+        on_cpu = sharding.is_on_cpu(mesh)
+        shapes = _shapes(drafter, drafts)
+        drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
+        positions = decoding.most_positions(target, drafter)
+        self.page = page or (256 if jax.default_backend() == "tpu" else 64)
+        self.chunk = chunk or max(self.page, 64 if on_cpu else 512)
+        self.capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
+        self.rows, self.steps = rows, steps
+        self.target, self.tokenizer = target, tokenizer
+        self._groups = groups_of(mesh)
+        self._check(positions)
+        if pages is None:
+            pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
+            pages = max(pages, -(-self.capacity // self.page))
+        self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
+        self._drafters = [_with_draft(target, drafter, shape) for shape in shapes]
+        self._paused = next((each for each in self._drafters if isinstance(each, Pausable) and each.paused), None)
+        self._depth = max(each.draft_shape.depth for each in self._drafters)
+        tail = max(self.chunk // 4, 1)
+        self._sizes = {"capacity": self.capacity, "pages": pages, "page": self.page}
+        self._scheduler = Scheduler(
+            rows=rows,
+            pages=pages,
+            page=self.page,
+            chunk=self.chunk,
+            capacity=self.capacity,
+            tails=(tail,),
+            shards=self._groups,
+            max_waiting=max_waiting,
+        )
+        self._read_widths = (tail, self.chunk)
+        self._state = device.empty(target, self._first, rows=rows, ends=ENDS, depth=self._depth, **self._sizes)
+        self._fresh = device.fresh_border(target, self._first, **self._sizes)
+        self._choice = DraftChoice(shapes, self._warm_up())
+        self._owed = 0  # tokens that a paused drafter may be owed, in any row
+        self._counts = {"read": 0, "shared": 0, "put_back": 0, "calls": 0}
+        self._handles: dict[Ticket, Handle] = {}
+        self._wake = threading.Condition(threading.RLock())
+        self._closing, self._error = False, None
+        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self._thread.start()
+
+    # --- what users call -----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | text.Messages | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        choice: int = 0,
+        key: jax.Array | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        stop: Sequence[str] = (),
+    ) -> Handle:
+        """Ask for a text. Returns at once.
+
+        Args:
+            prompt: text, a chat, or token ids.
+            max_new_tokens: most tokens to generate.
+            temperature: this and the next three as in `specjax.pipeline.settings`.
+            top_k: 0 is no limit.
+            top_p: in (0, 1].
+            min_p: in [0, 1].
+            seed: of the random draws. The same request with the same seed has the same text, whatever else is running.
+            choice: the number of this text among several of one request: texts of one seed and different numbers are
+                independent.
+            key: a random key instead of seed and choice.
+            eos_token_ids: ids that end the text, at most 8; None: the target's own, ``()``: none.
+            stop: strings before the first of which the text ends.
+
+        Raises:
+            InputError: an argument cannot be used; names it, its value and what to give instead.
+            QueueFullError: too many requests wait.
+        """
+        if self.tokenizer is None and (stop or not _is_tokens(prompt)):
+            raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
+        tokens = self._encode(prompt)
+        options = pipeline.settings(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            eos_token_ids=eos_token_ids,
+        )
+        settings = self._settings(options, choice, key)
+        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+            raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+        with self._wake:
+            if self._closing or self._error is not None:
+                raise InputError("the engine is closed") from self._error
+            ticket = self._scheduler.submit(tokens, max_new_tokens)
+            handle = Handle(self._cancel, ticket, settings, self.tokenizer, stop)
+            self._handles[ticket] = handle
+            self._wake.notify_all()
+        return handle
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        """What it is doing, and what it has done."""
+        with self._wake:
+            scheduler = self._scheduler
+            return EngineStatistics(
+                waiting=scheduler.waiting,
+                running=len(scheduler.running),
+                free_pages=scheduler.free_pages,
+                pages=self._sizes["pages"] * self._groups,
+                prompt_tokens_read=self._counts["read"],
+                prompt_tokens_shared=self._counts["shared"],
+                put_back=self._counts["put_back"],
+                decode_calls=self._counts["calls"],
+                drafts=self._choice.table(),
+            )
+
+    def close(self) -> None:
+        """End the thread. Texts that are not finished are cancelled."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # --- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    while self._scheduler.idle and not self._closing:
+                        self._wake.wait()
+                    if self._closing:
+                        break
+                self._read_prompts()
+                self._decode()
+        except BaseException as error:  # whoever waits must learn of it
+            self._error = error
+            raise
+        finally:
+            with self._wake:
+                handles = list(self._handles.values())
+                self._handles.clear()
+            for handle in handles:
+                handle.end("error" if self._error else "cancelled", self._error)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        with self._wake:
+            self._scheduler.cancel(ticket)
+            handle = self._handles.pop(ticket, None)
+            self._wake.notify_all()
+        if handle is not None:
+            handle.end("cancelled")
+
+    def _read_prompts(self) -> None:
+        """Read a chunk's worth of prompts; without anything to decode, until there is."""
+        left = self.chunk
+        while True:
+            with self._wake:
+                running = bool(self._scheduler.running)
+                reads = self._scheduler.next_reads(left if running else self.chunk)
+                chosen = [(read, self._handles[read.ticket]) for read in reads]
+                table = self._scheduler.table.copy()
+            if not chosen:
+                return
+            for read, handle in chosen:
+                if read.is_first:
+                    self._admit(read, handle)
+            border = self._read(reads, table)
+            with self._wake:
+                for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
+                    self._counts["read"] += read.count
+                    self._counts["shared"] += read.start if read.is_first else 0
+                    self._scheduler.was_read(read, (border, np.int32(group)))
+            if running:
+                left -= max(read.width for read in reads)
+                if left < min(self._read_widths):
+                    return
+
+    def _group(self, read: Read) -> int:
+        return read.row // (self.rows // self._groups)
+
+    def _admit(self, read: Read, handle: Handle) -> None:
+        ticket, (border, group) = read.ticket, read.border or (self._fresh, np.int32(0))
+        tokens = np.zeros(self.capacity, np.int32)
+        tokens[: len(ticket.tokens)] = ticket.tokens
+        words = device.Text(
+            tokens=tokens,
+            length=np.int32(len(ticket.tokens)),
+            limit=np.int32(ticket.prompt_length + ticket.most),
+            **handle.settings,
+        )
+        row, start = np.int32(read.row), np.int32(read.start)
+        self._state = device.admit(self.target, self._first, self._state, row, words, start, border, group)
+
+    def _read(self, reads: Sequence[Read], table: np.ndarray) -> Any:
+        of_group = {self._group(read): read for read in reads}
+        share = self.rows // self._groups
+        given = [of_group.get(group) for group in range(self._groups)]
+        self._state, border = device.read_chunk(
+            self.target,
+            self._first,
+            self._state,
+            table,
+            np.array([group * share if read is None else read.row for group, read in enumerate(given)], np.int32),
+            np.array([0 if read is None else read.count for read in given], np.int32),
+            np.array([read is not None and read.is_last for read in given]),
+            width=max(read.width for read in reads),
+        )
+        return border
+
+    def _decode(self) -> None:
+        """One call: the running rows go on, and what they have come to is handed out."""
+        started = time.perf_counter()
+        scheduler = self._scheduler
+        with self._wake:
+            if not scheduler.running:
+                return
+            width = next(each for each in self.widths if each >= len(scheduler.running))
+            number = self._choice.choose(width)
+            drafter = self._drafters[number]
+            is_busy = scheduler.waiting or len(scheduler.running) < scheduler.occupied
+            steps = max(1, self.steps // 4) if is_busy else self.steps
+            for ticket in scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1):
+                self._counts["put_back"] += 1
+                self._handles[ticket].put_back()
+            if not scheduler.running:
+                return
+            order = self._compact(width)
+            tickets = [scheduler.ticket_of(row) for row in range(self.rows)]
+            snapshot = {row: (tickets[row], self._handles[tickets[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
+            free = np.array([ticket is None for ticket in tickets])
+            table, until_any_done = scheduler.table.copy(), np.bool_(scheduler.waiting > 0)
+        if order is not None:
+            self._state = device.rearrange(self._state, order)
+        is_paused = drafter is self._paused
+        if self._owed and (not is_paused or self._owed + steps > ROOM):
+            self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
+            self._owed = 0
+        self._state, progress = device.decode_rows(
+            self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width
+        )
+        self._owed += steps if is_paused else 0
+        self._take(jax.device_get(progress), snapshot, (width, number), started)
+
+    def _compact(self, width: int) -> np.ndarray | None:
+        """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
+        running = self._scheduler.running
+        if max(running) < width:
+            return None
+        order = np.array([*running, *(row for row in range(self.rows) if row not in set(running))], np.int32)
+        self._scheduler.swap(order.tolist())
+        return order
+
+    def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], started: float) -> None:
+        """Hand out what a decode call has come to, and note what it took."""
+        seconds = time.perf_counter() - started
+        deliveries, row_steps, emitted, steps, accepted_at = [], 0, 0, 0, np.zeros(self._depth)
+        with self._wake:
+            self._counts["calls"] += 1
+            for row, (ticket, handle) in snapshot.items():
+                length, done = int(progress.lengths[row]), bool(progress.done[row])
+                of_row = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], progress.stats)
+                new = handle.take_stats(of_row)
+                row_steps, steps = row_steps + int(new.steps[0]), max(steps, int(new.steps[0]))
+                emitted, accepted_at = (
+                    emitted + int(new.histogram[0] @ np.arange(self._depth + 2)),
+                    accepted_at + new.accepted_at[0],
+                )
+                if self._scheduler.ticket_of(row) is not ticket:  # cancelled meanwhile
+                    continue
+                tokens = progress.tokens[row, len(ticket.tokens) : length].tolist()
+                self._scheduler.decoded(row, tokens, done)
+                if done:
+                    del self._handles[ticket]
+                deliveries.append((handle, tokens, done))
+            self._choice.record(
+                *call, seconds=seconds, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted_at
+            )
+        for handle, tokens, done in deliveries:
+            if not handle.deliver(tokens, done) and not done:  # it has met a stop string
+                with self._wake:
+                    self._scheduler.cancel(handle.ticket)
+                    self._handles.pop(handle.ticket, None)
+
+    # --- before the thread ---------------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> Drafter:
+        """The drafter that reads prompts: all of them have one state."""
+        return self._drafters[0]
+
+    def _warm_up(self) -> dict[tuple[int, int], float]:
+        """Compile every program that there will be. The seconds of a step by rows and draft."""
+        columns = -(-self.capacity // self.page)
+        each = min(columns, self._sizes["pages"] // (self.rows // self._groups))
+        table = np.full((self.rows, columns), self._sizes["pages"], np.int32)
+        for row in range(self.rows):
+            table[row, :each] = np.arange(each) + row % (self.rows // self._groups) * each
+        limit = min(self.capacity, each * self.page)
+        settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None)
+        words = device.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
+        wanted = [(width, number) for width in self.widths for number in range(len(self._drafters))]
+        seconds = {}
+        begun = np.ones(self._groups, bool)
+        for width, number in track(wanted, f"compiling and timing decoding, {self.rows} rows"):
+            for row in range(self.rows):
+                border = self._fresh, np.int32(0)
+                self._state = device.admit(self.target, self._first, self._state, np.int32(row), words, np.int32(0), *border)
+            for row in range(self.rows // self._groups):
+                rows = np.arange(self._groups, dtype=np.int32) * (self.rows // self._groups) + row
+                for read_width in self._read_widths if row == 0 else self._read_widths[:1]:
+                    count = np.full(self._groups, read_width == self._read_widths[0], np.int32)
+                    self._state, border = device.read_chunk(
+                        self.target, self._first, self._state, table, rows, count, begun, width=read_width
+                    )
+            seconds[width, number] = min([self._time_call(width, number, table) for _ in range(3)][1:])
+            if self._paused is not None:
+                self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
+            if len(self.widths) > 1:
+                self._state = device.rearrange(self._state, np.arange(self.rows, dtype=np.int32))
+        # A border that came out of a chunk, in place of the empty one, is the same program.
+        self._state = device.admit(self.target, self._first, self._state, np.int32(0), words, np.int32(0), border, np.int32(0))
+        jax.block_until_ready(self._state.lengths)
+        return seconds
+
+    def _time_call(self, width: int, number: int, table: np.ndarray) -> float:
+        """Seconds of a step of a decode call that goes on with all rows."""
+        started = time.perf_counter()
+        self._state, progress = device.decode_rows(
+            self.target,
+            self._drafters[number],
+            self._state,
+            table,
+            np.zeros(self.rows, bool),
+            np.int32(_TIMED_STEPS),
+            np.bool_(False),
+            width=width,
+        )
+        jax.device_get(progress)
+        return (time.perf_counter() - started) / _TIMED_STEPS
+
+    def _settings(self, options: GenerationOptions, choice: int, key: jax.Array | None) -> dict[str, Any]:
+        """How a text is drawn, as `device.Text` has it: always of the same types, so that nothing is compiled again."""
+        own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+        checked = replace(options, key=own[None]).check(self.target.config, 1)
+        ends = checked.eos[0]
+        if len(ends) > ENDS:
+            raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
+        sampling = options.sampling.rows(1)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        padded = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
+        return {name: np.asarray(getattr(sampling, name))[0] for name in names} | {"key": checked.keys[0], "eos": padded}
+
+    def _encode(self, prompt: Any) -> list[int]:
+        if not _is_tokens(prompt):
+            return pipeline.TextGenerator(self.target, self.tokenizer).encode(prompt)
+        tokens = [int(token) for token in prompt]
+        check_prompts([tokens], None, self.target.config.vocab_size)
+        return tokens
+
+    def _check(self, positions: int) -> None:
+        if self.rows < 1 or self.rows % self._groups:
+            raise InputError(f"rows={self.rows}: must be at least 1, and a multiple of the mesh's data axis ({self._groups})")
+        if self.page < 8 or self.page & (self.page - 1):
+            raise InputError(f"page={self.page}: must be a power of two, at least 8")
+        if self.chunk < 1 or self.chunk % self.page:
+            raise InputError(f"chunk={self.chunk}: must be a multiple of page={self.page}")
+        if not 2 <= self.capacity <= positions:
+            raise InputError(f"capacity={self.capacity}: must be from 2 to {positions}, the positions of target and drafter")
+        if self.steps < 1:
+            raise InputError(f"steps={self.steps}: must be at least 1")
+
+
+def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:
+    """The drafts to choose from, each once."""
+    if drafts is None:
+        if drafter is None:
+            return (None,)
+        own = drafter.draft_shape
+        drafts = (None, Chain(min(own.depth, 3)), own)
+    if isinstance(drafts, str) or not drafts:
+        raise InputError(f"drafts={drafts!r}: give a sequence of shapes, such as (None, 'chain:3')")
+    shapes = tuple(dict.fromkeys(None if draft is None else as_shape(draft) for draft in drafts))
+    if drafter is None and shapes != (None,):
+        raise InputError(f"drafts={drafts!r}: there is no drafter; give one")
+    return shapes
+
+
+def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[int, ...]:
+    if widths is None:
+        widths = [1 << power for power in range(rows.bit_length()) if 1 << power < rows] if by_default else []
+        return (*widths, rows)
+    if not by_default and tuple(widths) != (rows,):
+        raise InputError(f"widths={widths}: on a mesh that splits rows, give ({rows},)")
+    if not widths or max(widths) != rows or min(widths) < 1:
+        raise InputError(f"widths={widths}: numbers of rows from 1 to rows={rows}, {rows} among them")
+    return tuple(sorted(set(widths)))
+
+
+def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None) -> Drafter:
+    """``drafter`` with another draft, or paused, checked against ``target``."""
+    if isinstance(drafter, NoDraft):
+        return drafter
+    made = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
+    if shape is not None:
+        shape.check(target.config.vocab_size)
+    made.check(target)
+    return Pausable(made, paused=shape is None)
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(each, int | np.integer) for each in prompt)

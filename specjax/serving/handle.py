@@ -1,0 +1,236 @@
+"""What a request's owner holds: the text while it grows, for threads and for asyncio."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from specjax.decoding.stats import Stats
+from specjax.evaluation import metrics
+from specjax.pipeline import Generation
+from specjax.serving.scheduler import Ticket
+from specjax.text import GrowingText
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+"""Why a text ended: at an end-of-sequence token or a stop string, at its limit, by its owner, or because the engine failed."""
+
+
+class EngineError(RuntimeError):
+    """The engine could not go on; its error is the cause."""
+
+
+class CancelledError(RuntimeError):
+    """The text was cancelled before it was finished."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came in at once.
+
+    Attributes:
+        text: new text; may be empty where a token is only a part of a character, or may be the beginning of a stop string.
+        tokens: new token ids.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class Times:
+    """When things happened, by `time.perf_counter`; None: not yet."""
+
+    submitted: float
+    first_token: float | None = None
+    finished: float | None = None
+
+
+class Handle:
+    """A text that is being generated. Made by `Engine.submit`.
+
+    Iterate over it for the pieces, with ``for`` in a thread or with ``async for``; every iteration begins at the beginning.
+
+    Attributes:
+        ticket: what the scheduler knows it by.
+        settings: how it is drawn.
+        finish_reason: None while it goes on.
+        times: when it was submitted, began and ended.
+    """
+
+    def __init__(
+        self,
+        cancel: Callable[[Ticket], None],
+        ticket: Ticket,
+        settings: dict[str, Any],
+        tokenizer: Any,
+        stop: Sequence[str],
+    ) -> None:
+        self.ticket, self.settings = ticket, settings
+        self.finish_reason: FinishReason | None = None
+        self.times = Times(submitted=time.perf_counter())
+        self._cancel = cancel
+        self._growing = GrowingText(tokenizer, ticket.tokens, stop) if tokenizer is not None else None
+        self._pieces: list[Piece] = []
+        self._tokens: list[int] = []
+        self._changed = threading.Condition()
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._error: BaseException | None = None
+        self._before: Stats | None = None  # of the rows that it had before it was put back
+        self._current: Stats | None = None
+
+    # --- for its owner -------------------------------------------------------------------------------------------------
+
+    @property
+    def text(self) -> str:
+        """What there is so far; without a tokenizer, nothing."""
+        with self._changed:
+            return "".join(piece.text for piece in self._pieces)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Generated so far."""
+        with self._changed:
+            return tuple(self._tokens)
+
+    @property
+    def acceptance(self) -> metrics.Acceptance | None:
+        """How the drafts fared so far; None before the first decode call."""
+        with self._changed:
+            stats = _added(self._before, self._current)
+        return None if stats is None else metrics.summarise(stats)
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the end.
+
+        Raises:
+            TimeoutError: it took longer than ``timeout`` seconds. The text goes on.
+            CancelledError: it was cancelled.
+            EngineError: the engine ended with an error.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
+                raise TimeoutError(f"not finished after {timeout:g} seconds")
+        self._raise_if_broken()
+        acceptance = self.acceptance
+        assert acceptance is not None  # a text has at least one token
+        return Generation(self.text, self.tokens, acceptance)
+
+    def cancel(self) -> None:
+        """End it. Its row is free for others within one decode call."""
+        self._cancel(self.ticket)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """The pieces as they come. Raises as `result`."""
+        number = 0
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._pieces) > number or self.finish_reason is not None)  # noqa: B023
+                pieces = self._pieces[number:]
+            if not pieces:
+                self._raise_if_broken()
+                return
+            number += len(pieces)
+            yield from pieces
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """As `__iter__`, without blocking the event loop."""
+        number, changed = 0, asyncio.Event()
+        listener = (asyncio.get_running_loop(), changed)
+        with self._changed:
+            self._listeners.append(listener)
+        try:
+            while True:
+                changed.clear()
+                with self._changed:
+                    pieces, over = self._pieces[number:], self.finish_reason is not None
+                for piece in pieces:
+                    yield piece
+                number += len(pieces)
+                if over and not pieces:
+                    self._raise_if_broken()
+                    return
+                if not pieces:
+                    await changed.wait()
+        finally:
+            with self._changed:
+                self._listeners.remove(listener)
+
+    def _raise_if_broken(self) -> None:
+        if self.finish_reason == "cancelled":
+            raise CancelledError("the text was cancelled")
+        if self.finish_reason == "error":
+            raise EngineError("the engine could not go on") from self._error
+
+    # --- for the engine ------------------------------------------------------------------------------------------------
+
+    def take_stats(self, stats: Stats) -> Stats:
+        """Keep what a row counts since its text was admitted, ``[1]``; what is new in it."""
+        with self._changed:
+            before, self._current = self._current, stats
+        return stats if before is None else jax.tree.map(np.subtract, stats, before)
+
+    def put_back(self) -> None:
+        """It lost its row; another one will count from zero."""
+        with self._changed:
+            self._before, self._current = _added(self._before, self._current), None
+
+    def deliver(self, tokens: Sequence[int], done: bool) -> bool:
+        """There are new ``tokens``, after which the text may be over. False where they completed a stop string."""
+        if not tokens and not done:
+            return True
+        new, piece = tuple(tokens), ""
+        if self._growing is not None:
+            known = len(self._growing.tokens)
+            piece = self._growing.push(tokens)
+            if done:
+                piece += self._growing.finish()
+            new = tuple(self._growing.tokens[known:])
+        stopped = self._growing is not None and self._growing.stopped
+        reason: FinishReason | None = None
+        if stopped:
+            reason = "stop"
+        elif done:
+            reason = "stop" if tokens and tokens[-1] in self.settings["eos"] else "length"
+        self._add(Piece(piece, new), reason)
+        return not stopped
+
+    def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
+        """It is over without being finished."""
+        with self._changed:
+            if self.finish_reason is None:
+                self._error = error
+                self._finish(reason)
+
+    def _add(self, piece: Piece, reason: FinishReason | None) -> None:
+        with self._changed:
+            if self.finish_reason is not None:
+                return
+            if piece.tokens and self.times.first_token is None:
+                self.times.first_token = time.perf_counter()
+            self._pieces.append(piece)
+            self._tokens = list(self._growing.tokens) if self._growing is not None else [*self._tokens, *piece.tokens]
+            if reason is not None:
+                self._finish(reason)
+            else:
+                self._tell()
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish_reason, self.times.finished = reason, time.perf_counter()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for loop, changed in self._listeners:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(changed.set)
+
+
+def _added(one: Stats | None, other: Stats | None) -> Stats | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return jax.tree.map(np.add, one, other)

@@ -1,0 +1,394 @@
+"""Who has a row, and which pages: the decisions of continuous batching, in plain Python.
+
+The scheduler computes nothing. It says what is to be read and how far rows may go, the engine does it on the device, and tells
+what came of it. First come, first served: requests have rows in the order in which they came, prompts are read one after
+another, and where pages run out the newest request gives way. It loses no text: it waits, and is read again, with what it has
+generated so far as a part of its prompt.
+
+The oldest request always comes to its end: it is the last to give way, and `Scheduler.submit` refuses what would need more
+pages than there are.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.serving.pages import PagePool, Prefix
+
+
+class QueueFullError(InputError):
+    """As many requests wait as may."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request, from its submission to its end.
+
+    Attributes:
+        number: counts submissions.
+        tokens: prompt and what was generated so far.
+        prompt_length: tokens of the prompt.
+        most: new tokens.
+        state: where it is.
+        row: its row, while it has one.
+        put_back: how often it had to give way.
+    """
+
+    number: int
+    tokens: list[int]
+    prompt_length: int
+    most: int
+    state: Literal["waiting", "reading", "running", "done", "cancelled"] = "waiting"
+    row: int | None = None
+    put_back: int = 0
+
+
+@dataclass(frozen=True)
+class Read:
+    """A piece of a prompt that is to be read now.
+
+    Attributes:
+        ticket: whose.
+        row: its row.
+        start: how many tokens are committed before it. Their pages are in the table.
+        width: tokens to compute.
+        count: of those, how many count: from ``start`` on.
+        is_first: the row is new on the device, and begins with ``start`` tokens that another one has read.
+        is_last: afterwards the prompt is read, but for its last token, with which decoding begins.
+        border: where ``is_first``, what `Scheduler.was_read` was told at ``start``; None at 0.
+    """
+
+    ticket: Ticket
+    row: int
+    start: int
+    width: int
+    count: int
+    is_first: bool
+    is_last: bool
+    border: Any
+
+
+@dataclass
+class _Row:
+    """What a ticket that has a row holds.
+
+    Attributes:
+        ticket: it.
+        read: tokens of its prompt that are committed; None: its first piece has not been given out.
+        prefixes: chunks that it shares.
+        pages: its own, after those.
+    """
+
+    ticket: Ticket
+    read: int | None = None
+    prefixes: list[Prefix] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Rows and pages for requests. See the module. Not for several threads at once.
+
+    Attributes:
+        table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
+
+    Examples:
+        >>> from specjax.serving.scheduler import Scheduler
+        >>> scheduler = Scheduler(rows=2, pages=8, page=4, chunk=4, capacity=16)
+        >>> ticket = scheduler.submit([5, 6, 7, 8, 9, 5], most=3)
+        >>> for _ in range(2):
+        ...     (read,) = scheduler.next_reads()
+        ...     print(read.start, read.count, read.is_last)
+        ...     scheduler.was_read(read, border=None)
+        0 4 False
+        4 1 True
+        >>> scheduler.reserve(4)  # nobody has to give way
+        []
+        >>> scheduler.decoded(row=0, tokens=[1, 2, 3], done=True)
+        >>> ticket.tokens, scheduler.idle
+        ([5, 6, 7, 8, 9, 5, 1, 2, 3], True)
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: int,
+        pages: int,
+        page: int,
+        chunk: int,
+        capacity: int,
+        tails: Sequence[int] = (),
+        shards: int = 1,
+        max_waiting: int | None = None,
+    ) -> None:
+        """All rows and pages free.
+
+        Args:
+            rows: texts at a time, a multiple of ``shards``.
+            pages: of each shard.
+            page: tokens of a page.
+            chunk: tokens of a prompt that are read at a time, a multiple of ``page``.
+            capacity: most tokens of a text, prompt and output.
+            tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
+            shards: equal groups of rows, with a pool of pages each.
+            max_waiting: most tickets that wait; None: any number.
+        """
+        self._page, self._chunk, self._capacity = page, chunk, capacity
+        self._widths = (*sorted(tails), chunk)
+        self._max_waiting = max_waiting
+        self._pools = [PagePool(pages) for _ in range(shards)]
+        self._rows: list[_Row | None] = [None] * rows
+        self._waiting: list[Ticket] = []
+        self._submitted = 0
+        self._none = pages
+        self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
+
+    # --- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], most: int) -> Ticket:
+        """A request for at most ``most`` tokens after ``prompt``.
+
+        Raises:
+            InputError: it can never be served; says why.
+            QueueFullError: too many wait.
+        """
+        if not prompt or most < 1:
+            raise InputError(f"prompt of {len(prompt)} tokens, most={most}: both must be at least 1")
+        if len(prompt) + most > self._capacity:
+            raise InputError(
+                f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} make {len(prompt) + most} tokens, and there is room "
+                f"for {self._capacity}: shorten the prompt, or give a larger capacity"
+            )
+        needed, total = -(-(len(prompt) + most - 1) // self._page), self._pools[0].total
+        if needed > total:
+            raise InputError(
+                f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
+                f"there are {total}: shorten the prompt, or give more pages"
+            )
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
+        ticket = Ticket(self._submitted, list(prompt), len(prompt), most)
+        self._submitted += 1
+        self._waiting.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End it, wherever it is; nothing happens where it has ended."""
+        if ticket.state == "waiting":
+            self._waiting.remove(ticket)
+        elif ticket.row is not None:
+            self._leave(ticket)
+        else:
+            return
+        ticket.state = "cancelled"
+
+    # --- prompts -------------------------------------------------------------------------------------------------------
+
+    def next_reads(self, budget: int | None = None) -> list[Read]:
+        """What is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
+
+        Free rows are given to those who wait first. Pieces begin at multiples of ``chunk``, whatever other prompts share: so a
+        text is computed in the same way, whoever was there before.
+        """
+        self._give_rows()
+        reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
+        return [read for read in reads if read is not None]
+
+    def was_read(self, read: Read, border: Any) -> None:
+        """The engine has read it. ``border`` is what the drafter knows now; it is kept with the chunk for others."""
+        row = self._rows[read.row]
+        if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
+            return
+        row.read = read.start + read.count
+        if read.count == self._chunk:
+            above = row.prefixes[-1] if row.prefixes else None
+            has_all_before = len(row.prefixes) * self._chunk == read.start
+            count = self._chunk // self._page
+            if has_all_before:
+                key = tuple(read.ticket.tokens[read.start : row.read + 1])
+                made = self._pool(read.row).register(above, key, tuple(row.pages[:count]), border)
+                if made is not None:
+                    row.prefixes.append(made)
+                    del row.pages[:count]
+        if read.is_last:
+            read.ticket.state = "running"
+
+    def _give_rows(self) -> None:
+        while self._waiting:
+            ticket = self._waiting[0]
+            free = [row for row, holder in enumerate(self._rows) if holder is None]
+            if not free:
+                return
+            row = max(free, key=lambda row: (self._pool(row).available, -row))
+            others = sum(self._shard(number) == self._shard(row) for number in self._occupied)
+            # Each of the others may soon need a page; who came when there is none would have to give way at once.
+            wanted = min(self._chunk, len(ticket.tokens)) // self._page + 1
+            if others and self._pool(row).available < wanted + others:
+                return
+            del self._waiting[0]
+            ticket.state, ticket.row = "reading", row
+            self._rows[row] = _Row(ticket)
+            self.table[row] = self._none
+
+    def _next_read(self, shard: int, budget: int | None) -> Read | None:
+        """The next piece of the oldest prompt of a ``shard`` that is not read yet."""
+        reading = [row for row in self._occupied if self._shard(row) == shard and self._holder(row).ticket.state == "reading"]
+        if not reading:
+            return None
+        number = min(reading, key=lambda row: self._holder(row).ticket.number)
+        row = self._holder(number)
+        ticket, wanted = row.ticket, len(row.ticket.tokens) - 1
+        if is_first := row.read is None:
+            chain = self._pools[shard].find(ticket.tokens, self._chunk, wanted)
+            start = len(chain) * self._chunk
+        else:
+            chain, start = row.prefixes, row.read or 0
+        count = min(wanted - start, self._chunk)
+        width = next(width for width in self._widths if width >= count)
+        if budget is not None and width > budget:
+            return None
+        if is_first:
+            for prefix in chain:
+                self._pools[shard].hold(prefix)
+            row.prefixes, row.read = chain, start
+            self._fill(number)
+        if not self._grow(number, start + count):
+            if is_first and ticket.row is not None:  # it still has its row, and will begin anew
+                self._release_pages(number)
+                row.read = None
+            return None
+        border = chain[-1].border if is_first and chain else None
+        return Read(ticket, number, start, width, count, is_first, start + count == wanted, border)
+
+    # --- decoding ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, ahead: int) -> list[Ticket]:
+        """See to it that every running row has pages for ``ahead`` tokens more, or for all that it may still become.
+
+        Returns:
+            The tickets that had to give way.
+        """
+        before = {self._holder(row).ticket for row in self._occupied}
+        for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):
+            row = self._rows[number]
+            if row is None or row.ticket.state != "running":  # it has given way
+                continue
+            ticket = row.ticket
+            most = ticket.prompt_length + ticket.most - 1
+            self._grow(number, min(len(ticket.tokens) - 1 + ahead, most))
+        return sorted((ticket for ticket in before if ticket.state == "waiting"), key=lambda ticket: ticket.number)
+
+    def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
+        """A running row has come to new ``tokens``; ``done``: its text is finished."""
+        ticket = self._holder(row).ticket
+        ticket.tokens.extend(tokens)
+        if done:
+            self._leave(ticket)
+            ticket.state = "done"
+
+    def swap(self, order: Sequence[int]) -> None:
+        """Rows were rearranged on the device: row i holds now what row ``order[i]`` held, of the same shard."""
+        self._rows = [self._rows[row] for row in order]
+        self.table = self.table[list(order)]
+        for number in self._occupied:
+            self._holder(number).ticket.row = number
+
+    # --- what there is -------------------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[int]:
+        """The rows in which texts are generated."""
+        return [row for row in self._occupied if self._holder(row).ticket.state == "running"]
+
+    @property
+    def occupied(self) -> int:
+        """How many rows have a text, running or not."""
+        return len(self._occupied)
+
+    @property
+    def waiting(self) -> int:
+        """How many tickets have no row."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, is read or runs."""
+        return not self._waiting and not self._occupied
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that could be taken now, of all shards."""
+        return sum(pool.available for pool in self._pools)
+
+    def ticket_of(self, row: int) -> Ticket | None:
+        """Whose text a row has."""
+        holder = self._rows[row]
+        return None if holder is None else holder.ticket
+
+    # --- pages ---------------------------------------------------------------------------------------------------------
+
+    def _grow(self, number: int, tokens: int) -> bool:
+        """See to it that a row has pages for ``tokens``. Others that are newer give way first, and at last it does itself:
+        False."""
+        row, pool = self._holder(number), self._pool(number)
+        while True:
+            held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
+            missing = -(-tokens // self._page) - held
+            if missing <= 0:
+                return True
+            taken = pool.take(missing)
+            if taken is not None:
+                row.pages += taken
+                self._fill(number)
+                return True
+            of_shard = [each for each in self._occupied if self._shard(each) == self._shard(number)]
+            holders = [each for each in of_shard if self._holder(each).prefixes or self._holder(each).pages or each == number]
+            newest = max(holders, key=lambda each: self._holder(each).ticket.number)
+            self._put_back(self._holder(newest).ticket)
+            if newest == number:
+                return False
+
+    def _put_back(self, ticket: Ticket) -> None:
+        self._leave(ticket)
+        ticket.state = "waiting"
+        ticket.put_back += 1
+        insort(self._waiting, ticket, key=lambda each: each.number)
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Its row and pages are free."""
+        assert ticket.row is not None
+        self._release_pages(ticket.row)
+        self._rows[ticket.row] = None
+        ticket.row = None
+
+    def _release_pages(self, number: int) -> None:
+        row, pool = self._holder(number), self._pool(number)
+        for prefix in row.prefixes[::-1]:
+            pool.let_go(prefix)
+        pool.give_back(row.pages)
+        row.prefixes, row.pages = [], []
+        self.table[number] = self._none
+
+    def _fill(self, number: int) -> None:
+        """Write the row's line of the table."""
+        row = self._holder(number)
+        pages = [page for prefix in row.prefixes for page in prefix.pages] + row.pages
+        self.table[number, : len(pages)] = pages
+
+    @property
+    def _occupied(self) -> list[int]:
+        return [number for number, row in enumerate(self._rows) if row is not None]
+
+    def _holder(self, number: int) -> _Row:
+        row = self._rows[number]
+        assert row is not None
+        return row
+
+    def _shard(self, row: int) -> int:
+        return row * len(self._pools) // len(self._rows)
+
+    def _pool(self, row: int) -> PagePool:
+        return self._pools[self._shard(row)]
