@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
-from specjax.serving.scheduler import Scheduler
 
 import specjax
 from benchmarks import arrivals_tables, decode
@@ -37,6 +36,7 @@ from specjax.models.transformer import Target
 from specjax.reports import pictures
 from specjax.reports.arrivals import Spread, Stay, stays_of
 from specjax.serving import Engine
+from specjax.serving.scheduler import Scheduler
 
 Part = Literal["batches", "rates", "prefix", "first-token"]
 
@@ -363,8 +363,8 @@ CHUNKS = (1, 2, 4)
 def measure_first_token(config: ArrivalsConfig, models: Models, engine: Engine) -> list[dict[str, Any]]:
     """How soon a text begins in the last free row, while in all others long texts are generated.
 
-    A chunk of its prompt is read between two decode calls, so it waits for about as many calls as it has chunks: the rest of the
-    one that is running, one after each chunk but the last, and the one that gives the token.
+    A chunk of its prompt is read between two decode calls, so it waits for about as many calls as it has chunks: the rest of
+    the one that is running, one after each chunk but the last, and the one that gives the token.
     """
     random = np.random.default_rng(0)
 
