@@ -159,9 +159,14 @@ def engines_of(config: ArrivalsConfig, models: Models) -> dict[str, Engine]:
         drafts |= {config.draft: (config.draft,)}
     if models.drafter is not None and "rates" in config.parts:
         drafts |= {BY_LOAD: (None, *config.drafts)}
-    sizes = {"rows": config.rows, "steps": config.steps}
     return {
-        name: Engine(models.target, None if name == "plain" else models.drafter, drafts=shapes, **sizes)
+        name: Engine(
+            models.target,
+            None if name == "plain" else models.drafter,
+            rows=config.rows,
+            drafts=shapes,
+            steps=config.steps,
+        )
         for name, shapes in drafts.items()
     }
 
