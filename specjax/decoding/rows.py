@@ -2,7 +2,7 @@
 
 `empty` makes a state whose rows are free. A text is given a row by `admit`; its prompt is read by `read_chunk`, piece by piece,
 between two calls of `decode_rows`, in which the other rows go on; and when it is done another text may have its row. The caches
-lie in pages (`specjax.models.cache.PagedCache`). Who has which page is decided on the host, whose table goes into every call.
+lie in pages (`specjax.models.cache.PagedCache`). The host decides who has which page, and gives the table to every call.
 
 Everything here is compiled for a number of rows and a shape of draft: whatever comes, nothing is compiled again.
 """
@@ -194,7 +194,8 @@ def admit(
         state: donated.
         row: a number.
         text: the text.
-        cached: how many of its tokens have been read already, for another text, whose pages are in this row's table.
+        cached: how many of its tokens have been read already, for another text, whose pages are in this row's table. The token
+            after them is the same in both texts, too: drafters pair a token with the one after it.
         border: what the drafter knew of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
         group: whose row of ``border`` it is; 0 without a mesh.
 

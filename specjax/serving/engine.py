@@ -173,6 +173,7 @@ class Engine:
         self._state = device.empty(target, self._first, rows=rows, ends=ENDS, depth=self._depth, **self._sizes)
         self._fresh = device.fresh_border(target, self._first, **self._sizes)
         self._choice = DraftChoice(shapes, self._warm_up())
+        self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "put_back": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
@@ -322,6 +323,7 @@ class Engine:
                 for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
                     self._counts["read"] += read.count
                     self._counts["shared"] += read.start if read.is_first else 0
+                    self._counts["put_back"] += bool(read.is_first and read.ticket.put_back)
                     self._scheduler.was_read(read, (border, np.int32(group)))
             if running:
                 left -= max(read.width for read in reads)
@@ -341,6 +343,8 @@ class Engine:
             limit=np.int32(ticket.prompt_length + ticket.most),
             **handle.settings,
         )
+        self._admitted[read.row] = ticket
+        handle.admitted()
         row, start = np.int32(read.row), np.int32(read.start)
         self._state = device.admit(self.target, self._first, self._state, row, words, start, border, group)
 
@@ -372,15 +376,14 @@ class Engine:
             drafter = self._drafters[number]
             is_busy = scheduler.waiting or len(scheduler.running) < scheduler.occupied
             steps = max(1, self.steps // 4) if is_busy else self.steps
-            for ticket in scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1):
-                self._counts["put_back"] += 1
-                self._handles[ticket].put_back()
+            scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
             if not scheduler.running:
                 return
             order = self._compact(width)
             tickets = [scheduler.ticket_of(row) for row in range(self.rows)]
             snapshot = {row: (tickets[row], self._handles[tickets[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
-            free = np.array([ticket is None for ticket in tickets])
+            # Also where another has a row, and is not on the device yet.
+            free = np.array([ticket is None or ticket is not self._admitted[row] for row, ticket in enumerate(tickets)])
             table, until_any_done = scheduler.table.copy(), np.bool_(scheduler.waiting > 0)
         if order is not None:
             self._state = device.rearrange(self._state, order)
@@ -401,6 +404,7 @@ class Engine:
             return None
         order = np.array([*running, *(row for row in range(self.rows) if row not in set(running))], np.int32)
         self._scheduler.swap(order.tolist())
+        self._admitted = [self._admitted[row] for row in order]
         return order
 
     def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], started: float) -> None:

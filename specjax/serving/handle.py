@@ -188,8 +188,8 @@ class Handle:
             before, self._current = self._current, stats
         return stats if before is None else jax.tree.map(np.subtract, stats, before)
 
-    def put_back(self) -> None:
-        """It lost its row; another one will count from zero."""
+    def admitted(self) -> None:
+        """It has a row, which counts from zero. It may have had another one before."""
         with self._changed:
             self._before, self._current = _added(self._before, self._current), None
 

@@ -168,7 +168,8 @@ class Scheduler:
                 f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
                 f"there are {total}: shorten the prompt, or give more pages"
             )
-        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting:
+        free = len(self._rows) - self.occupied
+        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
         ticket = Ticket(self._submitted, list(prompt), len(prompt), most)
         self._submitted += 1
@@ -256,9 +257,6 @@ class Scheduler:
             row.prefixes, row.read = chain, start
             self._fill(number)
         if not self._grow(number, start + count):
-            if is_first and ticket.row is not None:  # it still has its row, and will begin anew
-                self._release_pages(number)
-                row.read = None
             return None
         border = chain[-1].border if is_first and chain else None
         return Read(ticket, number, start, width, count, is_first, start + count == wanted, border)
@@ -269,7 +267,7 @@ class Scheduler:
         """See to it that every running row has pages for ``ahead`` tokens more, or for all that it may still become.
 
         Returns:
-            The tickets that had to give way.
+            The tickets that had to give way. (So may some in `next_reads`: `Ticket.put_back` counts both.)
         """
         before = {self._holder(row).ticket for row in self._occupied}
         for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):

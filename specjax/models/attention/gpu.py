@@ -109,7 +109,7 @@ def _kernel(
     in_pages: bool,
 ) -> None:
     """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
-    table_ref, (count_ref, since_ref, *refs) = (refs[0], refs[1:]) if in_pages else (None, refs)
+    table_ref, (count_ref, since_ref, *refs) = (refs[0], refs[1:]) if in_pages else (None, refs)  # pyright: ignore
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + entry_parts], refs[parts + entry_parts :]
     others_refs, out_refs = refs[: others * (1 + entry_parts)], refs[others * (1 + entry_parts) :]
     b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)

@@ -55,7 +55,7 @@ class Filled:
     def block_width(self, block: int) -> int:
         """How many slots are attended to at a time, as the function of that name says; of a cache in pages, whole pages.
 
-        Pages are put side by side before they are attended to: blocks of them are narrower, so that fewer are put there in vain.
+        Pages are put side by side before they are attended to: blocks of them are narrower, so that few are put there in vain.
         """
         if self.table is None:
             return block_width(self.slots, block)

@@ -1,0 +1,505 @@
+"""Rows that come and go. What is free holds NaN here: every page that no text has, and every slot beyond a text."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import Sampling, sharding
+from specjax.decoding import rows
+from specjax.drafters import (
+    MTP,
+    CompressedCache,
+    DraftModel,
+    Eagle3,
+    Medusa,
+    MixtureOfAttentions,
+    PromptLookup,
+    SnapKV,
+    Streaming,
+)
+from specjax.drafters.pausable import ROOM, Pausable
+from specjax.models import params
+from specjax.models.cache import PagedCache
+from tests.conftest import SHAPES, compilations, outputs, tiny_target
+
+ROWS, CAPACITY, PAGE, CHUNK = 4, 48, 8, 16
+KEY = jax.random.key(5)
+ENDS = np.full(8, -1, np.int32)
+TARGET = tiny_target()
+KINDS = {
+    "eagle3": lambda target, shape: Eagle3.init(target, KEY, shape),
+    "mtp": lambda target, shape: MTP.init(target, KEY, shape, modules=2),
+    "medusa": lambda target, shape: Medusa.init(target, KEY, shape),
+    "draft model": lambda target, shape: DraftModel.init(target, KEY, shape, num_layers=1),
+    "draft model in a ring": lambda target, shape: replace(
+        DraftModel.init(target, KEY, shape, num_layers=1), cache=Streaming(sinks=1), budget=12
+    ),
+    "moa": lambda target, shape: MixtureOfAttentions.init(target, KEY, shape, tli=1),
+    "streaming": lambda target, shape: CompressedCache(budget=12, draft=shape),
+    "snapkv": lambda target, shape: CompressedCache(budget=12, scheme=SnapKV(window=3), draft=shape),
+    "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
+}
+OFTEN = ("eagle3", "draft model", "snapkv", "prompt lookup")  # the others every time in tests/evaluation/test_conformance.py
+EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in OFTEN)) for kind in KINDS]
+
+
+def make(kind: str, shape: str = "chain", target=TARGET) -> Pausable:
+    return Pausable(KINDS[kind](target, SHAPES[shape]))
+
+
+def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, ends=(), top_p: float = 0.9) -> rows.Text:
+    tokens = np.zeros(CAPACITY, np.int32)
+    tokens[: len(prompt)] = prompt
+    eos = ENDS.copy()
+    eos[: len(ends)] = ends
+    return rows.Text(
+        tokens=tokens,
+        length=np.int32(len(prompt)),
+        limit=np.int32(len(prompt) + most),
+        key=jax.random.key(100 + number),
+        eos=eos,
+        temperature=np.float32(temperature),
+        top_k=np.int32(0),
+        top_p=np.float32(top_p),
+        min_p=np.float32(0),
+    )
+
+
+def some_text(rng: np.random.Generator, number: int, length: int, most: int, ends=()) -> rows.Text:
+    return a_text(rng.integers(0, 11, length), most, number, temperature=number % 2, ends=ends)
+
+
+def alone(text: rows.Text, target=TARGET) -> list[int]:
+    """The whole text, as plain decoding has it. All texts share a program."""
+    prompt = np.zeros((1, CHUNK * 2), np.int32)
+    prompt[0] = text.tokens[: CHUNK * 2]
+    result = specjax.generate(
+        target,
+        None,
+        prompt,
+        [int(text.length)],
+        max_new_tokens=[int(text.limit - text.length)],
+        sampling=Sampling(float(text.temperature), 0, float(text.top_p)),
+        key=text.key[None],
+        eos_token_ids=text.eos[text.eos >= 0].tolist(),
+        rule="coupled",
+    )
+    return outputs(result)[0]
+
+
+@partial(jax.jit, donate_argnums=0)
+def spoil(state, pages):
+    """NaN in ``pages``, in all pools; those out of range are none."""
+
+    def one(node):
+        if not isinstance(node, PagedCache):
+            return node
+        return node.replace(layers=jax.tree.map(lambda pool: pool.at[pages].set(jnp.nan, mode="drop"), node.layers))
+
+    return jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, PagedCache))
+
+
+class Host:
+    """A host that gives out rows and pages, of one group of each pool."""
+
+    def __init__(self, drafter: Pausable, target=TARGET, count: int = ROWS, seed: int = 0, depth: int | None = None) -> None:
+        self.target, self.drafter, self.paused = target, drafter, replace(drafter, paused=True)
+        self.each = CAPACITY // PAGE
+        self.groups = 1 if target.mesh is None else target.mesh.shape["data"]
+        self.pages = count // self.groups * self.each + 1
+        sizes = {"capacity": CAPACITY, "pages": self.pages, "page": PAGE}
+        self.state = rows.empty(target, drafter, rows=count, depth=depth, **sizes)
+        self.state = spoil(self.state, np.arange(self.groups * self.pages, dtype=np.int32))
+        self.fresh = rows.fresh_border(target, drafter, **sizes)
+        rng = np.random.default_rng(seed)
+        self.free = [rng.permutation(self.pages).tolist() for _ in range(self.groups)]
+        self.table = np.full((count, self.each), self.pages, np.int32)
+        self.texts: dict[int, rows.Text] = {}
+        self.left: list[int] = []
+
+    def group(self, row: int) -> int:
+        return row // (len(self.table) // self.groups)
+
+    def admit(self, row: int, text: rows.Text, cached: int = 0, border=None, pages=()) -> None:
+        """Pages of its own for all but the first ``cached`` tokens, which lie in ``pages``."""
+        self.texts[row] = text
+        own = [self.free[self.group(row)].pop() for _ in range(-(-int(text.limit) // PAGE) - len(pages))]
+        self.table[row] = np.resize([*pages, *own, *[self.pages] * self.each], self.each)
+        at_group = np.int32(0 if border is None else self.group(row))
+        border = self.fresh if border is None else border
+        self.state = rows.admit(self.target, self.drafter, self.state, np.int32(row), text, np.int32(cached), border, at_group)
+
+    def read(self, *numbers: int, cached: int = 0) -> list:
+        """The prompts of these rows, of one in each group, side by side; the borders of the chunks."""
+        ends = [int(self.texts[row].length) - 1 for row in numbers]
+        read, borders = [cached] * len(numbers), []
+        while True:
+            counts = [min(CHUNK, end - done) for end, done in zip(ends, read, strict=True)]
+            read = [done + count for done, count in zip(read, counts, strict=True)]
+            last = np.array([done == end for end, done in zip(ends, read, strict=True)])
+            given = np.array(numbers, np.int32), np.array(counts, np.int32), last
+            self.state, border = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
+            borders.append(border)
+            if last.all():
+                return borders
+
+    def begin(self, row: int, text: rows.Text) -> None:
+        self.admit(row, text)
+        self.read(row)
+
+    def decode(self, drafter: Pausable, steps: int = 100, until_any_done: bool = False, width: int | None = None):
+        free = np.array([row not in self.texts for row in range(len(self.table))])
+        self.state, progress = rows.decode_rows(
+            self.target,
+            drafter,
+            self.state,
+            self.table,
+            free,
+            np.int32(steps),
+            np.bool_(until_any_done),
+            width=width or len(self.table),
+        )
+        return sharding.to_host(progress, self.target.mesh)
+
+    def catch_up(self) -> None:
+        self.state = rows.catch_up(self.target, self.drafter, self.state, self.table, width=len(self.table))
+
+    def leave(self, row: int) -> None:
+        """The row is free, and NaN stands in what were its own pages."""
+        del self.texts[row]
+        own = [int(page) for page in self.table[row] if page < self.pages and (self.table == page).sum() == 1]
+        self.table[row] = self.pages
+        self.free[self.group(row)] += own
+        self.state = spoil(self.state, np.resize([*own, *[self.pages] * self.each], self.each).astype(np.int32))
+
+    def rearrange(self, order) -> None:
+        self.state = rows.rearrange(self.state, np.array(order, np.int32))
+        self.table = self.table[order]
+        self.texts = {row: self.texts[old] for row, old in enumerate(order) if old in self.texts}
+
+
+def row_of(progress, row: int) -> list[int]:
+    return progress.tokens[row, : progress.lengths[row]].tolist()
+
+
+def own_state(host: Host, row: int) -> list[np.ndarray]:
+    """What the drafter knows in a row: its caches as far as they are filled, and all else. What lies beyond has no meaning."""
+    own = rows.with_table(host.state.drafter.own, jnp.asarray(host.table))
+    found = []
+
+    def one(node) -> None:
+        if isinstance(node, PagedCache):
+            length = int(node.length[row])
+            entries = node.gather(jnp.broadcast_to(jnp.arange(CAPACITY)[None], (len(host.table), CAPACITY)))
+            found.extend(np.asarray(part[row, :, :length]) for part in jax.tree.leaves(entries))
+            found.append(np.asarray(length))
+        else:
+            found.append(np.asarray(node[row]))
+
+    jax.tree.map(one, own, is_leaf=lambda node: isinstance(node, PagedCache))
+    return found
+
+
+def assert_same(here: list[np.ndarray], there: list[np.ndarray]) -> None:
+    for one, other in zip(here, there, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+# --- one by one ------------------------------------------------------------------------------------------------------
+
+
+def test_free_rows_do_nothing() -> None:
+    host = Host(make("prompt lookup"))
+    assert host.state.done.all() and host.state.cache.table.shape == (ROWS, CAPACITY // PAGE)
+    progress = host.decode(host.drafter)
+    assert progress.done.all() and progress.lengths.tolist() == [1] * ROWS and not progress.stats.steps.any()
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK])
+def test_a_prompt_is_read_in_chunks_to_its_last_token_but_one(length) -> None:
+    host, text = Host(make("eagle3")), some_text(np.random.default_rng(length), 1, length, 5)
+    host.admit(2, text)
+    assert bool(host.state.done[2])  # not decoded before it has been read
+    borders = host.read(2)
+    assert len(borders) == max(1, -(-(length - 1) // CHUNK))
+    assert host.state.done.tolist() == [True, True, False, True]
+    assert host.state.cache.length.tolist() == [0, 0, length - 1, 0]
+    assert row_of(host.decode(host.drafter), 2) == alone(text)
+
+
+def test_a_row_that_is_read_leaves_the_others_alone() -> None:
+    rng, host = np.random.default_rng(0), Host(make("eagle3"))
+    first, second = (some_text(rng, number, 2 * CHUNK, 10) for number in (1, 2))
+    host.begin(0, first)
+    host.admit(3, second)
+    before = own_state(host, 0)
+    for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
+        count = min(CHUNK, int(second.length) - 1 - start)
+        given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
+        host.state, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
+        if not start:
+            assert_same(own_state(host, 0), before)
+            assert host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK  # as long as its prompt, which is not read yet
+    progress = host.decode(host.drafter)
+    assert [row_of(progress, row) for row in (0, 3)] == [alone(first), alone(second)]
+
+
+def test_end_tokens_and_limits() -> None:
+    rng, host = np.random.default_rng(1), Host(make("prompt lookup"))
+    texts = [some_text(rng, number, 5, 12) for number in range(4)]
+    plain = [alone(text) for text in texts]
+    for number in (1, 2):  # a token that the text has, and one of many
+        texts[number].eos[:number] = [plain[number][8], 10][:number]
+        plain[number] = alone(texts[number])
+        assert len(plain[number]) < 5 + 12
+    for row, text in enumerate(texts):
+        host.begin(row, text)
+    progress = host.decode(host.drafter)
+    assert [row_of(progress, row) for row in range(4)] == plain
+    assert progress.done.all()
+
+
+def test_a_row_that_is_done_ends_the_steps_where_that_is_asked() -> None:
+    rng, host = np.random.default_rng(2), Host(make("prompt lookup"))
+    texts = [some_text(rng, number, 4, most) for number, most in enumerate((12, 3, 20))]
+    for row, text in enumerate(texts):
+        host.begin(row, text)
+    progress = host.decode(host.paused, until_any_done=True)
+    assert progress.done.tolist() == [False, True, False, True]
+    assert progress.lengths.tolist() == [7, 7, 7, 1]
+    progress = host.decode(host.paused, 2, until_any_done=True)  # one that was done before ends nothing
+    assert progress.lengths.tolist() == [9, 7, 9, 1]
+    progress = host.decode(host.paused)
+    assert [row_of(progress, row) for row in range(3)] == [alone(text) for text in texts]
+
+
+def test_rows_beyond_the_width_stay_as_they_are() -> None:
+    rng, host = np.random.default_rng(3), Host(make("eagle3"))
+    texts = [some_text(rng, number, 9, 10) for number in range(4)]
+    for row, text in enumerate(texts):
+        host.begin(row, text)
+    before = own_state(host, 3)
+    progress = host.decode(host.drafter, width=2)
+    assert progress.done.tolist() == [True, True, False, False] and progress.lengths[2:].tolist() == [9, 9]
+    assert_same(own_state(host, 3), before)
+    host.rearrange([3, 1, 0, 2])
+    progress = host.decode(host.drafter, 2, width=2)
+    assert progress.done.tolist() == [False, True, True, False]
+    host.rearrange([0, 3, 1, 2])
+    progress = host.decode(host.drafter, width=2)
+    assert [row_of(progress, row) for row in range(4)] == [alone(texts[number]) for number in (3, 2, 1, 0)]
+
+
+def test_a_retired_row_reads_and_writes_nothing() -> None:
+    rng, host = np.random.default_rng(4), Host(make("draft model"))
+    texts = [some_text(rng, number, 9, 20) for number in range(3)]
+    for row in (0, 1):
+        host.begin(row, texts[row])
+    host.decode(host.drafter, 2)
+    host.leave(0)
+    progress = host.decode(host.drafter, 1)
+    assert progress.done.tolist() == [True, False, True, True] and progress.lengths[0] == 1
+    assert host.state.cache.length[0] == 0 and host.state.drafter.own.cache.length[0] == 0
+    host.begin(0, texts[2])  # in the pages that held another text, and now NaN
+    progress = host.decode(host.drafter)
+    assert [row_of(progress, row) for row in (0, 1)] == [alone(texts[2]), alone(texts[1])]
+
+
+def test_a_text_that_is_put_back_goes_on_as_if_nothing_had_been() -> None:
+    rng, host = np.random.default_rng(5), Host(make("eagle3"))
+    text = some_text(rng, 1, 9, 20)
+    host.begin(0, text)
+    so_far = row_of(host.decode(host.paused, 6), 0)
+    host.leave(0)
+    host.begin(2, replace(a_text(so_far, 0, 1, text.temperature), limit=text.limit))
+    assert len(so_far) == 15
+    assert row_of(host.decode(host.drafter), 2) == alone(text)
+
+
+# --- a beginning that another text has read --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
+    """Not its text alone, which is the target's whatever the drafter knows: what the drafter knows, and every verdict."""
+    rng, host = np.random.default_rng(6), Host(make(kind))
+    first = some_text(rng, 0, 2 * CHUNK, 4)
+    # Drafters pair a token with the one after it, so that this one must be the same, too.
+    tokens = np.concatenate([first.tokens[: CHUNK + 1], rng.integers(0, 11, 8)])
+    second = a_text(tokens, 14, number=1, temperature=1.0)
+    host.admit(0, first)
+    border = host.read(0)[0]
+    host.decode(host.drafter, 2)
+    host.begin(1, second)
+    host.admit(2, second, CHUNK, border, pages=host.table[0, : CHUNK // PAGE])
+    assert host.state.cache.length[2] == CHUNK
+    host.read(2, cached=CHUNK)
+    assert_same(own_state(host, 2), own_state(host, 1))
+    host.leave(0)  # but for the pages that both have
+    progress = host.decode(host.drafter)
+    assert row_of(progress, 1) == row_of(progress, 2) == alone(second)
+    jax.tree.map(lambda leaf: np.testing.assert_array_equal(leaf[1], leaf[2]), progress.stats)
+
+
+# --- pausing ---------------------------------------------------------------------------------------------------------
+
+
+def after_pause(host: Host, text: rows.Text, steps: list[int]) -> list[np.ndarray]:
+    """The drafter's state after so many paused steps between one call of `catch_up` and the next."""
+    host.begin(0, text)
+    for count in steps:
+        host.decode(host.paused, count)
+        host.catch_up()
+    found = own_state(host, 0)
+    host.leave(0)
+    return found
+
+
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_catching_up_is_absorbing_at_every_step(kind) -> None:
+    text = some_text(np.random.default_rng(7), 1, 9, 30)
+    host = Host(make(kind))
+    at_once, one_by_one = after_pause(host, text, [13]), after_pause(host, text, [1] * 13)
+    assert_same(at_once, one_by_one)
+    with pytest.raises(AssertionError):  # what is owed is seen
+        assert_same(at_once, after_pause(host, text, [12]))
+
+
+def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
+    """Where nothing else is known of prompts: the state, and every verdict that follows."""
+    rng, host = np.random.default_rng(8), Host(make("eagle3", "dynamic"))
+    text = some_text(rng, 1, 9, 30)
+    host.begin(0, text)
+    so_far = row_of(host.decode(host.paused, 11), 0)
+    host.catch_up()
+    host.begin(1, replace(a_text(so_far, 0, 1, text.temperature), limit=text.limit))
+    assert_same(own_state(host, 0), own_state(host, 1))
+    progress = host.decode(host.drafter)
+    assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
+    assert progress.stats.accepted[0] == progress.stats.accepted[1]
+    assert progress.stats.steps[0] - 11 == progress.stats.steps[1]
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
+    """Exactly to the last place of the buffer, which is made smaller here than texts are."""
+    from specjax.drafters import pausable
+
+    assert ROOM == 64
+    monkeypatch.setattr(pausable, "ROOM", 12)
+    host, text = Host(make("eagle3")), some_text(np.random.default_rng(9), 1, 9, 30)
+    assert host.state.drafter.owed.output.hidden.shape[1] == 12
+    assert_same(after_pause(host, text, [12]), after_pause(host, text, [1] * 12))
+    host.begin(0, text)
+    host.decode(host.paused, 12)
+    assert host.state.drafter.owed.count[0] == 12
+
+
+def test_a_drafter_that_was_not_caught_up_shows() -> None:
+    """It drafts from a state that lacks the newest tokens: the text is the target's still, and the state is another."""
+    rng, host = np.random.default_rng(10), Host(make("eagle3"))
+    text = some_text(rng, 1, 9, 30)
+    caught_up = after_pause(host, text, [5])
+    host.begin(0, text)
+    host.decode(host.paused, 5)
+    with pytest.raises(AssertionError):
+        assert_same(own_state(host, 0), caught_up)
+    assert row_of(host.decode(host.drafter), 0) == alone(text)
+
+
+# --- together --------------------------------------------------------------------------------------------------------
+
+LENGTHS_OF = (1, CHUNK, CHUNK + 1, 5, 2 * CHUNK, 12, 2, 27, 9)
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("eagle3", "dynamic"), pytest.param("mtp", "static", marks=pytest.mark.thorough)])
+def test_texts_that_come_and_go(kind, shape) -> None:
+    """Drafted and paused steps at random, rows rearranged, texts put back, pages that had other texts before."""
+    rng = np.random.default_rng(11)
+    host = Host(make(kind, shape))
+    texts = {
+        n: some_text(rng, n, length, int(rng.integers(1, 16)), (7, 3) if n % 3 == 2 else ())
+        for n, length in enumerate(LENGTHS_OF)
+    }
+    waiting, whose, found, owed, put_back = list(texts.items()), {}, {}, 0, 0
+    while waiting or host.texts:
+        for row in range(ROWS):
+            if row not in host.texts and waiting:
+                number, text = waiting.pop(0)
+                host.begin(row, text)
+                whose[row] = number
+        paused, steps = bool(rng.random() < 0.5), int(rng.integers(1, 4))
+        if owed and not paused:
+            host.catch_up()
+            owed = 0
+        owed += steps * paused
+        progress = host.decode(host.paused if paused else host.drafter, steps, bool(rng.random() < 0.5))
+        for row in list(host.texts):
+            so_far, text = row_of(progress, row), host.texts[row]
+            if progress.done[row]:
+                found[whose[row]] = so_far
+                host.leave(row)
+            elif rng.random() < 0.08:
+                waiting.append(
+                    (whose[row], replace(a_text(so_far, 0, whose[row], text.temperature), limit=text.limit, eos=text.eos))
+                )
+                host.leave(row)
+                put_back += 1
+        order = rng.permutation(ROWS).tolist()
+        host.rearrange(order)
+        whose = {row: whose[old] for row, old in enumerate(order) if old in whose}
+    assert put_back and found == {number: alone(text) for number, text in texts.items()}
+
+
+def test_a_second_text_compiles_nothing() -> None:
+    """Of another length, with other settings, in another row; and the pieces of a prefix, and pausing."""
+    rng, host = np.random.default_rng(12), Host(make("eagle3"))
+
+    def everything(row: int, text: rows.Text, other: rows.Text, order) -> None:
+        host.admit(row, text)
+        border = host.read(row)[0]
+        host.admit(row - 1, other, CHUNK, border, pages=host.table[row, : CHUNK // PAGE])
+        host.read(row - 1, cached=CHUNK)
+        host.decode(host.paused, row, until_any_done=bool(row % 2))
+        host.catch_up()
+        host.rearrange(order)
+        host.decode(host.drafter, 100)
+        for left in list(host.texts):
+            host.leave(left)
+
+    def pair(length: int, most: int, number: int) -> tuple[rows.Text, rows.Text]:
+        text = some_text(rng, number, length, most, ends=(4, 9)[:number])
+        return text, a_text(text.tokens[: CHUNK + 2], 3, number, temperature=0.3 * number)
+
+    everything(1, *pair(2 * CHUNK, 6, 0), order=[0, 1, 2, 3])
+    before = compilations()
+    everything(3, *pair(CHUNK + 5, 9, 1), order=[2, 3, 0, 1])
+    everything(2, *pair(2 * CHUNK - 3, 2, 2), order=[3, 2, 1, 0])
+    assert compilations() == before
+
+
+# --- a mesh ----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_on_a_mesh_have_the_same_texts() -> None:
+    """Two groups of rows, whose pages are numbered from 0 in each, and heads split by two."""
+    mesh = sharding.make_mesh(data=2, model=2)
+    places = params.shardings(params.declare(TARGET.config), mesh, TARGET.config.axis_units)
+    target = TARGET.replace(params=jax.device_put(TARGET.params, places), mesh=mesh)
+    rng, host = np.random.default_rng(13), Host(Pausable(PromptLookup(draft=2)), target)
+    assert host.groups == 2
+    texts = [some_text(rng, n, length, 9) for n, length in enumerate((20, 5, 1, 2 * CHUNK))]
+    for row, text in enumerate(texts):
+        host.admit(row, text)
+    host.read(0, 2)  # a row of each group side by side
+    host.read(1, 3)
+    progress = host.decode(host.paused, 3)
+    host.catch_up()
+    host.leave(0)
+    progress = host.decode(host.drafter, 100)
+    assert [row_of(progress, row) for row in (1, 2, 3)] == [alone(text) for text in texts[1:]]
