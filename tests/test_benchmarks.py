@@ -1,6 +1,7 @@
 """The decoding benchmark, small: what it reports adds up, and what it refuses."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import specjax
 from benchmarks import (
     acceptance,
+    arrivals,
     boundedness,
     decode,
     drafters,
@@ -243,3 +245,104 @@ def test_long_contexts_are_measured_and_realised(tmp_path, tiny_pair, capsys) ->
         long_context.run(long_context.LongContextConfig(target=tiny_pair[0], source=str(source), contexts=(5000,)))
     with pytest.raises(InputError, match="scheme='none'"):
         long_context.run(long_context.LongContextConfig(target=tiny_pair[0], scheme="none"))
+
+
+SMALL_ARRIVALS = {"inflate": (24, 32, 3), "rows": 2, "context": 6, "shortest": 2, "longest": 8, "requests": 5, "repeats": 1}
+SMALL_ARRIVALS |= {
+    "shares": (0.5, 2.0),
+    "seconds": 0.3,
+    "prefix": 130,
+    "sharing": 3,
+    "draft": "chain:2",
+    "drafts": ("chain:2",),
+}
+
+
+def measure_arrivals(directory: Path, **options) -> dict:
+    names = {"output": "found.json", "plot_rows": "rows.png", "plot_rates": "rates.png"}
+    files = {option: str(directory / name) for option, name in names.items()}
+    arrivals.main(arrivals.ArrivalsConfig(**SMALL_ARRIVALS, **options, **files))
+    for name in ("rows.png", "rates.png"):
+        assert (directory / name).read_bytes().startswith(b"\x89PNG")
+    return json.loads((directory / "found.json").read_text())
+
+
+def test_arrivals_are_measured(tiny_pair, tmp_path, capsys) -> None:
+    found = measure_arrivals(tmp_path, target=tiny_pair[0], drafter="none")
+    (row,) = found["batches"]
+    assert row["same_tokens"] == 1.0  # static or continuous, the text is the same
+    assert {len(stays) for stays in row["stays"].values()} == {5}
+    per_minute = row["requests_per_minute"]
+    assert row["gain"]["middle"] == pytest.approx(per_minute["continuous"]["middle"] / per_minute["static"]["middle"])
+
+    for row in found["rates"]["rates"]:
+        run = {name: spread["middle"] for name, spread in row["engines"]["plain"].items()}
+        assert 0 < run["first_token"] <= run["seconds_per_request"]
+        assert run["tokens_per_second"] > 0
+
+    shared, separate = ({name: run["middle"] for name, run in found["prefix"][way].items()} for way in ("shared", "separate"))
+    whole = 3 * (130 + arrivals.OWN - 1)
+    assert (separate["prompt_tokens_read"], separate["prompt_tokens_shared"]) == (whole, 0)
+    assert (shared["prompt_tokens_read"], shared["prompt_tokens_shared"]) == (whole - 2 * 128, 2 * 128)  # in two of three
+    assert (separate["pages_held"], shared["pages_held"]) == (3 * 3, 2 + 3)
+
+    calls = {row["chunks"]: row["decode_calls"]["middle"] for row in found["first_token"]}
+    assert list(calls) == [1, 2, 4]
+    assert all(1 <= calls[chunks] <= chunks + 3 for chunks in calls)
+    out = capsys.readouterr().out
+    assert "of the better" not in out and "requests that begin alike" in out
+
+
+@pytest.mark.thorough  # three engines to compile
+def test_arrivals_are_measured_with_drafts(tiny_pair, tmp_path, capsys) -> None:
+    target, draft = tiny_pair
+    found = measure_arrivals(tmp_path, target=target, drafter=draft, parts=("batches", "rates"))
+    assert [(row["draft"], row["same_tokens"]) for row in found["batches"]] == [("plain", 1.0), ("chain:2", 1.0)]
+    rates = found["rates"]["rates"]
+    assert [row["compared_by"] for row in rates] == ["seconds_per_request", "requests_per_minute"]
+    for row in rates:
+        assert list(row["engines"]) == ["plain", "chain:2", "by load"]
+        assert row["by_load_over_better"] > 0
+    assert {line["draft"] for line in found["rates"]["choice"]} == {"none", "chain of 2"}
+    assert "of the better" in capsys.readouterr().out
+
+
+def test_arrivals_come_at_the_rate_that_was_asked_for() -> None:
+    counts = [len(arrivals.arrivals_of(2.0, 50.0, seed)) for seed in range(200)]
+    assert np.mean(counts) == pytest.approx(100, abs=4 * 10 / np.sqrt(200))
+    assert np.var(counts) == pytest.approx(100, rel=0.5)  # Poisson
+    times = arrivals.arrivals_of(2.0, 50.0, 0)
+    assert np.all(np.diff(times) >= 0) and times[0] >= 0 and times[-1] <= 50
+
+
+def test_what_requests_saw_is_counted_from_their_arrival() -> None:
+    served = [arrivals.Served((1, 2), 1.0, 2.0, 4.0), arrivals.Served((1, 2, 3, 4, 5), 0.0, 3.0, 10.0)]
+    found = arrivals.summary(served)
+    assert found["tokens_per_second"] == 0.7 and found["requests_per_minute"] == 12
+    assert found["seconds_per_request"] == 6.5 and found["first_token"] == 2.0
+    assert found["seconds_per_token"] == pytest.approx((1.5 + 2.0) / 2)
+    assert arrivals.ideal_gain([4, 1, 3, 2], rows=2) == pytest.approx(2 * (4 + 3) / 10)
+
+
+def test_by_load_is_set_beside_the_better_of_the_others() -> None:
+    def runs(figure: str, plain: float, fixed: float, own: float) -> dict:
+        return {"plain": [{figure: plain}], "chain:4": [{figure: fixed}], arrivals.BY_LOAD: [{figure: own}]}
+
+    assert arrivals.over_better(runs("requests_per_minute", 10, 8, 9), "requests_per_minute") == pytest.approx(0.9)
+    assert arrivals.over_better(runs("seconds_per_request", 4, 2, 2.5), "seconds_per_request") == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": 0}, "rows=0: must be at least 1"),
+        ({"longest": 8}, "longest=8: must be at least shortest=16"),
+        ({"shares": (0.5, 0.0)}, "must be above 0"),
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"plot_rates": "rates.txt"}, "plot_rates='rates.txt': the name must end in"),
+        ({"plot_rates": "rates.png", "parts": ("batches",)}, "is a picture of part rates"),
+    ],
+)
+def test_arrivals_that_cannot_be_measured_are_refused_by_name(changes, words) -> None:
+    with pytest.raises(InputError, match=words):
+        arrivals.run(arrivals.ArrivalsConfig(**changes))

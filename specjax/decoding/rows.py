@@ -48,6 +48,20 @@ class Text:
         top_k: scalar.
         top_p: scalar.
         min_p: scalar.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> text = rows.Text(
+        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),  # a capacity of 32
+        ...     length=np.int32(6),
+        ...     limit=np.int32(14),
+        ...     key=jax.random.key(0),
+        ...     eos=np.full(8, -1, np.int32),
+        ...     temperature=np.float32(0.7),
+        ...     top_k=np.int32(0),
+        ...     top_p=np.float32(0.9),
+        ...     min_p=np.float32(0),
+        ... )
     """
 
     tokens: Any
@@ -184,6 +198,27 @@ def admit(
             after them is the same in both texts, too: drafters pair a token with the one after it.
         border: what the drafter knew of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
         group: whose row of ``border`` it is; 0 without a mesh.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
+        >>> state = rows.empty(target, drafter, rows=4, **sizes)
+        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> text = rows.Text(
+        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
+        ...     length=np.int32(6),
+        ...     limit=np.int32(14),
+        ...     key=jax.random.key(0),
+        ...     eos=np.full(8, -1, np.int32),
+        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
+        ...     top_k=np.int32(0),
+        ...     top_p=np.float32(1),
+        ... )
+        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
+        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> state.lengths.tolist(), state.done.tolist()  # done: its prompt has yet to be read
+        ([1, 6, 1, 1], [True, True, True, True])
     """
     cache, capacity = state.cache, state.tokens.shape[1]
     assert isinstance(cache, PagedCache)
@@ -234,6 +269,33 @@ def read_chunk(
 
     Returns:
         The state, and what the drafter knows at the end of the chunk, for `admit`.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
+        >>> state = rows.empty(target, drafter, rows=4, **sizes)
+        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> text = rows.Text(
+        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
+        ...     length=np.int32(6),
+        ...     limit=np.int32(14),
+        ...     key=jax.random.key(0),
+        ...     eos=np.full(8, -1, np.int32),
+        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
+        ...     top_k=np.int32(0),
+        ...     top_p=np.float32(1),
+        ... )
+        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
+        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
+        >>> table[1, :2] = 3, 7
+        >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
+        >>> state, _ = rows.read_chunk(
+        ...     target, drafter, state, table, row, count, is_last, width=8
+        ... )
+        >>> state.cache.length.tolist(), state.done.tolist()
+        ([0, 5, 0, 0], [True, False, True, True])
     """
     state = with_table(state, table)
     groups, batch = rows.shape[0], state.lengths.shape[0]
@@ -307,6 +369,40 @@ def decode_rows(
         max_steps: scalar.
         until_any_done: scalar bool: end when a row is done.
         width: how many rows. The others stay as they are. Fewer rows take less time.
+
+    Returns:
+        The state, and what its rows have come to.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
+        >>> state = rows.empty(target, drafter, rows=4, **sizes)
+        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> text = rows.Text(
+        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
+        ...     length=np.int32(6),
+        ...     limit=np.int32(14),
+        ...     key=jax.random.key(0),
+        ...     eos=np.full(8, -1, np.int32),
+        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
+        ...     top_k=np.int32(0),
+        ...     top_p=np.float32(1),
+        ... )
+        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
+        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
+        >>> table[1, :2] = 3, 7
+        >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
+        >>> state, _ = rows.read_chunk(
+        ...     target, drafter, state, table, row, count, is_last, width=8
+        ... )
+        >>> free = np.array([True, False, True, True])
+        >>> state, progress = rows.decode_rows(
+        ...     target, drafter, state, table, free, np.int32(99), np.bool_(False), width=2
+        ... )
+        >>> progress.tokens[1, :14].tolist() == plain.tokens[0].tolist()
+        True
     """
     state = retire(with_table(state, table), free)
     part = map_rows(lambda leaf: leaf[:width], state) if width < state.lengths.shape[0] else state

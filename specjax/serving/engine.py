@@ -55,6 +55,14 @@ class EngineStatistics:
         put_back: how often a text had to give up its row for lack of pages.
         decode_calls: so far.
         drafts: what the choice of drafts goes by, `DraftChoice.table`.
+
+    Examples:
+        >>> from specjax.serving import Engine
+        >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+        ...     generation = engine.submit(prompts[0].tolist(), max_new_tokens=8).result()
+        >>> statistics = engine.statistics
+        >>> statistics.running, statistics.prompt_tokens_read  # the last token is read by decoding
+        (0, 5)
     """
 
     waiting: int

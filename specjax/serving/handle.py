@@ -35,6 +35,12 @@ class Piece:
     Attributes:
         text: new text; may be empty where a token is only a part of a character, or may be the beginning of a stop string.
         tokens: new token ids.
+
+    Examples:
+        >>> from specjax.serving import Piece
+        >>> pieces = [Piece(text="import ", tokens=(702, 221)), Piece(text="os", tokens=(709,))]
+        >>> "".join(piece.text for piece in pieces)
+        'import os'
     """
 
     text: str
@@ -60,6 +66,14 @@ class Handle:
         settings: how it is drawn.
         finish_reason: None while it goes on.
         times: when it was submitted, began and ended.
+
+    Examples:
+        >>> from specjax.serving import Engine
+        >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+        ...     handle = engine.submit(prompts[0].tolist(), max_new_tokens=8)
+        ...     tokens = [token for piece in handle for token in piece.tokens]
+        >>> tokens == plain.tokens[0, 6:].tolist(), handle.finish_reason
+        (True, 'length')
     """
 
     def __init__(

@@ -1,0 +1,178 @@
+"""Pictures of requests that arrive over time: who had which row when, and what each engine made of each rate."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specjax.reports import style
+from specjax.reports.pictures import letters_width
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SIZE = 8  # points of the numbers in bars
+
+
+@dataclass(frozen=True)
+class Stay:
+    """A request in a row.
+
+    Attributes:
+        request: its number, by arrival, from 0.
+        row: from 0.
+        start: when it was given the row, in seconds.
+        end: when its text was complete, in seconds.
+
+    Examples:
+        >>> from specjax.reports.arrivals import Stay
+        >>> Stay(request=0, row=3, start=0.0, end=1.5).seconds
+        1.5
+    """
+
+    request: int
+    row: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it had the row."""
+        return self.end - self.start
+
+
+def stays_of(submitted: Sequence[float], finished: Sequence[float], rows: int) -> list[Stay]:
+    """Who had which row when, where requests were served in the order of their arrival.
+
+    The first in line is given a row as soon as one is free, and of several free rows the one with the lowest number. So the
+    times at which requests came and ended say who had which row, as long as no request is put back and no row is rearranged.
+
+    Args:
+        submitted: when each request came, in seconds, ascending.
+        finished: when its text was complete.
+        rows: how many there are.
+
+    Examples:
+        >>> from specjax.reports.arrivals import stays_of
+        >>> [(stay.row, stay.start) for stay in stays_of([0, 0, 0], [4.0, 1.0, 2.5], rows=2)]
+        [(0, 0), (1, 0), (1, 1.0)]
+    """
+    if any(later < earlier for earlier, later in pairwise(submitted)):
+        raise ValueError("submitted: requests are not in the order of their arrival")
+    free = [submitted[0] if submitted else 0.0] * rows  # since when
+    found = []
+    for request, (came, ended) in enumerate(zip(submitted, finished, strict=True)):
+        start = max(came, min(free))
+        row = next(i for i, since in enumerate(free) if since <= start)
+        found.append(Stay(request, row, start, ended))
+        free[row] = ended
+    return found
+
+
+def share_in_use(stays: Sequence[Stay], rows: int) -> float:
+    """Which share of the rows was working on a text, on average from the first start to the last end.
+
+    Examples:
+        >>> from specjax.reports.arrivals import Stay, share_in_use
+        >>> share_in_use([Stay(0, 0, 0.0, 4.0), Stay(1, 1, 0.0, 2.0)], rows=2)
+        0.75
+    """
+    whole = max(stay.end for stay in stays) - min(stay.start for stay in stays)
+    return sum(stay.seconds for stay in stays) / (rows * whole)
+
+
+@style.styled
+def draw_rows(title: str, panels: Mapping[str, Sequence[Stay]], rows: int) -> "Figure":
+    """Rows over time, a bar for each request, a panel for each way of serving the same requests.
+
+    Args:
+        title: of the figure.
+        panels: by name, who had which row when. A request has the same number and colour in all of them.
+        rows: how many there are.
+    """
+    figure, all_axes = style.new_figure(*[0.62 + 0.24 * rows] * len(panels), title=title)
+    count = 1 + max(stay.request for stays in panels.values() for stay in stays)
+    last = max(stay.end for stays in panels.values() for stay in stays)
+    colours = style.ramp(count)
+    for axes, (name, stays) in zip(all_axes, panels.items(), strict=True):
+        for stay in stays:
+            _bar(axes, stay, colours[stay.request], last)
+        end = max(stay.end for stay in stays)
+        axes.axvline(end, color=style.theme().ink, linewidth=1.4)
+        axes.set_title(f"{name}: {end:.3g} s, rows in use {share_in_use(stays, rows):.0%} of the time")
+        axes.set(xlim=(0, 1.02 * last), ylim=(rows - 0.4, -0.6))
+        axes.set_yticks(range(rows), [str(row + 1) for row in range(rows)])
+        axes.set_ylabel("row")
+        axes.grid(False)
+        axes.tick_params(axis="y", length=0)
+    all_axes[-1].set_xlabel("seconds; a bar is a request in its row, numbered and coloured by arrival")
+    return figure
+
+
+def _bar(axes: "Axes", stay: Stay, colour: tuple[float, ...], last: float) -> None:
+    """One request in its row; its number where there is room for it."""
+    paper = style.theme().paper
+    axes.barh(stay.row, stay.seconds, left=stay.start, height=0.8, color=colour, edgecolor=paper, linewidth=0.8)
+    label = str(stay.request + 1)
+    if stay.seconds / last * (style.WIDTH - 0.9) > letters_width(len(label), _SIZE) + 0.04:
+        middle = stay.start + stay.seconds / 2
+        axes.text(middle, stay.row, label, ha="center", va="center_baseline", fontsize=_SIZE, color=paper)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A figure that was measured several times: the smallest, the median and the largest.
+
+    Examples:
+        >>> from specjax.reports.arrivals import Spread
+        >>> Spread.of([3.0, 1.0, 2.5])
+        Spread(low=1.0, middle=2.5, high=3.0)
+    """
+
+    low: float
+    middle: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """That of ``values``, of which there is at least one."""
+        return cls(float(min(values)), float(np.median(values)), float(max(values)))
+
+
+@style.styled
+def draw_by_rate(
+    title: str,
+    tokens: Mapping[str, Mapping[float, Spread]],
+    seconds: Mapping[str, Mapping[float, Spread]],
+    saturated: float,
+) -> "Figure":
+    """Tokens a second, and below the time that a request takes, against the rate of arrivals; a line for each engine.
+
+    Args:
+        title: of the figure.
+        tokens: by engine, then by requests a minute that arrive: tokens a second of all requests together.
+        seconds: likewise: from arrival to end of a request, on average.
+        saturated: requests a minute that the first engine finishes at most; a line is drawn there.
+    """
+    figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
+    for axes, lines in ((above, tokens), (below, seconds)):
+        for (name, by_rate), marker in zip(lines.items(), style.MARKERS, strict=False):
+            rates = sorted(by_rate)
+            found = [by_rate[rate] for rate in rates]
+            bars = [[each.middle - each.low for each in found], [each.high - each.middle for each in found]]
+            axes.errorbar(rates, [each.middle for each in found], yerr=bars, fmt=f"{marker}-", label=name)
+        axes.axvline(saturated, color=style.theme().muted, linestyle="--", linewidth=1.2)
+        axes.set_xlim(left=0)
+    first = next(iter(tokens))
+    above.set_ylabel("tokens a second")
+    above.set_ylim(bottom=0)
+    below.set_ylabel("seconds a request")
+    below.set_yscale("log")
+    below.yaxis.set_major_formatter("{x:g}")
+    below.yaxis.set_minor_formatter("")
+    below.set_xlabel(f"requests a minute that arrive\ndashed: the most that “{first}” finishes")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=len(tokens))
+    return figure
