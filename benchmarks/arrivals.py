@@ -272,7 +272,8 @@ def measure_rates(config: ArrivalsConfig, models: Models, engines: Mapping[str, 
 def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> float:
     """Requests a second that an engine finishes while more are waiting: up to when the last of them is given a row."""
     requests = requests_of(models, config, config.requests, seed=1)
-    usual = mean(request.new_tokens for request in requests)
+    shortest, longest = config.shortest, config.longest
+    usual = (longest - shortest) / np.log(longest / shortest) if longest > shortest else shortest  # tokens a request, expected
     found = []
     for _ in range(config.repeats):
         served = serve(engine, requests, np.zeros(len(requests)))
@@ -280,7 +281,7 @@ def saturated_rate(config: ArrivalsConfig, models: Models, engine: Engine) -> fl
         until = max(stay.start for stay in stays) or max(stay.end for stay in stays)
         shares = [min(1.0, (until - stay.start) / stay.seconds) for stay in stays]
         tokens = sum(share * request.new_tokens for share, request in zip(shares, requests, strict=True))
-        found.append(tokens / until / usual)
+        found.append(float(tokens / until / usual))
     return median(found)
 
 

@@ -21,7 +21,7 @@ def rows_picture(found: Mapping[str, Any], draft: str = "plain") -> "Figure":
     settings = found["settings"]
     how = "plain decoding" if draft == "plain" else f"draft {draft}"
     sizes = f"{settings['shortest']} to {settings['longest']} new tokens each"
-    return draw_rows(f"{settings['requests']} requests that wait at once, {sizes}; {how}", panels, settings["rows"])
+    return draw_rows(f"{settings['requests']} requests at once, {sizes}; {how}", panels, settings["rows"])
 
 
 def rates_picture(found: Mapping[str, Any]) -> "Figure":

@@ -157,6 +157,8 @@ def draw_by_rate(
         seconds: likewise: from arrival to end of a request, on average.
         saturated: requests a minute that the first engine finishes at most; a line is drawn there.
     """
+    from matplotlib.ticker import LogLocator, NullLocator
+
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
     for axes, lines in ((above, tokens), (below, seconds)):
         for (name, by_rate), marker in zip(lines.items(), style.MARKERS, strict=False):
@@ -172,7 +174,8 @@ def draw_by_rate(
     below.set_ylabel("seconds a request")
     below.set_yscale("log")
     below.yaxis.set_major_formatter("{x:g}")
-    below.yaxis.set_minor_formatter("")
+    below.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    below.yaxis.set_minor_locator(NullLocator())
     below.set_xlabel(f"requests a minute that arrive\ndashed: the most that “{first}” finishes")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=len(tokens))
     return figure
