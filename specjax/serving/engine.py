@@ -17,6 +17,7 @@ import numpy as np
 from specjax import decoding, pipeline, sharding, text
 from specjax.decoding import rows as device
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
+from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafts.names import as_shape
@@ -39,6 +40,7 @@ ENDS = 8
 """End-of-sequence ids that a request may have."""
 
 _TIMED_STEPS = 4
+_COUNTED = tuple(Stats.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class Engine:
         self._fresh = device.fresh_border(target, self._first, **self._sizes)
         self._choice = DraftChoice(shapes, self._warm_up())
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
+        self._undelivered: list[tuple[Handle, list[int], bool]] = []
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "put_back": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
@@ -285,7 +288,8 @@ class Engine:
                     if self._closing:
                         break
                 self._read_prompts()
-                self._decode()
+                if not self._decode():
+                    self._deliver()
         except BaseException as error:  # whoever waits must learn of it
             self._error = error
             raise
@@ -364,21 +368,22 @@ class Engine:
         )
         return border
 
-    def _decode(self) -> None:
-        """One call: the running rows go on, and what they have come to is handed out."""
+    def _decode(self) -> bool:
+        """One call: the running rows go on. False where none runs any more."""
         started = time.perf_counter()
         scheduler = self._scheduler
         with self._wake:
             if not scheduler.running:
-                return
+                return False
             width = next(each for each in self.widths if each >= len(scheduler.running))
             number = self._choice.choose(width)
             drafter = self._drafters[number]
-            is_busy = scheduler.waiting or len(scheduler.running) < scheduler.occupied
-            steps = max(1, self.steps // 4) if is_busy else self.steps
+            # Where a prompt is half read its owner waits; where none is, the call ends by itself when a row is free.
+            is_reading = len(scheduler.running) < scheduler.occupied
+            steps = max(1, self.steps // 4) if is_reading else self.steps
             scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
             if not scheduler.running:
-                return
+                return False
             order = self._compact(width)
             tickets = [scheduler.ticket_of(row) for row in range(self.rows)]
             snapshot = {row: (tickets[row], self._handles[tickets[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
@@ -395,7 +400,9 @@ class Engine:
             self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width
         )
         self._owed += steps if is_paused else 0
+        self._deliver()  # what the call before has come to, while the device is at this one
         self._take(jax.device_get(progress), snapshot, (width, number), started)
+        return bool(scheduler.running)
 
     def _compact(self, width: int) -> np.ndarray | None:
         """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
@@ -408,31 +415,32 @@ class Engine:
         return order
 
     def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], started: float) -> None:
-        """Hand out what a decode call has come to, and note what it took."""
+        """Note what a decode call has come to, and what it took."""
         seconds = time.perf_counter() - started
-        deliveries, row_steps, emitted, steps, accepted_at = [], 0, 0, 0, np.zeros(self._depth)
+        row_steps, emitted, steps, accepted_at = 0, 0, 0, np.zeros(self._depth)
         with self._wake:
             self._counts["calls"] += 1
             for row, (ticket, handle) in snapshot.items():
                 length, done = int(progress.lengths[row]), bool(progress.done[row])
-                of_row = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], progress.stats)
-                new = handle.take_stats(of_row)
-                row_steps, steps = row_steps + int(new.steps[0]), max(steps, int(new.steps[0]))
-                emitted, accepted_at = (
-                    emitted + int(new.histogram[0] @ np.arange(self._depth + 2)),
-                    accepted_at + new.accepted_at[0],
-                )
+                new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)))
+                row_steps, steps = row_steps + new.steps, max(steps, new.steps)
+                emitted += new.emitted
+                accepted_at += new.accepted_at
                 if self._scheduler.ticket_of(row) is not ticket:  # cancelled meanwhile
                     continue
                 tokens = progress.tokens[row, len(ticket.tokens) : length].tolist()
                 self._scheduler.decoded(row, tokens, done)
                 if done:
                     del self._handles[ticket]
-                deliveries.append((handle, tokens, done))
+                self._undelivered.append((handle, tokens, done))
             self._choice.record(
                 *call, seconds=seconds, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted_at
             )
-        for handle, tokens, done in deliveries:
+
+    def _deliver(self) -> None:
+        """Hand out tokens: they become text here, and their owners are told."""
+        undelivered, self._undelivered = self._undelivered, []
+        for handle, tokens, done in undelivered:
             if not handle.deliver(tokens, done) and not done:  # it has met a stop string
                 with self._wake:
                     self._scheduler.cancel(handle.ticket)

@@ -47,6 +47,21 @@ class Piece:
     tokens: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class NewStats:
+    """What a row did in a decode call.
+
+    Attributes:
+        steps: of the row.
+        emitted: tokens.
+        accepted_at: ``[D]`` steps in which a token of that depth was emitted.
+    """
+
+    steps: int
+    emitted: int
+    accepted_at: np.ndarray
+
+
 @dataclass
 class Times:
     """When things happened, by `time.perf_counter`; None: not yet."""
@@ -182,11 +197,16 @@ class Handle:
 
     # --- for the engine ------------------------------------------------------------------------------------------------
 
-    def take_stats(self, stats: Stats) -> Stats:
-        """Keep what a row counts since its text was admitted, ``[1]``; what is new in it."""
+    def take_stats(self, stats: Stats) -> "NewStats":
+        """Keep what a row counts since its text was admitted, ``[1]``. What is new in it."""
         with self._changed:
             before, self._current = self._current, stats
-        return stats if before is None else jax.tree.map(np.subtract, stats, before)
+        emitted = stats.histogram[0] @ np.arange(stats.depth + 2)
+        if before is None:
+            return NewStats(int(stats.steps[0]), int(emitted), np.asarray(stats.accepted_at[0]))
+        emitted = emitted - before.histogram[0] @ np.arange(stats.depth + 2)
+        accepted_at = np.subtract(stats.accepted_at[0], before.accepted_at[0])
+        return NewStats(int(stats.steps[0] - before.steps[0]), int(emitted), accepted_at)
 
     def admitted(self) -> None:
         """It has a row, which counts from zero. It may have had another one before."""
