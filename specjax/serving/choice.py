@@ -22,8 +22,9 @@ MEMORY = 400
 LATENCY = 20
 """Calls, likewise, for seconds."""
 
-TRIAL_EVERY = 50
-"""Calls between two in which a draft is tried that was not taken lately: acceptance changes with the texts."""
+TRIALS = 1 / 50
+"""Share of the time in which drafts are tried that were not taken lately: acceptance changes with the texts. It is a share of
+the time and not of the calls, because under load a call with a long draft may take as long as twenty without."""
 
 BETTER = 1.03
 """By so much another draft must be better to be taken: changing costs time, too."""
@@ -62,6 +63,11 @@ class _Measured:
 class DraftChoice:
     """Chooses among a few drafts before every decode call, and is told what came of it.
 
+    Attributes:
+        drafts: to choose from; None is plain decoding.
+        seconds: of a step, by number of rows and number of draft.
+        decisions: how often each draft was taken, likewise.
+
     Examples:
         >>> from specjax.serving.choice import DraftChoice
         >>> seconds = {(1, 0): 0.010, (1, 1): 0.012, (8, 0): 0.020, (8, 1): 0.090}
@@ -82,8 +88,9 @@ class DraftChoice:
         self._chains = _Measured.expected(max((_depth(draft) for draft in drafts), default=0))
         self._chain_steps = np.full_like(self._chains.accepted_at, self._chains.steps)
         self._current: dict[int, int] = {}  # by width
-        self._calls = 0
-        self._last_taken = [0] * len(self.drafts)
+        # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
+        self._clock = 0.0
+        self._last_taken = [0.0] * len(self.drafts)
 
     def tokens_a_step(self, number: int) -> float:
         """E, the tokens that a step of a row is expected to emit with a draft, by its number."""
@@ -107,13 +114,21 @@ class DraftChoice:
         if self.rate(width, best) > BETTER * self.rate(width, current):
             current = best
         self._current[width] = current
-        self._calls += 1
-        taken = current
-        if self._calls % TRIAL_EVERY == 0:
-            taken = min(numbers, key=lambda number: self._last_taken[number])
-        self._last_taken[taken] = self._calls
+        taken = self._trial(width, current)
+        self._clock += self.seconds[width, taken]
+        self._last_taken[taken] = self._clock
         self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
         return taken
+
+    def _trial(self, width: int, current: int) -> int:
+        """The draft that it is time to try, or else the ``current`` one."""
+        others = [number for number in range(len(self.drafts)) if number != current]
+        due = [
+            number
+            for number in others
+            if (self._clock - self._last_taken[number]) * TRIALS > len(others) * self.seconds[width, number]
+        ]
+        return min(due, key=lambda number: self._last_taken[number], default=current)
 
     def record(
         self,
