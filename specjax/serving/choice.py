@@ -32,6 +32,7 @@ BETTER = 1.03
 _EXPECTED = 0.8
 """The chance that a drafted token is accepted, as long as nothing is known: high, so that drafts are tried."""
 _EXPECTED_STEPS = 4.0
+"""So many steps of a row that expectation counts."""
 
 
 @dataclass
@@ -39,25 +40,23 @@ class _Measured:
     """Sums over steps of rows, the older the lighter.
 
     Attributes:
-        steps: of rows.
-        emitted: tokens.
-        accepted_at: ``[D]`` steps in which a token of that depth was emitted.
+        steps: ``[K]`` of rows.
+        emitted: ``[K]`` what they emitted: of a draft its tokens (K is 1), of chains those of each depth.
     """
 
-    steps: float
-    emitted: float
-    accepted_at: np.ndarray
+    steps: np.ndarray
+    emitted: np.ndarray
 
     @classmethod
-    def expected(cls, depth: int) -> "_Measured":
-        survival = _EXPECTED ** np.arange(1, depth + 1)
-        return cls(_EXPECTED_STEPS, _EXPECTED_STEPS * (1 + survival.sum()), _EXPECTED_STEPS * survival)
+    def expected(cls, tokens: np.ndarray) -> "_Measured":
+        """As long as nothing is known: so many ``tokens`` [K] a step."""
+        return cls(np.full(len(tokens), _EXPECTED_STEPS), _EXPECTED_STEPS * tokens)
 
-    def add(self, steps: int, emitted: int, accepted_at: np.ndarray) -> None:
-        """Take in ``steps`` more."""
-        kept = float(np.exp(-steps / MEMORY))
-        self.steps, self.emitted = self.steps * kept + steps, self.emitted * kept + emitted
-        self.accepted_at = self.accepted_at * kept + accepted_at
+    def add(self, steps: int, emitted: np.ndarray) -> None:
+        """Take in ``steps`` more, for the first entries, as many as ``emitted`` has."""
+        known, kept = len(emitted), np.exp(-steps / MEMORY)
+        self.steps[:known] = self.steps[:known] * kept + steps
+        self.emitted[:known] = self.emitted[:known] * kept + emitted
 
 
 class DraftChoice:
@@ -84,9 +83,9 @@ class DraftChoice:
         self.drafts = tuple(drafts)
         self.seconds = dict(seconds)
         self.decisions: dict[tuple[int, int], int] = {}
-        self._measured = [_Measured.expected(_depth(draft)) for draft in drafts]
-        self._chains = _Measured.expected(max((_depth(draft) for draft in drafts), default=0))
-        self._chain_steps = np.full_like(self._chains.accepted_at, self._chains.steps)
+        survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
+        self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
+        self._chains = _Measured.expected(survival[1:])  # by depth
         self._current: dict[int, int] = {}  # by width
         # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
         self._clock = 0.0
@@ -98,9 +97,9 @@ class DraftChoice:
         if draft is None:
             return 1.0
         if _is_plain_chain(draft):  # of one chain every other one's beginning is known
-            return 1.0 + float((self._chains.accepted_at / self._chain_steps)[: draft.depth].sum())
+            return 1.0 + float((self._chains.emitted / self._chains.steps)[: draft.depth].sum())
         measured = self._measured[number]
-        return measured.emitted / measured.steps
+        return float(measured.emitted[0] / measured.steps[0])
 
     def rate(self, width: int, number: int) -> float:
         """E / S: tokens a second of each of the running rows."""
@@ -159,12 +158,10 @@ class DraftChoice:
         draft = self.drafts[number]
         if draft is None or not row_steps:
             return
-        accepted = np.asarray(accepted_at, float)
-        self._measured[number].add(row_steps, emitted, accepted[: _depth(draft)])
         if _is_plain_chain(draft):
-            depth, kept = draft.depth, float(np.exp(-row_steps / MEMORY))
-            self._chains.accepted_at[:depth] = self._chains.accepted_at[:depth] * kept + accepted[:depth]
-            self._chain_steps[:depth] = self._chain_steps[:depth] * kept + row_steps
+            self._chains.add(row_steps, np.asarray(accepted_at, float)[: draft.depth])
+        else:
+            self._measured[number].add(row_steps, np.array([emitted], float))
 
     def table(self) -> list[dict[str, object]]:
         """What it goes by, a line a number of rows and draft: seconds and tokens a step, tokens a second, times taken."""

@@ -35,7 +35,7 @@ class Ticket:
         most: new tokens.
         state: where it is.
         row: its row, while it has one.
-        put_back: how often it had to give way.
+        put_back: how often it had to give way after its prompt was begun.
     """
 
     number: int
@@ -134,7 +134,7 @@ class Scheduler:
             capacity: most tokens of a text, prompt and output.
             tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
-            max_waiting: most tickets that wait; None: any number.
+            max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
@@ -155,7 +155,7 @@ class Scheduler:
             QueueFullError: too many wait.
         """
         if not prompt or most < 1:
-            raise InputError(f"prompt of {len(prompt)} tokens, most={most}: both must be at least 1")
+            raise InputError(f"prompt of {len(prompt)} tokens, max_new_tokens={most}: both must be at least 1")
         if len(prompt) + most > self._capacity:
             raise InputError(
                 f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} make {len(prompt) + most} tokens, and there is room "
@@ -216,16 +216,19 @@ class Scheduler:
             read.ticket.state = "running"
 
     def _give_rows(self) -> None:
+        """Free rows to the head of the line, in the shard that will have the most pages left."""
         while self._waiting:
             ticket = self._waiting[0]
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             if not free:
                 return
-            row = max(free, key=lambda row: (self._left(self._shard(row)), -len(self._of_shard(self._shard(row))), -row))
-            others = len(self._of_shard(self._shard(row)))
+            shards = {self._shard(row) for row in free}
+            shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
+            row = next(row for row in free if self._shard(row) == shard)
+            others = len(self._of_shard(shard))
             # Each of the others may soon need a page; who came when there is none would have to give way at once.
             wanted = min(self._chunk, len(ticket.tokens)) // self._page + 1
-            if others and self._pool(row).available < wanted + others:
+            if others and self._pools[shard].available < wanted + others:
                 return
             del self._waiting[0]
             ticket.state, ticket.row = "reading", row
