@@ -278,7 +278,7 @@ class Scheduler:
         before = {self._holder(row).ticket for row in self._occupied}
         for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):
             row = self._rows[number]
-            if row is None or row.ticket.state != "running":  # it has given way
+            if row is None:  # it has given way
                 continue
             ticket = row.ticket
             most = ticket.prompt_length + ticket.most - 1

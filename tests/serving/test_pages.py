@@ -70,11 +70,11 @@ def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
 def test_the_least_recently_used_goes_first() -> None:
     pool = PagePool(3)
     a, b, c = (registered(pool, [token, 0, 0]) for token in (1, 2, 3))
-    for prefix in (b, a, c):
+    for prefix in (c, b, a):
         pool.let_go(prefix)
     pool.hold(b)
-    pool.let_go(b)  # a was given up before it
-    assert [pool.take(1) for _ in range(3)] == [list(prefix.pages) for prefix in (a, c, b)]
+    pool.let_go(b)
+    assert [pool.take(1) for _ in range(3)] == [list(prefix.pages) for prefix in (c, a, b)]
 
 
 def test_a_chunk_outlives_those_that_extend_it() -> None:

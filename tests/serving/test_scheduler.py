@@ -185,10 +185,10 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
     assert made.reserve(2) == []
     for row in made.running:
         made.decoded(row, [8, 9], done=False)
+    later = made.submit([3], most=1)
     assert made.reserve(5) == [new]
     assert (new.state, new.row, new.put_back, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
-    assert (old.put_back, made.running, made.waiting) == (0, [0], 1)
-    later = made.submit([3], most=1)
+    assert (old.put_back, made.running, made.waiting) == (0, [0], 2)
     finish(made, old)
     reads = read_all(made)
     # It is before those that came later, and its first chunk is where it was left.
@@ -404,6 +404,35 @@ def test_requests_that_come_together_are_spread_over_the_shards() -> None:
     assert [ticket.row for ticket in tickets] == [4, 1, 5, 2, 6]
 
 
+def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
+    made = scheduler(rows=4, shards=2, pages=1, capacity=2)
+    tickets = [made.submit([token], most=1) for token in range(3)]
+    made.next_reads()
+    assert [ticket.row for ticket in tickets] == [0, 2, None]
+
+
+def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
+    made = scheduler(rows=4, shards=2, pages=10)
+    text = [0, 1, 2, 3, 7, 4, 5, 6, 7, 8, 9, 10, 11]
+    oldest, passing = made.submit([12], most=14), made.submit([13], most=1)
+    old = made.submit(text, most=2)
+    read_all(made)
+    assert (oldest.row, passing.row, old.row) == (0, 2, 1)
+    finish(made, passing)
+    new = made.submit(text, most=2)
+    made.was_read(*made.next_reads(), border=(0, 1, 2, 3))
+    assert made.reserve(13) == [old]
+    # It goes on in the other shard, before the new one, which has begun there.
+    reads = [(read.ticket, read.start) for read in read_all(made)]
+    assert reads == [(old, 4), (old, 8), (new, 4), (new, 8)]
+    for ticket in (oldest, old, new):
+        finish(made, ticket)
+    made.submit([14] * 9, most=2)  # in the first shard
+    last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], most=1)
+    assert [read.start for read in read_all(made) if read.ticket is last] == [4]
+    assert last.row == 2
+
+
 def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
     made = scheduler(rows=4, shards=2, pages=4, capacity=9)
     tickets = [made.submit([token] * 3, most=6) for token in range(4)]
@@ -583,6 +612,8 @@ class Device:
         passed = [each for each in self.requests if each.number < max(self.started, default=0) and each.state == "waiting"]
         assert all(ticket.number in self.started for ticket in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
+        in_line = [each.number for each in self.requests if each.state == "waiting" and each not in before]
+        assert all(ticket.number < min(in_line, default=9**9) for ticket in after if ticket not in before), "the head is passed"
         for ticket, shard in before.items():
             if ticket.row is None:
                 self.seen["put back"] += 1
