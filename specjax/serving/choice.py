@@ -22,8 +22,9 @@ MEMORY = 400
 LATENCY = 20
 """Calls, likewise, for seconds."""
 
-TRIAL_EVERY = 50
-"""Calls between two in which a draft is tried that was not taken lately: acceptance changes with the texts."""
+TRIALS = 1 / 50
+"""Share of the time in which drafts are tried that were not taken lately: acceptance changes with the texts. It is a share of
+the time and not of the calls, because under load a call with a long draft may take as long as twenty without."""
 
 BETTER = 1.03
 """By so much another draft must be better to be taken: changing costs time, too."""
@@ -31,6 +32,7 @@ BETTER = 1.03
 _EXPECTED = 0.8
 """The chance that a drafted token is accepted, as long as nothing is known: high, so that drafts are tried."""
 _EXPECTED_STEPS = 4.0
+"""So many steps of a row that expectation counts."""
 
 
 @dataclass
@@ -38,29 +40,32 @@ class _Measured:
     """Sums over steps of rows, the older the lighter.
 
     Attributes:
-        steps: of rows.
-        emitted: tokens.
-        accepted_at: ``[D]`` steps in which a token of that depth was emitted.
+        steps: ``[K]`` of rows.
+        emitted: ``[K]`` what they emitted: of a draft its tokens (K is 1), of chains those of each depth.
     """
 
-    steps: float
-    emitted: float
-    accepted_at: np.ndarray
+    steps: np.ndarray
+    emitted: np.ndarray
 
     @classmethod
-    def expected(cls, depth: int) -> "_Measured":
-        survival = _EXPECTED ** np.arange(1, depth + 1)
-        return cls(_EXPECTED_STEPS, _EXPECTED_STEPS * (1 + survival.sum()), _EXPECTED_STEPS * survival)
+    def expected(cls, tokens: np.ndarray) -> "_Measured":
+        """As long as nothing is known: so many ``tokens`` [K] a step."""
+        return cls(np.full(len(tokens), _EXPECTED_STEPS), _EXPECTED_STEPS * tokens)
 
-    def add(self, steps: int, emitted: int, accepted_at: np.ndarray) -> None:
-        """Take in ``steps`` more."""
-        kept = float(np.exp(-steps / MEMORY))
-        self.steps, self.emitted = self.steps * kept + steps, self.emitted * kept + emitted
-        self.accepted_at = self.accepted_at * kept + accepted_at
+    def add(self, steps: int, emitted: np.ndarray) -> None:
+        """Take in ``steps`` more, for the first entries, as many as ``emitted`` has."""
+        known, kept = len(emitted), np.exp(-steps / MEMORY)
+        self.steps[:known] = self.steps[:known] * kept + steps
+        self.emitted[:known] = self.emitted[:known] * kept + emitted
 
 
 class DraftChoice:
     """Chooses among a few drafts before every decode call, and is told what came of it.
+
+    Attributes:
+        drafts: to choose from; None is plain decoding.
+        seconds: of a step, by number of rows and number of draft.
+        decisions: how often each draft was taken, likewise.
 
     Examples:
         >>> from specjax.serving.choice import DraftChoice
@@ -78,12 +83,13 @@ class DraftChoice:
         self.drafts = tuple(drafts)
         self.seconds = dict(seconds)
         self.decisions: dict[tuple[int, int], int] = {}
-        self._measured = [_Measured.expected(_depth(draft)) for draft in drafts]
-        self._chains = _Measured.expected(max((_depth(draft) for draft in drafts), default=0))
-        self._chain_steps = np.full_like(self._chains.accepted_at, self._chains.steps)
+        survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
+        self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
+        self._chains = _Measured.expected(survival[1:])  # by depth
         self._current: dict[int, int] = {}  # by width
-        self._calls = 0
-        self._last_taken = [0] * len(self.drafts)
+        # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
+        self._clock = 0.0
+        self._last_taken = [0.0] * len(self.drafts)
 
     def tokens_a_step(self, number: int) -> float:
         """E, the tokens that a step of a row is expected to emit with a draft, by its number."""
@@ -91,9 +97,9 @@ class DraftChoice:
         if draft is None:
             return 1.0
         if _is_plain_chain(draft):  # of one chain every other one's beginning is known
-            return 1.0 + float((self._chains.accepted_at / self._chain_steps)[: draft.depth].sum())
+            return 1.0 + float((self._chains.emitted / self._chains.steps)[: draft.depth].sum())
         measured = self._measured[number]
-        return measured.emitted / measured.steps
+        return float(measured.emitted[0] / measured.steps[0])
 
     def rate(self, width: int, number: int) -> float:
         """E / S: tokens a second of each of the running rows."""
@@ -107,13 +113,21 @@ class DraftChoice:
         if self.rate(width, best) > BETTER * self.rate(width, current):
             current = best
         self._current[width] = current
-        self._calls += 1
-        taken = current
-        if self._calls % TRIAL_EVERY == 0:
-            taken = min(numbers, key=lambda number: self._last_taken[number])
-        self._last_taken[taken] = self._calls
+        taken = self._trial(width, current)
+        self._clock += self.seconds[width, taken]
+        self._last_taken[taken] = self._clock
         self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
         return taken
+
+    def _trial(self, width: int, current: int) -> int:
+        """The draft that it is time to try, or else the ``current`` one."""
+        others = [number for number in range(len(self.drafts)) if number != current]
+        due = [
+            number
+            for number in others
+            if (self._clock - self._last_taken[number]) * TRIALS > len(others) * self.seconds[width, number]
+        ]
+        return min(due, key=lambda number: self._last_taken[number], default=current)
 
     def record(
         self,
@@ -144,12 +158,10 @@ class DraftChoice:
         draft = self.drafts[number]
         if draft is None or not row_steps:
             return
-        accepted = np.asarray(accepted_at, float)
-        self._measured[number].add(row_steps, emitted, accepted[: _depth(draft)])
         if _is_plain_chain(draft):
-            depth, kept = draft.depth, float(np.exp(-row_steps / MEMORY))
-            self._chains.accepted_at[:depth] = self._chains.accepted_at[:depth] * kept + accepted[:depth]
-            self._chain_steps[:depth] = self._chain_steps[:depth] * kept + row_steps
+            self._chains.add(row_steps, np.asarray(accepted_at, float)[: draft.depth])
+        else:
+            self._measured[number].add(row_steps, np.array([emitted], float))
 
     def table(self) -> list[dict[str, object]]:
         """What it goes by, a line a number of rows and draft: seconds and tokens a step, tokens a second, times taken."""

@@ -20,7 +20,6 @@ class Prefix:
         key: what it is known by, below ``above``.
         pages: its own, in order.
         border: what the drafter knew at its end; for whoever goes on from there.
-        depth: how many chunks are before it.
         holders: rows that hold it.
         below: the chunks that extend it.
         used: when it was last taken or given up, by the pool's own clock.
@@ -30,7 +29,6 @@ class Prefix:
     key: Key
     pages: tuple[int, ...]
     border: Any
-    depth: int
     holders: int = 0
     below: "dict[Key, Prefix]" = field(default_factory=dict)
     used: int = 0
@@ -114,7 +112,7 @@ class PagePool:
         known = self._first if above is None else above.below
         if key in known:
             return None
-        prefix = Prefix(above, key, pages, border, 0 if above is None else above.depth + 1)
+        prefix = Prefix(above, key, pages, border)
         known[key] = prefix
         self._prefixes.add(prefix)
         self.hold(prefix)

@@ -35,7 +35,7 @@ class Ticket:
         most: new tokens.
         state: where it is.
         row: its row, while it has one.
-        put_back: how often it had to give way.
+        put_back: how often it had to give way after its prompt was begun.
     """
 
     number: int
@@ -134,7 +134,7 @@ class Scheduler:
             capacity: most tokens of a text, prompt and output.
             tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
-            max_waiting: most tickets that wait; None: any number.
+            max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
@@ -143,7 +143,6 @@ class Scheduler:
         self._rows: list[_Row | None] = [None] * rows
         self._waiting: list[Ticket] = []
         self._submitted = 0
-        self._none = pages
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
     # --- requests ------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ class Scheduler:
             QueueFullError: too many wait.
         """
         if not prompt or most < 1:
-            raise InputError(f"prompt of {len(prompt)} tokens, most={most}: both must be at least 1")
+            raise InputError(f"prompt of {len(prompt)} tokens, max_new_tokens={most}: both must be at least 1")
         if len(prompt) + most > self._capacity:
             raise InputError(
                 f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} make {len(prompt) + most} tokens, and there is room "
@@ -204,39 +203,46 @@ class Scheduler:
         if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
             return
         row.read = read.start + read.count
-        if read.count == self._chunk:
+        # Another prompt may have read the same chunk meanwhile. Then this one, and those after it, stay the row's own.
+        if read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
-            has_all_before = len(row.prefixes) * self._chunk == read.start
+            key = tuple(read.ticket.tokens[read.start : row.read + 1])
             count = self._chunk // self._page
-            if has_all_before:
-                key = tuple(read.ticket.tokens[read.start : row.read + 1])
-                made = self._pool(read.row).register(above, key, tuple(row.pages[:count]), border)
-                if made is not None:
-                    row.prefixes.append(made)
-                    del row.pages[:count]
+            made = self._pool(read.row).register(above, key, tuple(row.pages[:count]), border)
+            if made is not None:
+                row.prefixes.append(made)
+                del row.pages[:count]
         if read.is_last:
             read.ticket.state = "running"
 
     def _give_rows(self) -> None:
+        """Free rows to the head of the line, in the shard that will have the most pages left."""
         while self._waiting:
             ticket = self._waiting[0]
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             if not free:
                 return
-            row = max(free, key=lambda row: (self._pool(row).available, -row))
-            others = sum(self._shard(number) == self._shard(row) for number in self._occupied)
+            shards = {self._shard(row) for row in free}
+            shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
+            row = next(row for row in free if self._shard(row) == shard)
+            others = len(self._of_shard(shard))
             # Each of the others may soon need a page; who came when there is none would have to give way at once.
             wanted = min(self._chunk, len(ticket.tokens)) // self._page + 1
-            if others and self._pool(row).available < wanted + others:
+            if others and self._pools[shard].available < wanted + others:
                 return
             del self._waiting[0]
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
-            self.table[row] = self._none
+
+    def _left(self, shard: int) -> int:
+        """Pages that will be left in a ``shard`` when the prompts there are read."""
+        holders = [self._holder(row) for row in self._of_shard(shard)]
+        missing = [self._missing(holder, len(holder.ticket.tokens) - 1) for holder in holders]
+        return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
     def _next_read(self, shard: int, budget: int | None) -> Read | None:
         """The next piece of the oldest prompt of a ``shard`` that is not read yet."""
-        reading = [row for row in self._occupied if self._shard(row) == shard and self._holder(row).ticket.state == "reading"]
+        reading = [row for row in self._of_shard(shard) if self._holder(row).ticket.state == "reading"]
         if not reading:
             return None
         number = min(reading, key=lambda row: self._holder(row).ticket.number)
@@ -272,7 +278,7 @@ class Scheduler:
         before = {self._holder(row).ticket for row in self._occupied}
         for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):
             row = self._rows[number]
-            if row is None or row.ticket.state != "running":  # it has given way
+            if row is None:  # it has given way
                 continue
             ticket = row.ticket
             most = ticket.prompt_length + ticket.most - 1
@@ -332,43 +338,43 @@ class Scheduler:
         """See to it that a row has pages for ``tokens``. Others that are newer give way first, and at last it does itself:
         False."""
         row, pool = self._holder(number), self._pool(number)
-        while True:
-            held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
-            missing = -(-tokens // self._page) - held
-            if missing <= 0:
-                return True
-            taken = pool.take(missing)
-            if taken is not None:
-                row.pages += taken
-                self._fill(number)
-                return True
-            of_shard = [each for each in self._occupied if self._shard(each) == self._shard(number)]
-            holders = [each for each in of_shard if self._holder(each).prefixes or self._holder(each).pages or each == number]
-            newest = max(holders, key=lambda each: self._holder(each).ticket.number)
+        missing = self._missing(row, tokens)
+        if missing <= 0:
+            return True
+        while (taken := pool.take(missing)) is None:
+            newest = max(self._of_shard(self._shard(number)), key=lambda each: self._holder(each).ticket.number)
             self._put_back(self._holder(newest).ticket)
             if newest == number:
                 return False
+        row.pages += taken
+        self._fill(number)
+        return True
+
+    def _missing(self, row: _Row, tokens: int) -> int:
+        """How many pages more ``tokens`` need."""
+        held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
+        return -(-tokens // self._page) - held
 
     def _put_back(self, ticket: Ticket) -> None:
+        """Its row is free, and it waits again, before those who came later."""
+        assert ticket.row is not None
+        # Who has a row and no pages yet goes, too, lest it passes one who was there before it; but it loses nothing.
+        ticket.put_back += self._holder(ticket.row).read is not None
         self._leave(ticket)
         ticket.state = "waiting"
-        ticket.put_back += 1
         insort(self._waiting, ticket, key=lambda each: each.number)
 
     def _leave(self, ticket: Ticket) -> None:
         """Its row and pages are free."""
-        assert ticket.row is not None
-        self._release_pages(ticket.row)
-        self._rows[ticket.row] = None
-        ticket.row = None
-
-    def _release_pages(self, number: int) -> None:
+        number = ticket.row
+        assert number is not None
         row, pool = self._holder(number), self._pool(number)
         for prefix in row.prefixes[::-1]:
             pool.let_go(prefix)
         pool.give_back(row.pages)
-        row.prefixes, row.pages = [], []
-        self.table[number] = self._none
+        self.table[number] = pool.total
+        self._rows[number] = None
+        ticket.row = None
 
     def _fill(self, number: int) -> None:
         """Write the row's line of the table."""
@@ -384,6 +390,10 @@ class Scheduler:
         row = self._rows[number]
         assert row is not None
         return row
+
+    def _of_shard(self, shard: int) -> list[int]:
+        """The occupied rows of a ``shard``."""
+        return [row for row in self._occupied if self._shard(row) == shard]
 
     def _shard(self, row: int) -> int:
         return row * len(self._pools) // len(self._rows)

@@ -1,0 +1,234 @@
+"""The rule that chooses drafts: on numbers whose answer is known, and on a machine that is made up."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from specjax.drafts.shapes import Chain, DraftShape, StaticTree, complete_tree
+from specjax.serving.choice import TRIALS, DraftChoice
+
+TREE = StaticTree(complete_tree((2, 2, 2)))
+DRAFTS = (None, Chain(3), Chain(7), TREE)
+STEPS = 8
+
+
+def depth_of(draft: DraftShape | None) -> int:
+    return 0 if draft is None else draft.depth
+
+
+def tokens_of(draft: DraftShape | None, chance: float) -> float:
+    """E of a step in which each token is accepted with a ``chance``, if those before it are."""
+    return sum(chance**depth for depth in range(depth_of(draft) + 1))
+
+
+def tell(choice: DraftChoice, width: int, number: int, chance: float, *, seconds: float, steps: int = STEPS) -> None:
+    """What a call comes to on average, without chance."""
+    row_steps, depth = width * steps, depth_of(choice.drafts[number])
+    survival = row_steps * chance ** np.arange(1, depth + 1)
+    accepted = np.pad(survival, (0, max(map(depth_of, choice.drafts)) - depth))
+    emitted = round(row_steps + survival.sum())
+    choice.record(
+        width, number, seconds=seconds * steps, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted
+    )
+
+
+def costs(width: int, drafts: Sequence[DraftShape | None] = DRAFTS, free: int = 16) -> list[float]:
+    """Seconds of a step: the pass takes longer beyond so many ``free`` tokens, and each drafted level takes a while."""
+    nodes = [width * (1 if draft is None else draft.nodes) for draft in drafts]
+    return [0.01 * max(1.0, n / free) + 0.001 * depth_of(draft) for n, draft in zip(nodes, drafts, strict=True)]
+
+
+def seconds_by(widths: Sequence[int], drafts: Sequence[DraftShape | None] = DRAFTS) -> dict[tuple[int, int], float]:
+    return {(width, number): seconds for width in widths for number, seconds in enumerate(costs(width, drafts))}
+
+
+# --- the rule ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chance", [0.05, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("width", [1, 4, 16, 64])
+def test_what_is_taken_has_the_most_tokens_a_second(width, chance) -> None:
+    choice = DraftChoice(DRAFTS, seconds_by([width]))
+    for number in range(len(DRAFTS)):
+        tell(choice, width, number, chance, seconds=costs(width)[number], steps=5000)
+    for number, draft in enumerate(DRAFTS):
+        assert choice.tokens_a_step(number) == pytest.approx(tokens_of(draft, chance), rel=0.02)
+        assert choice.rate(width, number) == pytest.approx(choice.tokens_a_step(number) / costs(width)[number])
+    rates = [tokens_of(draft, chance) / seconds for draft, seconds in zip(DRAFTS, costs(width), strict=True)]
+    assert rates[choice.choose(width)] == max(rates)
+
+
+def test_each_load_has_its_own_draft() -> None:
+    choice = DraftChoice(DRAFTS[:3], seconds_by([1, 4, 64]))
+    for _ in range(20):
+        tell(choice, 1, 2, 0.8, seconds=costs(1)[2])
+    assert [choice.choose(width) for width in (1, 4, 64)] == [2, 1, 0]
+
+
+def test_a_draft_must_be_clearly_better_to_replace_another() -> None:
+    choice = DraftChoice([None, None], {(1, 0): 0.0100, (1, 1): 0.0101})
+    assert choice.choose(1) == 0
+    choice.seconds[1, 1] = 0.0098
+    assert choice.choose(1) == 0
+    choice.seconds[1, 1] = 0.0096
+    assert choice.choose(1) == 1
+
+
+def test_there_is_nothing_to_choose_of_one() -> None:
+    for drafts in ((None,), (TREE,)):
+        choice = DraftChoice(drafts, {(1, 0): 0.01})
+        for _ in range(300):
+            assert choice.choose(1) == 0
+            tell(choice, 1, 0, 0.5, seconds=0.01)
+
+
+# --- learning ----------------------------------------------------------------------------------------------------------
+
+
+def calls_until(choice: DraftChoice, width: int, wanted: int, chance: float) -> int:
+    """How many calls it takes until ten in a row have the ``wanted`` draft."""
+    latest: list[int] = []
+    for call in range(3000):
+        latest = [*latest[-9:], choice.choose(width)]
+        if latest == [wanted] * 10:
+            return call
+        tell(choice, width, latest[-1], chance, seconds=costs(width, choice.drafts)[latest[-1]])
+    raise AssertionError(f"draft {wanted} is not taken")
+
+
+def test_it_learns_that_acceptance_drops_and_rises() -> None:
+    choice = DraftChoice(DRAFTS[:3], seconds_by([4]))
+    assert calls_until(choice, 4, wanted=1, chance=0.8) < 30
+    assert calls_until(choice, 4, wanted=0, chance=0.1) < 60
+    # Plain decoding says nothing of drafts: that they would pay again is found out by trying.
+    assert calls_until(choice, 4, wanted=1, chance=0.9) < 2000
+
+
+def test_chains_inform_each_other_and_no_trees() -> None:
+    choice = DraftChoice(DRAFTS, seconds_by([1]))
+    before = choice.tokens_a_step(3)
+    for _ in range(200):
+        tell(choice, 1, 2, 0.4, seconds=0.017)
+    assert choice.tokens_a_step(1) == pytest.approx(tokens_of(Chain(3), 0.4), rel=0.02)
+    assert choice.tokens_a_step(3) == before
+    for _ in range(200):
+        tell(choice, 1, 1, 0.9, seconds=0.013)
+    # Of a longer chain the shorter tells the beginning; what is beyond it stays what it was.
+    assert choice.tokens_a_step(2) == pytest.approx(
+        tokens_of(Chain(3), 0.9) + sum(0.4**depth for depth in range(4, 8)), rel=0.02
+    )
+
+
+def test_a_chain_that_ends_early_is_no_chain_like_others() -> None:
+    drafts = (Chain(3), Chain(3, stop_below=0.5))
+    choice = DraftChoice(drafts, seconds_by([1], drafts))
+    before = choice.tokens_a_step(0)
+    for _ in range(200):
+        tell(choice, 1, 1, 0.1, seconds=0.013)
+    assert choice.tokens_a_step(0) == before
+    assert choice.tokens_a_step(1) == pytest.approx(tokens_of(Chain(3), 0.1), rel=0.02)
+
+
+def test_seconds_follow_the_machine() -> None:
+    choice = DraftChoice(DRAFTS, seconds_by([4, 8]))
+    untouched = {key: seconds for key, seconds in choice.seconds.items() if key != (4, 1)}
+    for _ in range(40):
+        tell(choice, 4, 1, 0.5, seconds=0.09)
+    assert choice.seconds[4, 1] == pytest.approx(0.09, rel=0.01)
+    assert {key: choice.seconds[key] for key in untouched} == untouched
+
+
+def test_a_machine_that_stood_still_once_changes_little() -> None:
+    choice = DraftChoice(DRAFTS, dict.fromkeys(seconds_by([4]), 0.01))
+    tell(choice, 4, 1, 0.5, seconds=60.0, steps=1)
+    assert choice.seconds[4, 1] <= 0.01 * (1 + 3 / 20) + 1e-9
+    choice.record(4, 1, seconds=60.0, steps=0, row_steps=0, emitted=0, accepted_at=[0] * 7)
+    assert choice.seconds[4, 1] <= 0.01 * (1 + 3 / 20) + 1e-9
+
+
+# --- trials ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 16, 64])
+def test_others_are_tried_for_a_share_of_the_time_and_no_longer(width) -> None:
+    choice, spent = DraftChoice(DRAFTS, seconds_by([width])), [0.0] * len(DRAFTS)
+    for _ in range(100):
+        for number in range(len(DRAFTS)):
+            tell(choice, width, number, 0.2, seconds=choice.seconds[width, number])
+    for _ in range(20_000):
+        number = choice.choose(width)
+        spent[number] += choice.seconds[width, number]
+    share = 1 - max(spent) / sum(spent)
+    assert 0.8 * TRIALS < share <= TRIALS
+    assert min(spent) > 0
+    assert sum(choice.decisions.values()) == 20_000
+    assert [choice.decisions[width, number] * choice.seconds[width, number] for number in range(4)] == pytest.approx(spent)
+
+
+def test_the_table_says_what_it_goes_by() -> None:
+    choice = DraftChoice((None, Chain(3)), {(8, 1): 0.05, (8, 0): 0.02, (1, 0): 0.01, (1, 1): 0.012})
+    taken = [choice.choose(8) for _ in range(3)]
+    table = choice.table()
+    assert [(line["rows"], line["draft"]) for line in table] == [(1, "none"), (1, "chain of 3"), (8, "none"), (8, "chain of 3")]
+    assert [line["taken"] for line in table] == [0, 0, taken.count(0), taken.count(1)]
+    for line, number in zip(table, (0, 1, 0, 1), strict=True):
+        assert line["tokens_a_second"] == choice.tokens_a_step(number) / choice.seconds[line["rows"], number]  # pyright: ignore[reportArgumentType]
+
+
+# --- a machine that is made up -----------------------------------------------------------------------------------------
+
+
+def simulate(choice: DraftChoice, chances: Sequence[float], width: int, calls: int, seed: int) -> tuple[float, list[int]]:
+    """Tokens a second of a machine whose clock is not exact and whose texts are accepted by chance, and what was taken."""
+    draw, seconds_of = np.random.default_rng(seed), costs(width, choice.drafts)
+    tokens, spent, taken = 0, 0.0, []
+    longest = max(map(depth_of, choice.drafts))
+    for _ in range(calls):
+        number = choice.choose(width)
+        steps = int(draw.integers(1, STEPS + 1))
+        drawn = draw.random((width * steps, depth_of(choice.drafts[number]))) < chances[number]
+        accepted = np.cumprod(drawn, axis=1).sum(0)
+        emitted = width * steps + int(accepted.sum())
+        seconds = seconds_of[number] * steps * max(0.5, 1 + 0.1 * draw.standard_normal())
+        choice.record(
+            width,
+            number,
+            seconds=seconds,
+            steps=steps,
+            row_steps=width * steps,
+            emitted=emitted,
+            accepted_at=np.pad(accepted, (0, longest - len(accepted))),
+        )
+        tokens, spent, taken = tokens + emitted, spent + seconds, [*taken, number]
+    return tokens / spent, taken
+
+
+def best_rate(chances: Sequence[float], width: int) -> float:
+    columns = zip(DRAFTS, chances, costs(width), strict=True)
+    rates = [tokens_of(draft, chance) / seconds for draft, chance, seconds in columns]
+    return width * max(rates)
+
+
+@pytest.mark.parametrize("width", [1, 4, 16, 64])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_is_as_fast_as_the_best_draft_at_every_load(width, seed) -> None:
+    draw = random.Random(seed)
+    chances = [draw.uniform(0.1, 0.95)] * 3 + [draw.uniform(0.1, 0.95)]
+    rate, _ = simulate(DraftChoice(DRAFTS, seconds_by([width])), chances, width, calls=600, seed=seed)
+    assert rate > 0.97 * best_rate(chances, width)
+
+
+def test_it_is_as_fast_as_the_best_draft_when_loads_come_and_go() -> None:
+    widths, chances, draw = (1, 4, 16, 64), [0.7] * 3 + [0.85], random.Random(0)
+    choice = DraftChoice(DRAFTS, seconds_by(widths))
+    loads = draw.choices(widths, k=60)
+    rates = [simulate(choice, chances, width, calls=30, seed=period)[0] for period, width in enumerate(loads)]
+    assert sum(rates) > 0.97 * sum(best_rate(chances, width) for width in loads)
+
+
+def test_the_same_calls_have_the_same_choices() -> None:
+    first, again = (simulate(DraftChoice(DRAFTS, seconds_by([4])), [0.5] * 4, 4, calls=300, seed=1) for _ in range(2))
+    assert first == again
+    assert set(first[1]) <= set(range(len(DRAFTS)))

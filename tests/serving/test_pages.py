@@ -1,0 +1,116 @@
+"""Pages of one pool, and the prefixes in them."""
+
+import pytest
+
+from specjax.serving.pages import PagePool, Prefix
+
+CHUNK = 2
+
+
+def registered(pool: PagePool, tokens: list[int], above: Prefix | None = None) -> Prefix:
+    """The chunk of ``tokens`` (the one after it included), read into a page, and held by who read it."""
+    (page,) = pool.take(1) or pytest.fail("no page is left")
+    made = pool.register(above, tuple(tokens), (page,), border=tuple(tokens))
+    assert made is not None
+    return made
+
+
+def test_pages_are_taken_all_or_none() -> None:
+    pool = PagePool(3)
+    assert pool.take(2) == [0, 1]
+    assert (pool.take(2), pool.available) == (None, 1)
+    pool.give_back([0, 1])
+    assert sorted(pool.take(3) or []) == [0, 1, 2]
+    assert (pool.take(0), pool.take(1)) == ([], None)
+
+
+def test_a_chunk_is_known_by_its_tokens_and_the_one_after_it() -> None:
+    pool = PagePool(3)
+    made = registered(pool, [5, 6, 7])
+    assert pool.find([5, 6, 7, 8], CHUNK, most=3) == [made]
+    assert pool.find([5, 6, 8], CHUNK, most=2) == []
+    assert pool.find([5, 5, 7], CHUNK, most=2) == []
+    assert pool.find([5, 6, 7], CHUNK, most=1) == []
+
+
+def test_a_chain_goes_on_as_long_as_chunks_are_known_above_each_other() -> None:
+    pool = PagePool(4)
+    first = registered(pool, [1, 2, 3])
+    second = registered(pool, [3, 4, 5], above=first)
+    other = registered(pool, [3, 4, 6], above=first)
+    assert pool.find([1, 2, 3, 4, 5, 9], CHUNK, most=5) == [first, second]
+    assert pool.find([1, 2, 3, 4, 6], CHUNK, most=4) == [first, other]
+    assert pool.find([1, 2, 3, 4, 5], CHUNK, most=3) == [first]
+    assert pool.find([1, 2, 3, 4, 7], CHUNK, most=4) == [first]
+    # The same chunk at another place is another one.
+    assert pool.find([3, 4, 5, 6], CHUNK, most=3) == []
+
+
+def test_a_chunk_that_is_known_is_not_registered_again() -> None:
+    pool = PagePool(4)
+    made = registered(pool, [1, 2, 3])
+    again = pool.take(1)
+    assert again is not None
+    assert pool.register(None, (1, 2, 3), tuple(again), border=None) is None
+    assert (pool.find([1, 2, 3], CHUNK, most=2), made.holders, pool.available) == ([made], 1, 2)
+
+
+def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
+    pool = PagePool(2)
+    made = registered(pool, [1, 2, 3])
+    assert pool.available == 1
+    pool.let_go(made)
+    assert (pool.available, pool.find([1, 2, 3], CHUNK, most=2)) == (2, [made])
+    assert pool.take(1) is not None
+    assert pool.find([1, 2, 3], CHUNK, most=2) == [made]
+    assert pool.take(1) == list(made.pages)
+    assert pool.find([1, 2, 3], CHUNK, most=2) == []
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    pool = PagePool(3)
+    a, b, c = (registered(pool, [token, 0, 0]) for token in (1, 2, 3))
+    for prefix in (c, b, a):
+        pool.let_go(prefix)
+    pool.hold(b)
+    pool.let_go(b)
+    assert [pool.take(1) for _ in range(3)] == [list(prefix.pages) for prefix in (c, a, b)]
+
+
+def test_a_chunk_outlives_those_that_extend_it() -> None:
+    pool = PagePool(3)
+    first = registered(pool, [1, 2, 3])
+    second = registered(pool, [3, 4, 5], above=first)
+    third = registered(pool, [5, 6, 7], above=second)
+    for prefix in (first, second, third):  # the first is the least recently used
+        pool.let_go(prefix)
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    for kept in ([first, second], [first], []):
+        assert pool.take(1) is not None
+        assert pool.find(tokens, CHUNK, most=6) == kept
+
+
+def test_what_is_held_never_goes() -> None:
+    pool = PagePool(3)
+    held = registered(pool, [1, 2, 3])
+    let_go = registered(pool, [2, 2, 3])
+    pool.hold(held)
+    pool.let_go(held)  # its other holder has it still
+    pool.let_go(let_go)
+    assert (pool.available, pool.take(3)) == (2, None)
+    assert pool.find([2, 2, 3], CHUNK, most=2) == [let_go]  # nothing was dropped in vain
+    assert pool.take(2) is not None
+    assert (pool.take(1), pool.find([1, 2, 3], CHUNK, most=2)) == (None, [held])
+
+
+def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
+    pool = PagePool(5)
+    first = registered(pool, [1, 2, 3])
+    second = registered(pool, [3, 4, 5], above=first)
+    third = registered(pool, [5, 6, 7], above=second)
+    held = registered(pool, [9, 9, 9])
+    for prefix in (third, second, first):
+        pool.let_go(prefix)
+    pool.forget_prefixes()
+    assert (pool.find([1, 2, 3], CHUNK, most=2), pool.find([9, 9, 9], CHUNK, most=2)) == ([], [held])
+    assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))

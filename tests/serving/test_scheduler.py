@@ -1,0 +1,805 @@
+"""Every rule of the scheduler by itself, and all of them together under random schedules."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from specjax.errors import InputError
+from specjax.serving.pages import PagePool
+from specjax.serving.scheduler import QueueFullError, Read, Scheduler, Ticket
+
+PAGE, CHUNK = 2, 4
+
+
+def scheduler(**changes: Any) -> Scheduler:
+    sizes: dict[str, Any] = {"rows": 2, "pages": 16, "page": PAGE, "chunk": CHUNK, "capacity": 32}
+    return Scheduler(**(sizes | changes))
+
+
+def read_all(made: Scheduler, budget: int | None = None) -> list[Read]:
+    """Everything that can be read now. The border is the text up to there."""
+    done = []
+    while reads := made.next_reads(budget):
+        for read in reads:
+            made.was_read(read, border=tuple(read.ticket.tokens[: read.start + read.count]))
+        done += reads
+    return done
+
+
+def pages_of(made: Scheduler, row: int) -> list[int]:
+    return [page for page in made.table[row].tolist() if page < made._pools[0].total]
+
+
+def finish(made: Scheduler, ticket: Ticket) -> None:
+    assert ticket.row is not None
+    made.decoded(ticket.row, [0], done=True)
+
+
+# --- who has a row -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_given_in_the_order_of_submission() -> None:
+    made = scheduler()
+    first, second, third, fourth = (made.submit([token, token], most=2) for token in range(4))
+    read_all(made)
+    assert [first.row, second.row, third.row, fourth.row] == [0, 1, None, None]
+    assert (made.waiting, made.running, made.occupied) == (2, [0, 1], 2)
+    finish(made, second)
+    read_all(made)
+    assert (third.row, fourth.row, made.ticket_of(1)) == (1, None, third)
+    finish(made, first)
+    read_all(made)
+    assert (fourth.row, made.waiting) == (0, 0)
+
+
+def test_nobody_passes_the_head_of_the_line() -> None:
+    made = scheduler(rows=3, pages=5)
+    running = made.submit([1] * 6, most=2)
+    read_all(made)
+    assert len(pages_of(made, 0)) == 3
+    long = made.submit([2] * 5, most=2)  # two pages for a chunk, one after it, and one for the text that runs
+    short = made.submit([3], most=1)
+    assert read_all(made) == []
+    assert (long.state, short.state, made.waiting) == ("waiting", "waiting", 2)
+    finish(made, running)
+    assert [read.ticket for read in read_all(made)] == [long, short]
+
+
+def test_prompts_are_read_one_after_another_the_oldest_first() -> None:
+    made = scheduler(rows=3)
+    tickets = [made.submit([token] * 7, most=2) for token in range(3)]
+    reads = read_all(made)
+    assert [read.ticket for read in reads] == [ticket for ticket in tickets for _ in range(2)]
+    assert [read.is_first for read in reads] == [True, False] * 3
+    assert [read.is_last for read in reads] == [False, True] * 3
+
+
+def test_a_prompt_is_read_but_for_its_last_token() -> None:
+    made = scheduler(tails=(1, 2))
+    spans = {}
+    for length in (1, 2, 3, 4, 5, 6, 9, 12):
+        ticket = made.submit([length] * length, most=1)
+        spans[length] = [(read.start, read.count, read.width) for read in read_all(made)]
+        assert ticket.state == "running"
+        finish(made, ticket)
+    assert spans == {
+        1: [(0, 0, 1)],
+        2: [(0, 1, 1)],
+        3: [(0, 2, 2)],
+        4: [(0, 3, 4)],
+        5: [(0, 4, 4)],
+        6: [(0, 4, 4), (4, 1, 1)],
+        9: [(0, 4, 4), (4, 4, 4)],
+        12: [(0, 4, 4), (4, 4, 4), (8, 3, 4)],
+    }
+
+
+def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
+    made = scheduler(tails=(1,))
+    wide, narrow = made.submit([1] * 5, most=1), made.submit([2] * 2, most=1)
+    assert made.next_reads(budget=3) == []
+    (read,) = made.next_reads(budget=4)
+    assert (read.ticket, read.width) == (wide, 4)
+    made.was_read(read, None)
+    (read,) = made.next_reads(budget=1)
+    assert (read.ticket, read.width) == (narrow, 1)
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "message"),
+    [
+        (0, 3, "prompt of 0 tokens"),
+        (3, 0, "max_new_tokens=0"),
+        (30, 3, r"prompt \(30 tokens\) plus max_new_tokens=3 make 33 tokens.*room for 32"),
+        (10, 8, "need 9 pages of 2 tokens, and there are 8"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(length, most, message) -> None:
+    made = scheduler(pages=8)
+    with pytest.raises(InputError, match=message):
+        made.submit([1] * length, most)
+    assert made.idle
+
+
+def test_the_largest_text_that_pages_hold_is_served() -> None:
+    made = scheduler(pages=8)
+    ticket = made.submit([1] * 10, most=7)  # the last token is never written
+    read_all(made)
+    assert made.reserve(100) == []
+    assert (ticket.state, len(pages_of(made, 0))) == ("running", 8)
+
+
+def test_a_full_line_refuses() -> None:
+    made = scheduler(rows=1, max_waiting=1)
+    made.submit([1], most=1)  # for the row that is free
+    made.submit([2], most=1)
+    with pytest.raises(QueueFullError, match="max_waiting"):
+        made.submit([3], most=1)
+    read_all(made)
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        made.submit([3], most=1)
+    finish(made, made.ticket_of(0) or pytest.fail("the row is free"))
+    read_all(made)
+    made.submit([3], most=1)
+    assert made.waiting == 1
+
+
+# --- pages -------------------------------------------------------------------------------------------------------------
+
+
+def test_unused_entries_of_the_table_are_out_of_range() -> None:
+    made = scheduler()
+    assert made.table.shape == (2, 16)
+    assert (made.table == 16).all()
+    ticket = made.submit([1] * 6, most=2)
+    read_all(made)
+    assert (made.table[0, :3] < 16).all()
+    assert (made.table[0, 3:] == 16).all()
+    assert (made.table[1] == 16).all()
+    finish(made, ticket)
+    assert (made.table == 16).all()
+
+
+def test_running_rows_have_pages_for_what_they_may_become() -> None:
+    made = scheduler()
+    made.submit([1] * 4, most=10)  # 3 entries, at most 13
+    read_all(made)
+    for ahead, pages in ((0, 2), (1, 2), (2, 3), (5, 4), (10, 7), (100, 7)):
+        assert made.reserve(ahead) == []
+        assert len(pages_of(made, 0)) == pages
+    made.decoded(0, [5, 6, 7], done=False)
+    assert len(pages_of(made, 0)) == 7
+
+
+def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
+    made = scheduler(pages=8)
+    old, new = made.submit([1] * 5, most=9), made.submit([2] * 5, most=4)
+    read_all(made)
+    assert made.reserve(2) == []
+    for row in made.running:
+        made.decoded(row, [8, 9], done=False)
+    later = made.submit([3], most=1)
+    assert made.reserve(5) == [new]
+    assert (new.state, new.row, new.put_back, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
+    assert (old.put_back, made.running, made.waiting) == (0, [0], 2)
+    finish(made, old)
+    reads = read_all(made)
+    # It is before those that came later, and its first chunk is where it was left.
+    assert [(read.ticket, read.start, read.count) for read in reads] == [(new, 4, 2), (later, 0, 0)]
+    made.reserve(100)
+    assert len(pages_of(made, new.row or 0)) == 4  # of 5 + 4 - 1 entries: the limit stays where it was
+
+
+def test_who_reads_gives_way_to_the_older_who_run() -> None:
+    made = scheduler(pages=6, capacity=12)
+    old = made.submit([1] * 3, most=9)
+    read_all(made)
+    new = made.submit([2] * 6, most=2)
+    (read,) = made.next_reads()
+    made.was_read(read, None)
+    assert (new.state, made.reserve(9)) == ("reading", [new])
+    assert (made.running, old.state, new.state) == ([0], "running", "waiting")
+
+
+def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet() -> None:
+    made = scheduler(rows=3, pages=7, capacity=14)
+    first, second = made.submit([1] * 3, most=9), made.submit([2] * 2, most=9)
+    read_all(made)
+    third = made.submit([3] * 3, most=2)
+    assert made.next_reads(budget=1) == []  # it has a row, and the budget is too small
+    assert third.state == "reading"
+    assert made.reserve(100) == [second, third]
+    assert (first.put_back, second.put_back, third.put_back) == (0, 1, 0)
+    finish(made, first)
+    assert [read.ticket for read in read_all(made)] == [second, third]
+
+
+def test_a_newcomer_leaves_a_page_to_each_who_runs() -> None:
+    made = scheduler(rows=3, pages=4)
+    for token in (1, 2):
+        made.submit([token], most=2)
+    read_all(made)
+    made.reserve(1)
+    third = made.submit([3] * 2, most=2)  # 2 pages are free: none would be left for one of the others
+    read_all(made)
+    assert third.state == "waiting"
+    finish(made, made.ticket_of(0) or pytest.fail("the row is free"))
+    read_all(made)
+    assert third.state == "running"
+
+
+# --- prefixes ----------------------------------------------------------------------------------------------------------
+
+
+def starts(reads: Sequence[Read]) -> list[tuple[int, Any]]:
+    return [(read.start, read.border) for read in reads if read.is_first]
+
+
+def test_a_common_beginning_is_read_once() -> None:
+    made = scheduler(rows=4)
+    common = [1, 2, 3, 4, 5, 6, 7, 8]
+    for token in range(4):
+        made.submit([*common, 9, token], most=2)
+    reads = read_all(made)
+    assert starts(reads) == [(0, None)] + [(8, tuple(common))] * 3
+    assert sum(read.count for read in reads) == 9 + 3
+    assert {tuple(pages_of(made, row)[:4]) for row in range(4)} == {tuple(pages_of(made, 0)[:4])}
+    assert len({page for row in range(4) for page in pages_of(made, row)}) == 4 + 4
+
+
+def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
+    made = scheduler(rows=4)
+    for after in (5, 6, 5):
+        made.submit([1, 2, 3, 4, after, 9], most=2)
+    assert starts(read_all(made)) == [(0, None), (0, None), (4, (1, 2, 3, 4))]
+    assert pages_of(made, 0)[:2] == pages_of(made, 2)[:2] != pages_of(made, 1)[:2]
+
+
+def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
+    made = scheduler()
+    text = list(range(14))
+    for length, start in ((5, 0), (10, 4), (13, 8), (13, 12), (14, 12)):
+        ticket = made.submit(text[:length], most=1)
+        reads = read_all(made)
+        assert starts(reads) == [(start, tuple(text[:start]) or None)]
+        assert sum(read.count for read in reads) == length - 1 - start
+        finish(made, ticket)
+
+
+def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
+    made = scheduler(tails=(1,))
+    for _ in range(2):
+        made.submit([1, 2, 3, 4, 5], most=2)
+    first, second = read_all(made)
+    assert (first.start, first.count) == (0, 4)
+    assert (second.start, second.count, second.width, second.is_first, second.is_last) == (4, 0, 1, True, True)
+
+
+def test_what_was_generated_is_no_prefix() -> None:
+    made = scheduler()
+    made.submit([1, 2, 3], most=8)
+    read_all(made)
+    made.reserve(8)
+    made.decoded(0, [4, 5, 6, 7], done=True)
+    made.submit([1, 2, 3, 4, 5, 6], most=1)
+    assert starts(read_all(made)) == [(0, None)]
+
+
+def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
+    made = scheduler(rows=3, pages=8)
+    forgotten = made.submit([1] * 5, most=1)
+    read_all(made)
+    finish(made, forgotten)
+    held = made.submit([2] * 5, most=1)
+    read_all(made)
+    assert made.free_pages == 6  # two of them hold a prefix
+    long = made.submit([3] * 9, most=2)
+    read_all(made)
+    made.reserve(100)
+    assert (held.put_back, made.free_pages) == (0, 0)
+    finish(made, long)
+    again = made.submit([2] * 5, most=1)
+    assert starts(read_all(made)) == [(4, (2,) * 4)]
+    for ticket in (held, again):
+        finish(made, ticket)
+    made.submit([1] * 5, most=1)
+    assert starts(read_all(made)) == [(0, None)]
+
+
+# --- cancelling --------------------------------------------------------------------------------------------------------
+
+
+def test_requests_are_cancelled_in_every_state_and_twice() -> None:
+    made = scheduler(rows=3, chunk=2)
+    done, running, reading, waiting = (made.submit([token] * 3, most=4) for token in range(4))
+    for _ in range(2):
+        made.was_read(*made.next_reads(), border=None)
+    finish(made, done)
+    made.cancel(waiting)
+    (read,) = made.next_reads()
+    assert (read.ticket, done.state, running.state, reading.state) == (reading, "done", "running", "reading")
+    for ticket in (done, running, reading, waiting):
+        before = made.free_pages, ticket.row is not None
+        made.cancel(ticket)
+        assert made.free_pages == before[0] + before[1]
+        made.cancel(ticket)
+        assert (ticket.row, made.free_pages) == (None, sum(before))
+    assert [ticket.state for ticket in (done, running, reading, waiting)] == ["done", "cancelled", "cancelled", "cancelled"]
+    assert (made.idle, made.free_pages, made.waiting) == (True, 16, 0)
+    made.was_read(read, border=None)  # the device had begun
+    assert (made.idle, made.running, made.free_pages) == (True, [], 16)
+
+
+def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row() -> None:
+    made = scheduler(rows=1)
+    cancelled = made.submit([1] * 5, most=2)
+    (read,) = made.next_reads()
+    made.cancel(cancelled)
+    following = made.submit([2] * 9, most=2)
+    (first,) = made.next_reads()
+    assert (first.row, first.ticket) == (read.row, following)
+    made.was_read(read, border="of the other")
+    assert following.state == "reading"
+    made.was_read(first, border="its own")
+    (second,) = made.next_reads()
+    assert (second.start, second.is_first) == (4, False)
+    made.submit([1] * 5, most=2)
+    made.was_read(second, border=None)
+    finish(made, following)
+    assert starts(read_all(made)) == [(0, None)]
+
+
+# --- rows that are rearranged, and shards ------------------------------------------------------------------------------
+
+
+def test_rows_are_rearranged_with_all_that_they_have() -> None:
+    made = scheduler(rows=3)
+    first = made.submit([1] * 3, most=4)
+    second = made.submit([2] * 9, most=4)
+    made.was_read(*made.next_reads(), border=None)
+    made.was_read(*made.next_reads(), border=None)
+    before = [pages_of(made, row) for row in range(3)]
+    made.swap([2, 0, 1])
+    assert [pages_of(made, row) for row in range(3)] == [before[2], before[0], before[1]]
+    assert (first.row, second.row, made.running) == (1, 2, [1])
+    assert [made.ticket_of(row) for row in range(3)] == [None, first, second]
+    (read,) = made.next_reads()
+    assert (read.row, read.start, read.is_first) == (2, 4, False)
+    made.was_read(read, border=None)
+    assert made.running == [1, 2]
+
+
+def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
+    made = scheduler(rows=4, shards=2)
+    tickets = [made.submit([1] * 6, most=2) for _ in range(4)]
+    reads = made.next_reads()
+    assert [(read.row, read.start) for read in reads] == [(0, 0), (2, 0)]
+    for read in reads:
+        made.was_read(read, border=read.row)
+    # Each goes on from what its own shard has read.
+    assert starts(read_all(made)) == [(4, 0), (4, 2)]
+    assert [ticket.row for ticket in tickets] == [0, 2, 1, 3]
+    assert pages_of(made, 0)[:2] == pages_of(made, 1)[:2] == pages_of(made, 2)[:2]
+    finish(made, tickets[0])
+    finish(made, tickets[2])
+    following = made.submit([1] * 6, most=2)
+    assert starts(read_all(made)) == [(4, 0)]
+    assert following.row == 0
+
+
+def test_requests_that_come_together_are_spread_over_the_shards() -> None:
+    made = scheduler(rows=8, shards=2)
+    one = made.submit([9] * 3, most=2)
+    read_all(made)
+    tickets = [made.submit([token] * 5, most=2) for token in range(5)]
+    made.next_reads()
+    assert one.row == 0
+    assert [ticket.row for ticket in tickets] == [4, 1, 5, 2, 6]
+
+
+def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
+    made = scheduler(rows=4, shards=2, pages=1, capacity=2)
+    tickets = [made.submit([token], most=1) for token in range(3)]
+    made.next_reads()
+    assert [ticket.row for ticket in tickets] == [0, 2, None]
+
+
+def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
+    made = scheduler(rows=4, shards=2, pages=10)
+    text = [0, 1, 2, 3, 7, 4, 5, 6, 7, 8, 9, 10, 11]
+    oldest, passing = made.submit([12], most=14), made.submit([13], most=1)
+    old = made.submit(text, most=2)
+    read_all(made)
+    assert (oldest.row, passing.row, old.row) == (0, 2, 1)
+    finish(made, passing)
+    new = made.submit(text, most=2)
+    made.was_read(*made.next_reads(), border=(0, 1, 2, 3))
+    assert made.reserve(13) == [old]
+    # It goes on in the other shard, before the new one, which has begun there.
+    reads = [(read.ticket, read.start) for read in read_all(made)]
+    assert reads == [(old, 4), (old, 8), (new, 4), (new, 8)]
+    for ticket in (oldest, old, new):
+        finish(made, ticket)
+    made.submit([14] * 9, most=2)  # in the first shard
+    last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], most=1)
+    assert [read.start for read in read_all(made) if read.ticket is last] == [4]
+    assert last.row == 2
+
+
+def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
+    made = scheduler(rows=4, shards=2, pages=4, capacity=9)
+    tickets = [made.submit([token] * 3, most=6) for token in range(4)]
+    read_all(made)
+    made.swap([0, 1, 3, 2])
+    assert [ticket.row for ticket in tickets] == [0, 3, 1, 2]
+    made.decoded(0, [5], done=True)
+    assert made.reserve(6) == [tickets[3]]
+    assert made.running == [1, 3]
+
+
+# --- all of it, under random schedules ---------------------------------------------------------------------------------
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The text that a prompt has: the oracle."""
+    return hash(tuple(tokens)) % 7
+
+
+def entry(tokens: Sequence[int], position: int) -> int:
+    """What stands in the cache at a position: it depends on all tokens up to there, and on the one after it."""
+    return hash(tuple(tokens[: position + 2]))
+
+
+@dataclass
+class Request:
+    """What a user knows."""
+
+    prompt: list[int]
+    most: int
+    shown: list[int] = field(default_factory=list)
+
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.shown
+
+
+class Device:
+    """Pages that hold what is written into them, and a schedule of everything that can happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.shards = draw.choice([1, 1, 2])
+        self.rows = self.shards * draw.randint(1, 3)
+        self.page = draw.choice([1, 2, 4])
+        self.chunk = self.page * draw.randint(1, 2)
+        self.pages = draw.randint(4, 14)
+        self.tails = draw.choice([(), (1,)])
+        sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
+        self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28)
+        self.memory: dict[tuple[int, int, int], int] = {}
+        self.begun: dict[Ticket, int] = {}  # how much of its prompt has been read, since it has its row
+        self.requests: dict[Ticket, Request] = {}
+        self.started: list[int] = []
+        self.seen: Counter[str] = Counter()
+        self.common = [[draw.randrange(7) for _ in range(13)] for _ in range(2)]
+
+    # What the device does.
+
+    def shard(self, row: int) -> int:
+        return row // (self.rows // self.shards)
+
+    def place(self, row: int, position: int) -> tuple[int, int, int]:
+        page = int(self.scheduler.table[row, position // self.page])
+        assert 0 <= page < self.pages, "no page is there"
+        return self.shard(row), page, position % self.page
+
+    def write(self, row: int, tokens: Sequence[int], start: int, end: int) -> None:
+        shared = shared_pages(self.scheduler, self.shard(row))
+        for position in range(start, end):
+            place = self.place(row, position)
+            assert place[1] not in shared, "a shared page is written"
+            self.memory[place] = entry(tokens, position)
+
+    def check_cache(self, row: int, tokens: Sequence[int], count: int) -> None:
+        for position in range(count):
+            assert self.memory.get(self.place(row, position)) == entry(tokens, position), "the cache is not the text's"
+
+    def read(self, read: Read, budget: int | None) -> None:
+        tokens, end = read.ticket.tokens, read.start + read.count
+        assert tokens == self.requests[read.ticket].text, "tokens are lost"
+        assert read.start % self.chunk == 0, "off the grid"
+        assert read.width == min(width for width in (*self.tails, self.chunk) if width >= read.count)
+        assert budget is None or read.width <= budget
+        assert read.is_last == (end == len(tokens) - 1)
+        assert read.is_last or read.count == self.chunk, "off the grid"
+        self.check_cache(read.row, tokens, read.start)
+        self.write(read.row, tokens, read.start, end)
+        if read.is_first:
+            assert read.border == (entry(tokens, read.start - 1) if read.start else None)
+            self.seen["shared"] += read.start > 0
+        else:
+            assert self.begun[read.ticket] == read.start
+        self.begun[read.ticket] = end
+        if self.draw.random() < 0.02:
+            self.scheduler.cancel(read.ticket)
+        self.scheduler.was_read(read, entry(tokens, end - 1) if end else None)
+
+    def decode(self, row: int, ahead: int) -> None:
+        ticket = self.scheduler.ticket_of(row)
+        assert ticket is not None
+        request = self.requests[ticket]
+        tokens = request.text
+        limit = len(request.prompt) + request.most
+        assert (ticket.tokens, ticket.row) == (tokens, row), "tokens are lost"
+        self.check_cache(row, tokens, len(tokens) - 1)
+        for position in range(min(len(tokens) - 1 + ahead, limit - 1)):
+            self.place(row, position)
+        new: list[int] = []
+        for _ in range(min(self.draw.randint(1, ahead), limit - len(tokens))):
+            new.append(next_token(tokens + new))
+        self.write(row, tokens + new, len(tokens) - 1, len(tokens) + len(new) - 1)
+        request.shown += new
+        self.scheduler.decoded(row, new, done=len(request.text) == limit or self.draw.random() < 0.03)
+
+    # What happens.
+
+    def submit(self) -> None:
+        draw = self.draw
+        prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [draw.randrange(7) for _ in range(draw.randint(0, 2))]
+        most = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
+        if most >= 1:
+            self.requests[self.scheduler.submit(prompt, most)] = Request(prompt, most)
+
+    def swap(self) -> None:
+        share = self.rows // self.shards
+        order = [row for first in range(0, self.rows, share) for row in self.draw.sample(range(first, first + share), share)]
+        self.scheduler.swap(order)
+
+    def step(self) -> None:
+        draw, scheduler = self.draw, self.scheduler
+        if self.requests and draw.random() < 0.03:
+            scheduler.cancel(draw.choice(list(self.requests)))
+        for _ in range(draw.randint(1, 3)):
+            budget = draw.choice([None, self.chunk, 1])
+            before = self.holders()
+            reads = scheduler.next_reads(budget)
+            self.check_order(before)
+            assert len({self.shard(read.row) for read in reads}) == len(reads)
+            for read in reads:
+                self.read(read, budget)
+        before, ahead = self.holders(), draw.randint(1, 6)
+        given_up = scheduler.reserve(ahead)
+        assert given_up == sorted((ticket for ticket in before if ticket.row is None), key=lambda ticket: ticket.number)
+        self.check_order(before)
+        if draw.random() < 0.2:
+            self.swap()
+        for row in scheduler.running:
+            self.decode(row, ahead)
+        self.check_pages()
+
+    def run(self) -> None:
+        coming = self.draw.randint(1, 8)
+        for _ in range(400):
+            if coming and self.draw.random() < 0.5:
+                coming -= 1
+                self.submit()
+            self.step()
+            if self.scheduler.idle and not coming:
+                break
+        else:
+            pytest.fail("somebody starves")
+        self.check_end()
+
+    # What must hold.
+
+    def holders(self) -> dict[Ticket, int]:
+        """The shard of each that has a row."""
+        held = ((row, self.scheduler.ticket_of(row)) for row in range(self.rows))
+        return {ticket: self.shard(row) for row, ticket in held if ticket is not None}
+
+    def check_order(self, before: dict[Ticket, int]) -> None:
+        """Rows are given to the oldest, and given up by the newest."""
+        after = self.holders()
+        new = sorted(ticket.number for ticket in after if ticket.number not in self.started)
+        self.started += new
+        passed = [each for each in self.requests if each.number < max(self.started, default=0) and each.state == "waiting"]
+        assert all(ticket.number in self.started for ticket in passed), "the head is passed"
+        assert self.started == sorted(self.started), "the head is passed"
+        in_line = [each.number for each in self.requests if each.state == "waiting" and each not in before]
+        assert all(ticket.number < min(in_line, default=9**9) for ticket in after if ticket not in before), "the head is passed"
+        for ticket, shard in before.items():
+            if ticket.row is None:
+                self.seen["put back"] += 1
+                kept = [other for other in after if after[other] == shard]
+                assert kept, "the oldest gave way"
+                assert all(other.number < ticket.number for other in kept), "an older one gave way"
+
+    def check_pages(self) -> None:
+        """Each page is free, or a row's own, or a prefix's, and held by as many as show it."""
+        table = self.scheduler.table
+        assert table.dtype == "int32"
+        for shard, pool in enumerate(self.scheduler._pools):
+            lines = [table[row].tolist() for row in range(self.rows) if self.shard(row) == shard]
+            used = [[page for page in line if page != self.pages] for line in lines]
+            for line, pages in zip(lines, used, strict=True):
+                assert line[: len(pages)] == pages, "an unused entry is not out of range"
+            count = Counter(page for pages in used for page in pages)
+            shared = shared_pages(self.scheduler, shard)
+            own = [page for page in count.elements() if page not in shared]
+            assert sorted([*pool._free, *shared, *own]) == list(range(self.pages)), "a page has not one owner"
+            for prefix in pool._prefixes:
+                assert {count[page] for page in prefix.pages} == {prefix.holders}, "not as many show it as hold it"
+            unheld = sum(len(prefix.pages) for prefix in pool._prefixes if not prefix.holders)
+            assert pool.available == len(pool._free) + unheld
+
+    def check_end(self) -> None:
+        for ticket, request in self.requests.items():
+            assert ticket.state in ("done", "cancelled")
+            assert ticket.tokens == request.text
+            text = list(request.prompt)
+            while len(text) < len(request.text):
+                text.append(next_token(text))
+            assert request.text == text
+            self.seen[ticket.state] += 1
+        assert (self.scheduler.table == self.pages).all()
+        assert self.scheduler.free_pages == self.pages * self.shards
+        for pool in self.scheduler._pools:
+            pool.forget_prefixes()
+            assert sorted(pool._free) == list(range(self.pages))
+
+
+def shared_pages(made: Scheduler, shard: int) -> set[int]:
+    pages = [page for prefix in made._pools[shard]._prefixes for page in prefix.pages]
+    assert len(pages) == len(set(pages)), "a page has not one owner"
+    return set(pages)
+
+
+def run_schedules(seeds: Sequence[int]) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        device = Device(seed)
+        device.run()
+        seen += device.seen
+    return seen
+
+
+def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
+    seen = run_schedules(range(1500))
+    # Otherwise they would test little.
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back")) > 300
+
+
+# --- schedulers that are wrong, and are found out ----------------------------------------------------------------------
+
+
+def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    register = PagePool.register
+
+    def find(pool, tokens, chunk, most):
+        chain, known = [], pool._first
+        for end in range(chunk, most + 1, chunk):
+            if (prefix := known.get(tuple(tokens[end - chunk : end]))) is None:
+                break
+            chain.append(prefix)
+            known = prefix.below
+        return chain
+
+    monkeypatch.setattr(PagePool, "find", find)
+    monkeypatch.setattr(PagePool, "register", lambda pool, above, key, *rest: register(pool, above, key[:-1], *rest))
+
+
+def freeing_what_another_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = PagePool.let_go
+
+    def let_go_for_all(pool, prefix):
+        let_go(pool, prefix)
+        if prefix.holders and not prefix.below:
+            pool._drop(prefix)
+
+    monkeypatch.setattr(PagePool, "let_go", let_go_for_all)
+
+
+def dropping_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(pool, count):
+        while count > len(pool._free) and pool._prefixes:
+            leaves = (prefix for prefix in pool._prefixes if not prefix.below)
+            pool._drop(min(leaves, key=lambda prefix: prefix.used))
+        return [pool._free.pop() for _ in range(count)] if count <= len(pool._free) else None
+
+    monkeypatch.setattr(PagePool, "take", take)
+
+
+def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    was_read = Scheduler.was_read
+
+    def again(made, read, border):
+        was_read(made, read, border)
+        row = made._rows[read.row]
+        if row is not None and row.ticket is read.ticket and read.count == made._chunk and not read.is_last:
+            row.read = read.start
+
+    monkeypatch.setattr(Scheduler, "was_read", again)
+
+
+def with_unused_entries_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    leave = Scheduler._leave
+
+    def leave_zeros(made, ticket):
+        row = ticket.row
+        leave(made, ticket)
+        made.table[row] = 0
+
+    monkeypatch.setattr(Scheduler, "_leave", leave_zeros)
+
+
+def losing_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_back = Scheduler._put_back
+
+    def lose(made, ticket):
+        put_back(made, ticket)
+        del ticket.tokens[ticket.prompt_length :]
+
+    monkeypatch.setattr(Scheduler, "_put_back", lose)
+
+
+def with_a_grid_from_the_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a shared prefix, the first chunk has one page alone."""
+    next_read = Scheduler._next_read
+
+    def short(made, shard, budget):
+        read = next_read(made, shard, budget)
+        if read is not None and read.is_first and read.start and read.count > made._page:
+            return replace(read, count=made._page, width=made._chunk, is_last=False)
+        return read
+
+    monkeypatch.setattr(Scheduler, "_next_read", short)
+
+
+def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_read = Scheduler._next_read
+
+    def first(made, shard, budget):
+        read = next_read(made, shard, budget)
+        return read and replace(read, border=made._rows[read.row].prefixes[0].border if read.border else None)
+
+    monkeypatch.setattr(Scheduler, "_next_read", first)
+
+
+def with_the_oldest_giving_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*items, key=None):
+        return max(*items) if key is None else min(*items, key=key)
+
+    monkeypatch.setattr("specjax.serving.scheduler.max", wrong, raising=False)
+
+
+def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve = Scheduler.reserve
+    monkeypatch.setattr(Scheduler, "reserve", lambda made, ahead: reserve(made, 1))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "message"),
+    [
+        (without_the_token_after, "the cache is not the text's"),
+        (freeing_what_another_holds, "a page has not one owner|the cache is not the text's"),
+        (dropping_what_is_held, "a page has not one owner|the cache is not the text's"),
+        (reading_into_shared_pages, "a shared page is written"),
+        (with_unused_entries_of_zero, "an unused entry is not out of range|a page has not one owner|not as many show it"),
+        (losing_what_was_generated, "tokens are lost"),
+        (with_a_grid_from_the_hit, "off the grid"),
+        (with_the_border_of_the_first_chunk, "border"),
+        (with_the_oldest_giving_way, "gave way"),
+        (without_pages_for_what_is_ahead, "no page is there"),
+    ],
+)
+def test_a_wrong_scheduler_is_found_out(mutant, message, monkeypatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        run_schedules(range(200))
