@@ -27,7 +27,7 @@ from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.progress import track
 from specjax.serving.choice import DraftChoice
-from specjax.serving.handle import Handle
+from specjax.serving.handle import EngineError, Handle
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
 USUAL_CAPACITY = 4096
@@ -125,7 +125,7 @@ class Engine:
                 rows.
             page: tokens of a page, a power of two; by default 64, on a TPU 256.
             chunk: tokens of a prompt that are read at a time, a multiple of ``page``; by default 64 on a CPU and else 512.
-            steps: most steps of a decode call. Fewer look more often whether there is something else to do.
+            steps: most steps of a decode call, at most 64. Fewer look more often whether there is something else to do.
             max_waiting: most requests that wait for a row; None: any number.
             tokenizer: for a target alone, where prompts are text.
             widths: numbers of rows to compile for, the largest being ``rows``: the smallest that holds the running rows is
@@ -138,6 +138,7 @@ class Engine:
             if drafter is not None:
                 raise InputError("drafter: the generator has its own; give it to specjax.load")
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
+        drafter = None if isinstance(drafter, NoDraft) else drafter
         mesh = target.mesh
         if mesh is not None and mesh.is_multi_process:
             raise InputError("target: its mesh spans several processes, and an engine runs in one: give it a mesh of its own")
@@ -152,6 +153,8 @@ class Engine:
         self.target, self.tokenizer = target, tokenizer
         self._groups = groups_of(mesh)
         self._check(positions)
+        if pages is not None and pages < 1:
+            raise InputError(f"pages={pages}: must be at least 1")
         if pages is None:
             pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
             pages = max(pages, -(-self.capacity // self.page))
@@ -205,7 +208,7 @@ class Engine:
         """Ask for a text. Returns at once.
 
         Args:
-            prompt: text, a chat, or token ids.
+            prompt: text, a chat, or token ids ``[P]``.
             max_new_tokens: most tokens to generate.
             temperature: this and the next three as in `specjax.pipeline.settings`.
             top_k: 0 is no limit.
@@ -214,14 +217,21 @@ class Engine:
             seed: of the random draws. The same request with the same seed has the same text, whatever else is running.
             choice: the number of this text among several of one request: texts of one seed and different numbers are
                 independent.
-            key: a random key instead of seed and choice.
+            key: a random key instead of seed and choice: the text's own, as in ``key [B]`` of `specjax.generate`.
             eos_token_ids: ids that end the text, at most 8; None: the target's own, ``()``: none.
             stop: strings before the first of which the text ends.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
             QueueFullError: too many requests wait.
+            EngineError: the engine has failed; its error is the cause.
         """
+        if np.ndim(max_new_tokens):
+            raise InputError(f"max_new_tokens={max_new_tokens}: give one number")
+        if isinstance(prompt, jax.Array):
+            prompt = np.asarray(prompt).tolist()
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise InputError(f"prompt={prompt!r}: give text, a chat, or token ids")
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         tokens = self._encode(prompt)
@@ -237,11 +247,14 @@ class Engine:
         settings = self._settings(options, choice, key)
         if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
             raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+        growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop)
         with self._wake:
-            if self._closing or self._error is not None:
-                raise InputError("the engine is closed") from self._error
-            ticket = self._scheduler.submit(tokens, max_new_tokens)
-            handle = Handle(self._cancel, ticket, settings, self.tokenizer, stop)
+            if self._error is not None:
+                raise EngineError("the engine could not go on") from self._error
+            if self._closing:
+                raise InputError("the engine is closed")
+            ticket = self._scheduler.submit(tokens, int(max_new_tokens))
+            handle = Handle(self._cancel, ticket, settings, growing)
             self._handles[ticket] = handle
             self._wake.notify_all()
         return handle
@@ -290,12 +303,15 @@ class Engine:
                 self._read_prompts()
                 if not self._decode():
                     self._deliver()
+            self._deliver()
         except BaseException as error:  # whoever waits must learn of it
             self._error = error
             raise
         finally:
             with self._wake:
-                handles = list(self._handles.values())
+                handles = [*self._handles.values(), *(handle for handle, _, _ in self._undelivered)]
+                for ticket in self._handles:
+                    self._scheduler.cancel(ticket)
                 self._handles.clear()
             for handle in handles:
                 handle.end("error" if self._error else "cancelled", self._error)
@@ -370,7 +386,6 @@ class Engine:
 
     def _decode(self) -> bool:
         """One call: the running rows go on. False where none runs any more."""
-        started = time.perf_counter()
         scheduler = self._scheduler
         with self._wake:
             if not scheduler.running:
@@ -396,12 +411,16 @@ class Engine:
         if self._owed and (not is_paused or self._owed + steps > ROOM):
             self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
             self._owed = 0
+        # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
+        jax.block_until_ready(self._state.lengths)
+        started = time.perf_counter()
         self._state, progress = device.decode_rows(
             self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width
         )
         self._owed += steps if is_paused else 0
         self._deliver()  # what the call before has come to, while the device is at this one
-        self._take(jax.device_get(progress), snapshot, (width, number), started)
+        progress = jax.device_get(progress)
+        self._take(progress, snapshot, (width, number), time.perf_counter() - started)
         return bool(scheduler.running)
 
     def _compact(self, width: int) -> np.ndarray | None:
@@ -414,9 +433,8 @@ class Engine:
         self._admitted = [self._admitted[row] for row in order]
         return order
 
-    def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], started: float) -> None:
+    def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float) -> None:
         """Note what a decode call has come to, and what it took."""
-        seconds = time.perf_counter() - started
         row_steps, emitted, steps, accepted_at = 0, 0, 0, np.zeros(self._depth)
         with self._wake:
             self._counts["calls"] += 1
@@ -460,24 +478,14 @@ class Engine:
         table = np.full((self.rows, columns), self._sizes["pages"], np.int32)
         for row in range(self.rows):
             table[row, :each] = np.arange(each) + row % (self.rows // self._groups) * each
-        limit = min(self.capacity, each * self.page)
+        limit = max(min(self.capacity, each * self.page), 3)
         settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None)
         words = device.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
         wanted = [(width, number) for width in self.widths for number in range(len(self._drafters))]
         seconds = {}
-        begun = np.ones(self._groups, bool)
         for width, number in track(wanted, f"compiling and timing decoding, {self.rows} rows"):
-            for row in range(self.rows):
-                border = self._fresh, np.int32(0)
-                self._state = device.admit(self.target, self._first, self._state, np.int32(row), words, np.int32(0), *border)
-            for row in range(self.rows // self._groups):
-                rows = np.arange(self._groups, dtype=np.int32) * (self.rows // self._groups) + row
-                for read_width in self._read_widths if row == 0 else self._read_widths[:1]:
-                    count = np.full(self._groups, read_width == self._read_widths[0], np.int32)
-                    self._state, border = device.read_chunk(
-                        self.target, self._first, self._state, table, rows, count, begun, width=read_width
-                    )
-            seconds[width, number] = min([self._time_call(width, number, table) for _ in range(3)][1:])
+            border = self._begin_in_all_rows(words, table)
+            seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
             if self._paused is not None:
                 self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
             if len(self.widths) > 1:
@@ -487,8 +495,27 @@ class Engine:
         jax.block_until_ready(self._state.lengths)
         return seconds
 
-    def _time_call(self, width: int, number: int, table: np.ndarray) -> float:
+    def _begin_in_all_rows(self, words: device.Text, table: np.ndarray) -> Any:
+        """Admit a text in every row, and read it, with every program for that. The border that came out of it."""
+        share, border = self.rows // self._groups, self._fresh
+        for row in range(self.rows):
+            given = np.int32(row), words, np.int32(0), border, np.int32(0)
+            self._state = device.admit(self.target, self._first, self._state, *given)
+        for row in range(share):
+            rows = np.arange(self._groups, dtype=np.int32) * share + row
+            for width in self._read_widths if row == 0 else self._read_widths[:1]:
+                count = np.full(self._groups, width == self._read_widths[0], np.int32)
+                is_last = np.ones(self._groups, bool)
+                self._state, border = device.read_chunk(
+                    self.target, self._first, self._state, table, rows, count, is_last, width=width
+                )
+        return border
+
+    def _time_call(self, width: int, number: int, words: device.Text, table: np.ndarray) -> float:
         """Seconds of a step of a decode call that goes on with all rows."""
+        if np.asarray(self._state.done)[:width].all():  # there is little room
+            self._begin_in_all_rows(words, table)
+        before = np.asarray(self._state.stats.steps)
         started = time.perf_counter()
         self._state, progress = device.decode_rows(
             self.target,
@@ -500,12 +527,16 @@ class Engine:
             np.bool_(False),
             width=width,
         )
-        jax.device_get(progress)
-        return (time.perf_counter() - started) / _TIMED_STEPS
+        steps = jax.device_get(progress).stats.steps - before
+        return (time.perf_counter() - started) / int(steps.max())
 
     def _settings(self, options: GenerationOptions, choice: int, key: jax.Array | None) -> dict[str, Any]:
         """How a text is drawn, as `device.Text` has it: always of the same types, so that nothing is compiled again."""
+        if not isinstance(choice, int) or not 0 <= choice < 2**32:
+            raise InputError(f"choice={choice!r}: must be a whole number, at least 0 and below 2**32")
         own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+        if own.ndim:
+            raise InputError(f"key has shape {own.shape}: give one key")
         checked = replace(options, key=own[None]).check(self.target.config, 1)
         ends = checked.eos[0]
         if len(ends) > ENDS:
@@ -531,8 +562,8 @@ class Engine:
             raise InputError(f"chunk={self.chunk}: must be a multiple of page={self.page}")
         if not 2 <= self.capacity <= positions:
             raise InputError(f"capacity={self.capacity}: must be from 2 to {positions}, the positions of target and drafter")
-        if self.steps < 1:
-            raise InputError(f"steps={self.steps}: must be at least 1")
+        if not 1 <= self.steps <= ROOM:
+            raise InputError(f"steps={self.steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
 
 
 def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,14 +97,14 @@ class Handle:
         cancel: Callable[[Ticket], None],
         ticket: Ticket,
         settings: dict[str, Any],
-        tokenizer: Any,
-        stop: Sequence[str],
+        growing: GrowingText | None,
     ) -> None:
+        """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
         self.ticket, self.settings = ticket, settings
         self.finish_reason: FinishReason | None = None
         self.times = Times(submitted=time.perf_counter())
         self._cancel = cancel
-        self._growing = GrowingText(tokenizer, ticket.tokens, stop) if tokenizer is not None else None
+        self._growing = growing
         self._pieces: list[Piece] = []
         self._tokens: list[int] = []
         self._changed = threading.Condition()
@@ -260,7 +261,7 @@ class Handle:
     def _tell(self) -> None:
         self._changed.notify_all()
         for loop, changed in self._listeners:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(changed.set)
 
 

@@ -1,0 +1,770 @@
+"""The engine: whatever comes when, a text is what `specjax.generate` gives for its request alone.
+
+All engines of one drafter have the same sizes where they can, and so the same compiled programs.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax import sharding
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
+from specjax.errors import InputError
+from specjax.models import params
+from specjax.pipeline import TextGenerator
+from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
+from specjax.serving.engine import Engine
+from specjax.serving.handle import CancelledError, EngineError, Handle
+from specjax.serving.scheduler import QueueFullError
+from tests.conftest import compilations, tiny_target
+from tests.test_text import of_bytes_and_spaces
+
+VOCABULARY, PAGE, CHUNK, CAPACITY = 11, 8, 16, 64
+LONGEST_PROMPT, MOST = 40, 24  # together the capacity
+SIZES = {"page": PAGE, "chunk": CHUNK, "capacity": CAPACITY}
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1)))
+PATIENCE = 60.0
+"""Seconds after which a test fails in place of waiting for good."""
+
+
+# --- what a request's text must be -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `Engine.submit` is given."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int = 16
+    settings: dict = field(default_factory=dict)
+    """Of `specjax.Sampling`, those that are not the engine's own."""
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    choice: int = 0
+
+    def submit(self, engine: Engine) -> Handle:
+        named = {name: getattr(self, name) for name in ("max_new_tokens", "eos_token_ids", "seed", "choice")}
+        return engine.submit(list(self.prompt), **named, **self.settings)
+
+    @property
+    def key(self) -> jax.Array:
+        return jax.random.fold_in(make_key(self.seed), self.choice)
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(**{"temperature": 0.0, **self.settings})
+
+
+def expected(target, request: Request) -> tuple[int, ...]:
+    """The request's text, alone, in one contiguous cache. Padded: all requests share one program."""
+    prompt = np.zeros((1, LONGEST_PROMPT), np.int32)
+    prompt[0, : len(request.prompt)] = request.prompt
+    options = {"max_new_tokens": MOST, "rule": "coupled", "eos_token_ids": ()}
+    result = specjax.generate(
+        target, None, prompt, [len(request.prompt)], sampling=request.sampling, key=request.key[None], **options
+    )
+    text = result.tokens[0, len(request.prompt) :][: request.max_new_tokens].tolist()
+    ends = [place for place, token in enumerate(text) if token in request.eos_token_ids]
+    return tuple(text[: ends[0] + 1] if ends else text)
+
+
+def is_near_tie(target, request: Request, text: Sequence[int], place: int) -> bool:
+    """Whether moving the logits by 1e-4 may change the token that ``text`` has at ``place``. Two ways of computing may then
+    differ there."""
+    tokens = [*request.prompt, *text[:place]]
+    output, _ = target.forward(jnp.array([tokens]))
+    logits = output.logits[0, -1]
+    moved = logits + np.random.default_rng(0).uniform(-1e-4, 1e-4, (512, VOCABULARY))
+    noise = position_noise(position_keys(request.key[None], jnp.array([[len(tokens)]])), VOCABULARY)[0, 0]
+    drawn = jnp.argmax(perturbed(moved, request.sampling.rows(512, "coupled"), jnp.tile(noise, (512, 1))), axis=-1)
+    return len(np.unique(drawn)) > 1
+
+
+def check_tokens(target, request: Request, tokens: Sequence[int], is_whole: bool) -> None:
+    """``tokens`` are the request's text, or its beginning. Where they part from it, two tokens were nearly equally likely."""
+    right = expected(target, request)
+    place = next((i for i, (one, other) in enumerate(zip(tokens, right, strict=False)) if one != other), None)
+    if place is not None:
+        assert is_near_tie(target, request, right, place), f"{request}: {tokens} is not {right}"
+    else:
+        assert len(tokens) == len(right) if is_whole else len(tokens) <= len(right), f"{request}: {tokens} is not {right}"
+
+
+def check_text(target, request: Request, handle: Handle) -> None:
+    """A text that is finished is right, and so is what its handle says of it."""
+    tokens = handle.result(PATIENCE).tokens
+    check_tokens(target, request, tokens, is_whole=True)
+    assert handle.finish_reason == ("stop" if tokens[-1] in request.eos_token_ids else "length")
+    acceptance = handle.acceptance
+    assert acceptance is not None
+    # Also of one that was put back. The last step has no bonus token where an accepted one ends the text.
+    assert len(tokens) == acceptance.emitted
+    assert acceptance.emitted <= acceptance.steps + acceptance.accepted <= acceptance.emitted + 1
+    times = handle.times
+    assert times.first_token is not None and times.finished is not None
+    assert times.submitted <= times.first_token <= times.finished
+
+
+def check_at_rest(engine: Engine) -> None:
+    """Nobody has a row or a page, and no page is lost or there twice."""
+    wait_until(lambda: engine._scheduler.idle)
+    with engine._wake:
+        assert not engine._handles
+        statistics, scheduler = engine.statistics, engine._scheduler
+        assert (statistics.waiting, statistics.running) == (0, 0)
+        assert statistics.free_pages == statistics.pages
+        assert (scheduler.table == scheduler._pools[0].total).all()
+        for pool in scheduler._pools:
+            shared = [page for prefix in pool._prefixes for page in prefix.pages]
+            assert sorted(pool._free + shared) == list(range(pool.total))
+            assert all(prefix.holders == 0 for prefix in pool._prefixes)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.perf_counter() + PATIENCE
+    while not condition():
+        assert time.perf_counter() < until, "never came"
+        time.sleep(0.001)
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drafting(target) -> Iterator[Engine]:
+    """An engine whose drafts change, with too few pages: two texts of full length fill them."""
+    drafter = specjax.Eagle3.init(target, jax.random.key(5))
+    with Engine(target, drafter, drafts=(None, "chain:3", TREE), rows=4, widths=(2, 4), pages=16, **SIZES) as engine:
+        yield engine
+
+
+def plain_engine(target, **options) -> Engine:
+    return Engine(target, **{"rows": 2, "widths": (2,), "pages": 16, "steps": 4, **SIZES, **options})
+
+
+@pytest.fixture
+def plain(target) -> Iterator[Engine]:
+    """Engines of this kind compile their programs once."""
+    with plain_engine(target) as engine:
+        yield engine
+
+
+class Gate:
+    """Stands before an engine's decode calls, and lets them through one by one, or all."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._decode, self._allowed = engine, engine._decode, threading.Semaphore(0)
+        self._is_open, self._is_here, self._passed = False, False, 0
+        engine._decode = self._pass
+
+    def _pass(self) -> None:
+        self._is_here = True
+        if not self._is_open:
+            self._allowed.acquire()
+        self._is_here = False
+        self._decode()
+        self._passed += 1
+
+    def wait(self) -> None:
+        """Until the engine is at the gate, or has nothing to do."""
+        wait_until(lambda: self._is_here or self._engine._scheduler.idle)
+
+    def let_through(self) -> None:
+        """One decode call, and until the engine is back at the gate, or has nothing to do."""
+        self.wait()
+        if self._is_here:
+            passed = self._passed
+            self._allowed.release()
+            wait_until(lambda: self._passed > passed)
+            self.wait()
+
+    def open(self) -> None:
+        self._is_open = True
+        self._allowed.release()
+
+
+def submit_together(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
+    """The engine sees none of them before all are there."""
+    with engine._wake:
+        return [request.submit(engine) for request in requests]
+
+
+@contextmanager
+def gated(engine: Engine) -> Iterator[Gate]:
+    gate = Gate(engine)
+    try:
+        yield gate
+    finally:
+        gate.open()
+
+
+# --- random schedules ------------------------------------------------------------------------------------------------
+
+
+def random_request(random: np.random.Generator, beginnings: Sequence[Sequence[int]]) -> Request:
+    begun = beginnings[random.integers(len(beginnings))][: random.integers(LONGEST_PROMPT)]
+    prompt = [*begun, *random.integers(0, VOCABULARY, random.integers(0, 6))][:LONGEST_PROMPT] or [3]
+    if random.random() < 0.4:
+        settings = {}
+    else:
+        settings = {"temperature": float(random.choice([0.7, 1.0, 1.5])), "top_p": float(random.choice([0.8, 1.0]))}
+    ends = random.choice(VOCABULARY, random.integers(1, 4), replace=False).tolist() if random.random() < 0.3 else []
+    most = int(random.integers(1, MOST + 1))
+    return Request(tuple(map(int, prompt)), most, settings, tuple(ends), int(random.integers(5)), int(random.integers(3)))
+
+
+def run_schedule(engine: Engine, seed: int, count: int = 8, clients: int = 3) -> list[tuple[Request, Handle, bool]]:
+    """Requests of several threads, some of which are cancelled at random moments: each with its handle, and whether it was
+    cancelled. All are over."""
+    whole = np.random.default_rng(seed)
+    beginnings = whole.integers(0, VOCABULARY, (2, LONGEST_PROMPT)).tolist()
+    seen: list[tuple[Request, Handle, bool]] = []
+
+    def client(number: int) -> None:
+        random = np.random.default_rng((seed, number))
+        own = []
+        for _ in range(-(-count // clients)):
+            time.sleep(random.choice([0.0, 0.0, 0.002, 0.01]))
+            request = random_request(random, beginnings)
+            handle = request.submit(engine)
+            is_cancelled = random.random() < 0.2
+            own.append((request, handle, is_cancelled))
+            if is_cancelled:
+                time.sleep(random.choice([0.0, 0.003, 0.01]))
+                handle.cancel()
+        for _, handle, _ in own:
+            wait_until(lambda handle=handle: handle.finish_reason is not None)
+        seen.extend(own)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+    return seen
+
+
+def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, monkeypatch) -> None:
+    before, ended = compilations(), []
+    for seed in seeds:
+        random = np.random.default_rng((seed, 99))
+        monkeypatch.setattr(engine, "steps", int(random.choice([1, 3, 8])))
+        monkeypatch.setattr(engine._choice, "choose", lambda width, random=random: int(random.integers(3)))
+        ended += run_schedule(engine, seed, count)
+        check_at_rest(engine)
+    assert compilations() == before
+    for request, handle, is_cancelled in ended:
+        if is_cancelled and handle.finish_reason == "cancelled":
+            check_tokens(target, request, handle.tokens, is_whole=False)
+            with pytest.raises(CancelledError):
+                handle.result()
+        else:
+            check_text(target, request, handle)
+    assert len(ended) >= count * len(seeds)
+
+
+def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, drafting, monkeypatch) -> None:
+    before = drafting.statistics
+    check_schedules(target, drafting, range(36), 8, monkeypatch)
+    after = drafting.statistics
+    assert after.put_back - before.put_back > 10
+    assert after.prompt_tokens_shared > before.prompt_tokens_shared
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", range(4))
+def test_every_text_of_thousands(target, drafting, monkeypatch, part) -> None:
+    check_schedules(target, drafting, range(1000 * part + 1000, 1000 * part + 1050), 24, monkeypatch)
+
+
+# --- the handle ------------------------------------------------------------------------------------------------------
+
+GREEDY = Request((1, 2, 3))
+DRAWN = Request((4, 5), settings={"temperature": 1.0}, seed=7)
+
+
+def test_it_is_iterated_over_in_a_thread_and_again(target, plain) -> None:
+    for request in (GREEDY, DRAWN):
+        handle = request.submit(plain)
+        pieces = list(handle)
+        assert len(pieces) >= 4  # of 16 tokens, at most 4 steps a call
+        assert tuple(token for piece in pieces for token in piece.tokens) == expected(target, request) == handle.tokens
+        assert list(handle) == pieces
+        assert handle.finish_reason == "length" and handle.text == ""
+
+
+def test_more_coroutines_read_than_a_pool_has_threads(target, plain) -> None:
+    requests = [Request((1 + i % 10, i % 7), settings={"temperature": 1.0}, seed=i) for i in range(60)]
+
+    async def read(handle: Handle) -> tuple[int, ...]:
+        return tuple([token async for piece in handle for token in piece.tokens])
+
+    async def read_all() -> list[tuple[int, ...]]:
+        handles = [request.submit(plain) for request in requests]
+        readers = [read(handle) for handle in handles]
+        twice = read(handles[0])
+        texts = await asyncio.wait_for(asyncio.gather(*readers, twice), PATIENCE)
+        assert texts.pop() == texts[0]
+        assert [await read(handle) for handle in handles] == texts
+        assert all(not handle._listeners for handle in handles)
+        return texts
+
+    assert asyncio.run(read_all()) == [expected(target, request) for request in requests]
+
+
+def test_a_reader_that_goes_away_harms_nobody(target, plain) -> None:
+    """Neither a coroutine that stops reading, nor an event loop that is closed under it."""
+    with gated(plain) as gate:
+        left, orphan = submit_together(plain, [GREEDY, DRAWN])
+
+        async def read_a_piece() -> None:
+            reader = aiter(left)
+            task = asyncio.ensure_future(anext(reader))
+            await asyncio.sleep(0)
+            await asyncio.to_thread(gate.let_through)
+            await asyncio.wait_for(task, PATIENCE)
+            await reader.aclose()
+
+        asyncio.run(read_a_piece())
+        assert not left._listeners
+        loop = asyncio.new_event_loop()
+        orphan._listeners.append((loop, asyncio.Event()))
+        loop.close()
+        gate.open()
+        check_text(target, GREEDY, left)
+        check_text(target, DRAWN, orphan)
+
+
+def test_its_result_may_take_longer_than_one_waits(target, plain) -> None:
+    with gated(plain) as gate:
+        handle = GREEDY.submit(plain)
+        with pytest.raises(TimeoutError, match=r"not finished after 0\.05 seconds"):
+            handle.result(0.05)
+        assert handle.acceptance is None and handle.finish_reason is None and handle.tokens == ()
+        gate.open()
+        result = handle.result(PATIENCE)
+    assert result.tokens == expected(target, GREEDY) and result.statistics == handle.acceptance
+    assert result.statistics.steps == 16
+
+
+def check_cancelled(target, request: Request, handle: Handle, read: Sequence = ()) -> None:
+    assert handle.finish_reason == "cancelled" and handle.times.finished is not None
+    for wait in (handle.result, lambda: list(handle)):
+        with pytest.raises(CancelledError):
+            wait()
+    check_tokens(target, request, handle.tokens, is_whole=False)
+
+
+def test_it_is_cancelled_before_it_has_a_row(target, plain) -> None:
+    with gated(plain) as gate:
+        running = submit_together(plain, [GREEDY, DRAWN])
+        gate.wait()
+        waiting = GREEDY.submit(plain)
+        assert plain.statistics.waiting == 1
+        waiting.cancel()
+        assert plain.statistics.waiting == 0
+        check_cancelled(target, GREEDY, waiting)
+        assert waiting.tokens == ()
+        gate.open()
+        for request, handle in zip([GREEDY, DRAWN], running, strict=True):
+            check_text(target, request, handle)
+    check_at_rest(plain)
+
+
+def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
+    """Also between what the scheduler said of it, and the device."""
+    long = Request(tuple([3, 4] * 20), 8)
+    with gated(plain) as gate:
+        running = GREEDY.submit(plain)
+        gate.wait()
+        reading = long.submit(plain)
+        gate.let_through()
+        assert reading.ticket.state == "reading"
+        reading.cancel()
+        check_cancelled(target, long, reading)
+        gate.open()
+        check_text(target, GREEDY, running)
+    check_at_rest(plain)
+    read, handles = plain._read, []
+
+    def cancelled_first(*given):
+        handles[-1].cancel()
+        return read(*given)
+
+    plain._read = cancelled_first
+    with plain._wake:
+        handles.append(long.submit(plain))
+    wait_until(lambda: handles[0].finish_reason is not None)
+    check_cancelled(target, long, handles[0])
+    plain._read = read
+    check_at_rest(plain)
+    check_text(target, long, long.submit(plain))
+
+
+def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
+    with gated(plain) as gate:
+        running, other = submit_together(plain, [GREEDY, DRAWN])
+        gate.wait()
+        gate.let_through()
+        assert len(running.tokens) == 4
+        running.cancel()
+        running.cancel()
+        check_cancelled(target, GREEDY, running)
+        gate.open()
+        check_text(target, DRAWN, other)
+    decode_rows, late = specjax.decoding.rows.decode_rows, []
+
+    def cancelled_meanwhile(*given, **options):
+        late[0].cancel()
+        return decode_rows(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with plain._wake:
+            late.append(GREEDY.submit(plain))
+            patch.setattr(specjax.decoding.rows, "decode_rows", cancelled_meanwhile)
+        wait_until(lambda: late[0].finish_reason is not None)
+        check_cancelled(target, GREEDY, late[0])
+        check_at_rest(plain)
+    other.cancel()
+    check_text(target, DRAWN, other)
+
+
+def test_it_ends_at_a_token_or_at_its_limit(target, plain) -> None:
+    text = expected(target, GREEDY)
+    ends = Request(GREEDY.prompt, eos_token_ids=(text[5], 0))
+    first = text.index(next(token for token in text if token in ends.eos_token_ids))
+    handle = ends.submit(plain)
+    assert handle.result(PATIENCE).tokens == text[: first + 1] and handle.finish_reason == "stop"
+    both = Request(GREEDY.prompt, max_new_tokens=first + 1, eos_token_ids=ends.eos_token_ids)
+    handle = both.submit(plain)
+    assert handle.result(PATIENCE).tokens == text[: first + 1] and handle.finish_reason == "stop"
+    handle = Request(GREEDY.prompt, max_new_tokens=1).submit(plain)
+    assert handle.result(PATIENCE).tokens == text[:1] and handle.finish_reason == "length"
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_words() -> Iterator[tuple[TextGenerator, Engine]]:
+    """A generator whose vocabulary has words, and single bytes for what lacks one; and an engine of it."""
+    tokenizer = of_bytes_and_spaces("llama")
+    generator = TextGenerator(tiny_target(vocab_size=len(tokenizer), eos_token_ids=(0,)), tokenizer)
+    with Engine(generator, rows=2, widths=(2,), pages=16, steps=4, **SIZES) as engine:
+        yield generator, engine
+
+
+def test_texts_and_stop_strings_are_the_generators(of_words) -> None:
+    generator, engine = of_words
+    for seed in range(12):
+        options = {"temperature": 1.5, "seed": seed, "max_new_tokens": 24}
+        whole = generator("a the", **options, rule="coupled")
+        handle = engine.submit("a the", **options)
+        pieces = list(handle)
+        assert (handle.text, handle.tokens) == (whole.text, whole.tokens)
+        assert "".join(piece.text for piece in pieces) == whole.text
+        stops = [[whole.text[i : i + 2]] for i in range(0, len(whole.text) - 2, 3)]
+        for stop in stops:
+            cut = generator("a the", **options, rule="coupled", stop=stop)
+            handle = engine.submit("a the", **options, stop=stop)
+            result = handle.result(PATIENCE)
+            assert (result.text, result.tokens) == (cut.text, cut.tokens), (seed, stop)
+            assert handle.finish_reason == "stop" and stop[0] not in result.text
+    check_at_rest(engine)
+
+
+class Scripted:
+    """In place of a model: the tokens that each decode call is to deliver."""
+
+    def __init__(self, engine: Engine, prompt: str, **options) -> None:
+        with gated(engine) as gate:
+            self.handle = engine.submit(prompt, max_new_tokens=24, **options)
+            gate.wait()
+            self.handle.cancel()
+        self.handle.finish_reason = None  # the engine has forgotten it
+
+
+def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words) -> None:
+    """The bytes of a run are text when it ends. The stop string may have been complete before, and the tokens end there."""
+    generator, engine = of_words
+    ids = generator.tokenizer.convert_tokens_to_ids
+    run = [ids("a"), ids("<0x0A>"), ids("<0x0A>"), ids("<0x20>"), ids("b"), ids("a")]
+    scripted = Scripted(engine, "the", stop=["\n\n"]).handle
+    for token in run:
+        scripted.ticket.tokens.append(token)  # as the scheduler does, which knows of it first
+        if not scripted.deliver([token], False):
+            break
+    assert scripted.tokens == tuple(run[:3]) and scripted.finish_reason == "stop"
+
+
+# --- several choices, errors -----------------------------------------------------------------------------------------
+
+
+def test_choices_of_one_seed_are_the_rows_of_a_batch(target, plain) -> None:
+    prompt, seed = (5, 6, 7), 11
+    settings = {"temperature": 1.0}
+    handles = [Request(prompt, settings=settings, seed=seed, choice=choice).submit(plain) for choice in range(4)]
+    texts = [handle.result(PATIENCE).tokens for handle in handles]
+    batch = specjax.generate(
+        target, None, [prompt] * 4, max_new_tokens=16, sampling=Sampling(1.0), key=make_key(seed), rule="coupled"
+    )
+    assert texts == [tuple(row[3:].tolist()) for row in batch.tokens]
+    assert len(set(texts)) == 4
+    key = jax.random.fold_in(make_key(seed), 2)
+    by_key = plain.submit(prompt, max_new_tokens=16, temperature=1.0, key=key, eos_token_ids=())
+    assert by_key.result(PATIENCE).tokens == texts[2]
+
+
+def test_prompts_may_be_arrays(target, plain) -> None:
+    for prompt in (GREEDY.prompt, list(GREEDY.prompt), np.array(GREEDY.prompt), jnp.array(GREEDY.prompt)):
+        assert plain.submit(prompt, max_new_tokens=16, eos_token_ids=()).result(PATIENCE).tokens == expected(target, GREEDY)
+
+
+BAD_ENGINES = {
+    r"rows=0: must be at least 1": {"rows": 0},
+    r"page=12: must be a power of two": {"page": 12},
+    r"page=4: must be a power of two, at least 8": {"page": 4},
+    r"chunk=12: must be a multiple of page=8": {"chunk": 12},
+    r"capacity=1: must be from 2 to 512": {"capacity": 1},
+    r"capacity=513: must be from 2 to 512": {"capacity": 513},
+    r"pages=0: must be at least 1": {"pages": 0},
+    r"steps=0: must be from 1 to 64": {"steps": 0},
+    r"steps=65: must be from 1 to 64": {"steps": 65},
+    r"widths=\(1,\): numbers of rows from 1 to rows=2, 2 among them": {"widths": (1,)},
+    r"widths=\(0, 2\): numbers of rows": {"widths": (0, 2)},
+    r"widths=\(\): numbers of rows": {"widths": ()},
+    r"drafts=\(\): give a sequence of shapes": {"drafts": ()},
+    r"drafts='chain:3': give a sequence of shapes": {"drafts": "chain:3"},
+    r"drafts=\('chain:3',\): there is no drafter": {"drafts": ("chain:3",)},
+    r"draft=5\.5: give a shape": {"drafts": (5.5,)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_ENGINES)
+def test_what_no_engine_can_be_made_of_is_named(target, message) -> None:
+    with pytest.raises(InputError, match=message):
+        plain_engine(target, **BAD_ENGINES[message])
+
+
+def test_a_generator_has_its_own_drafter_and_a_mesh_no_widths(target, of_words) -> None:
+    generator, _ = of_words
+    with pytest.raises(InputError, match="drafter: the generator has its own"):
+        Engine(generator, specjax.PromptLookup())
+    on_mesh = target.replace(mesh=sharding.make_mesh(2, 1))
+    with pytest.raises(InputError, match=r"rows=3: must be at least 1, and a multiple of the mesh's data axis \(2\)"):
+        plain_engine(on_mesh, rows=3)
+    with pytest.raises(InputError, match=r"widths=\(1, 2\): on a mesh that splits rows, give \(2,\)"):
+        plain_engine(on_mesh, widths=(1, 2))
+
+
+BAD_REQUESTS = {
+    r"empty prompt": {"prompt": []},
+    r"id 99 is outside the vocabulary": {"prompt": [99]},
+    r"prompt: an engine without a tokenizer takes token ids": {"prompt": "words"},
+    r"prompt=None: give text, a chat, or token ids": {"prompt": None},
+    r"no stop strings; give tokenizer": {"stop": ["x"]},
+    r"prompt \(60 tokens\) plus max_new_tokens=8 make 68 tokens, and there is room for 64": {"prompt": [1] * 60},
+    r"max_new_tokens=0: must be at least 1": {"max_new_tokens": 0},
+    r"max_new_tokens=\[5\]: give one number": {"max_new_tokens": [5]},
+    r"temperature=-1: must be at least 0": {"temperature": -1},
+    r"top_p=0: must be in \(0, 1\]": {"top_p": 0},
+    r"top_k=-1: must be a whole number": {"top_k": -1},
+    r"min_p=2: must be in \[0, 1\]": {"min_p": 2},
+    r"seed=-1: must be a whole number": {"seed": -1},
+    r"choice=-1: must be a whole number, at least 0": {"choice": -1},
+    r"key=5: give a random key": {"key": 5},
+    r"key has shape \(2,\): give one key": {"key": jax.random.split(jax.random.key(0))},
+    r"eos_token_ids: 9 ids; give at most 8": {"eos_token_ids": range(9)},
+    r"eos_token_ids=\[99\]: outside the vocabulary": {"eos_token_ids": (99,)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_REQUESTS)
+def test_what_cannot_be_asked_for_is_named(drafting, message) -> None:
+    with pytest.raises(InputError, match=message):
+        drafting.submit(**{"prompt": [1, 2], "max_new_tokens": 8, **BAD_REQUESTS[message]})
+    check_at_rest(drafting)
+
+
+def test_stop_strings_are_a_sequence(of_words) -> None:
+    _, engine = of_words
+    for stop in ("ab", [""], [3]):
+        with pytest.raises(InputError, match="give a sequence of strings that are not empty"):
+            engine.submit("the", stop=stop)
+
+
+def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
+    with (
+        plain_engine(target, pages=2) as engine,
+        pytest.raises(InputError, match=r"need 3 pages of 8 tokens, and there are 2: shorten the prompt"),
+    ):
+        engine.submit([1] * 10, max_new_tokens=8)
+
+
+def test_a_full_line_is_refused(target) -> None:
+    with plain_engine(target, max_waiting=1) as engine, gated(engine) as gate:
+        handles = submit_together(engine, [GREEDY, GREEDY])
+        gate.wait()
+        handles.append(GREEDY.submit(engine))
+        with pytest.raises(QueueFullError, match="1 requests wait, and no more may"):
+            GREEDY.submit(engine)
+        gate.open()
+        for handle in handles:
+            check_text(target, GREEDY, handle)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["_read", "_decode", "_take"])
+def test_whoever_waits_learns_of_a_failure(target, where) -> None:
+    with plain_engine(target) as engine:
+
+        def fail(*_):
+            raise ValueError("the device is gone")
+
+        setattr(engine, where, fail)
+        handles = submit_together(engine, [GREEDY] * 3)
+
+        async def read() -> None:
+            async for _ in handles[0]:
+                pass
+
+        for wait in (lambda: handles[1].result(PATIENCE), lambda: list(handles[2]), lambda: asyncio.run(read())):
+            with pytest.raises(EngineError) as caught:
+                wait()
+            assert str(caught.value.__cause__) == "the device is gone"
+        assert {handle.finish_reason for handle in handles} == {"error"}
+        with pytest.raises(EngineError) as caught:
+            GREEDY.submit(engine)
+        assert str(caught.value.__cause__) == "the device is gone"
+        engine._thread.join(PATIENCE)
+        assert not engine._thread.is_alive()
+        handles[0].cancel()
+        assert handles[0].finish_reason == "error"
+        assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
+
+
+def test_closing_cancels_what_is_under_way(target) -> None:
+    engine = plain_engine(target)
+    with gated(engine) as gate:
+        handles = submit_together(engine, [Request(GREEDY.prompt, MOST)] * 5)
+        gate.wait()
+        gate.let_through()
+        closing = threading.Thread(target=engine.close)
+        closing.start()
+        wait_until(lambda: engine._closing)
+        gate.open()
+        closing.join(PATIENCE)
+    assert not closing.is_alive() and not engine._thread.is_alive()
+    for handle in handles:
+        check_cancelled(target, Request(GREEDY.prompt, MOST), handle)
+    check_at_rest(engine)
+    engine.close()
+    with pytest.raises(InputError, match="the engine is closed"):
+        GREEDY.submit(engine)
+
+
+# --- pages, and what is read -----------------------------------------------------------------------------------------
+
+
+def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
+    common, count = tuple(np.random.default_rng(3).integers(0, VOCABULARY, 2 * CHUNK).tolist()), 20
+    requests = [Request((*common, 5, *divmod(i, 10)), 8) for i in range(count)]
+    with plain_engine(
+        target, rows=4, widths=(4,), pages=4 + 4 * 2
+    ) as engine:  # no room for the beginning twice beside all rests
+        most_held = 0
+        with gated(engine) as gate:
+            handles = submit_together(engine, requests)
+            while not all(handle.finish_reason for handle in handles):
+                gate.let_through()
+                with engine._wake:
+                    held = {int(page) for line in engine._scheduler.table for page in line if page < 12}
+                    most_held = max(most_held, len(held))
+        for request, handle in zip(requests, handles, strict=True):
+            check_text(target, request, handle)
+        statistics = engine.statistics
+    assert statistics.put_back == 0
+    assert statistics.prompt_tokens_read == 2 * CHUNK + count * 2  # the last token of a prompt is read by decoding
+    assert statistics.prompt_tokens_shared == (count - 1) * 2 * CHUNK
+    assert most_held <= 12 and most_held > 4
+
+
+@pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, LONGEST_PROMPT])
+def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
+    request = Request(tuple(np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()), 4)
+    with plain_engine(target) as engine, gated(engine) as gate:
+        other = Request((1, 2, 3), MOST).submit(engine)
+        gate.wait()
+        gate.let_through()
+        before = engine.statistics.decode_calls
+        handle = request.submit(engine)
+        while not handle.tokens:
+            gate.let_through()
+        assert engine.statistics.decode_calls - before <= -(-(length - 1) // CHUNK) + 2
+        gate.open()
+        check_text(target, request, handle)
+        check_text(target, Request((1, 2, 3), MOST), other)
+
+
+def test_who_is_put_back_is_counted_and_goes_on(target) -> None:
+    """Two texts that need all pages each: the second gives way, and its handle counts what it emitted in both rows."""
+    requests = [Request((1 + i,) * 20, MOST, {"temperature": 1.0}, seed=i) for i in range(2)]
+    with plain_engine(target, pages=7) as engine:
+        handles = submit_together(engine, requests)
+        for request, handle in zip(requests, handles, strict=True):
+            check_text(target, request, handle)
+        check_at_rest(engine)
+        assert engine.statistics.put_back == sum(handle.ticket.put_back for handle in handles) >= 1
+
+
+# --- meshes, drafters ------------------------------------------------------------------------------------------------
+
+
+def check_a_few(target, engine: Engine, count: int = 8) -> None:
+    random = np.random.default_rng(0)
+    beginnings = random.integers(0, VOCABULARY, (2, LONGEST_PROMPT)).tolist()
+    requests = [random_request(random, beginnings) for _ in range(count)]
+    before = compilations()
+    handles = [request.submit(engine) for request in requests]
+    for handle in handles:
+        handle.result(PATIENCE)
+    check_at_rest(engine)
+    assert compilations() == before
+    for request, handle in zip(requests, handles, strict=True):
+        check_text(target, request, handle)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.thorough)])
+def test_a_mesh_gives_the_same_texts(target, sizes) -> None:
+    mesh = sharding.make_mesh(*sizes)
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    on_mesh = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    with plain_engine(on_mesh, rows=4, widths=(4,), pages=9) as engine:
+        check_a_few(target, engine, 12)
+
+
+DRAFTERS = {
+    "prompt lookup": lambda target, key: (specjax.PromptLookup(), ("chain:3",)),
+    "draft model, drafted trees": lambda target, key: (
+        specjax.DraftModel.init(target, key, num_layers=1),
+        (DynamicTree(top_k=2, depth=2, nodes=4),),
+    ),
+    "mixture of attentions": lambda target, key: (specjax.MixtureOfAttentions.init(target, key, tli=1), (None, Chain(2))),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_same_texts(target, name) -> None:
+    drafter, drafts = DRAFTERS[name](target, jax.random.key(5))
+    with plain_engine(target, drafter=drafter, drafts=drafts) as engine:
+        check_a_few(target, engine)
+        assert sum(engine._choice.decisions.values()) >= engine.statistics.decode_calls > 0
