@@ -39,11 +39,17 @@ _MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.
 _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([1.0, 0.8, 0.6]), top_k=np.array([5, 0, 2]))
 
 
-def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True) -> None:
     """All checks that any target allows.
 
-    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`, `check_insert` and
-    `check_rows_that_come_and_go`.
+    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows` and `check_coupled`, of a batch that begins
+    together; and of requests that come one by one `check_insert` and `check_rows_that_come_and_go`.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        new_tokens: most tokens of each text.
+        come_and_go: False leaves out the last two, which take half of the time.
 
     Examples:
         >>> from specjax import conformance
@@ -55,8 +61,9 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) ->
     check_greedy(target, drafter, new_tokens=new_tokens)
     check_rows(target, drafter, new_tokens=new_tokens)
     check_coupled(target, drafter, new_tokens=new_tokens)
-    check_insert(target, drafter, new_tokens=new_tokens)
-    check_rows_that_come_and_go(target, drafter, new_tokens=new_tokens)
+    if come_and_go:
+        check_insert(target, drafter, new_tokens=new_tokens)
+        check_rows_that_come_and_go(target, drafter, new_tokens=new_tokens)
 
 
 def check_contract(target: Target, drafter: Drafter) -> None:
