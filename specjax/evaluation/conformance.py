@@ -42,14 +42,14 @@ _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([
 def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True) -> None:
     """All checks that any target allows.
 
-    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows` and `check_coupled`, of a batch that begins
-    together; and of requests that come one by one `check_insert` and `check_rows_that_come_and_go`.
+    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`, `check_insert` and
+    `check_rows_that_come_and_go`.
 
     Args:
         target: the target.
         drafter: the drafter.
         new_tokens: most tokens of each text.
-        come_and_go: False leaves out the last two, which take half of the time.
+        come_and_go: False leaves out the last, which compiles as much as several of the others.
 
     Examples:
         >>> from specjax import conformance
@@ -61,8 +61,8 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, co
     check_greedy(target, drafter, new_tokens=new_tokens)
     check_rows(target, drafter, new_tokens=new_tokens)
     check_coupled(target, drafter, new_tokens=new_tokens)
+    check_insert(target, drafter, new_tokens=new_tokens)
     if come_and_go:
-        check_insert(target, drafter, new_tokens=new_tokens)
         check_rows_that_come_and_go(target, drafter, new_tokens=new_tokens)
 
 
@@ -245,14 +245,14 @@ def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOK
 
 
 def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
-    """Texts that come and go, in `specjax.decoding.rows`, have the text of plain decoding, and their drafts are as good as alone.
+    """Texts that come and go (`specjax.decoding.rows`) are those of plain decoding, and no drafter forgets a part of them.
 
-    There are more texts than rows, their caches lie in pages, and NaN in every page that no text has. One text goes on from what
-    was read for another. Drafted and paused steps take turns (`specjax.drafters.pausable`).
+    There are more texts than rows, their caches lie in pages, and NaN in every page that no text has. One text goes on from
+    what was read for another. Drafted and paused steps take turns (`specjax.drafters.pausable`).
 
-    Coupled text never depends on what the drafter remembers: a state that lost something shows in the statistics alone. So there
-    are twins. One text is read whole in one row, and from another's pages and border in the next. And all is done twice: the
-    drafter catches up after several paused steps, and after each of them.
+    Coupled text never depends on what the drafter remembers: a state that lost something shows in the statistics alone. So
+    there are twins. One text is read whole in one row, and from another's pages and border in the next. And all is done twice:
+    the drafter catches up after several paused steps, and after each of them.
 
     Examples:
         >>> from specjax import conformance
@@ -274,14 +274,16 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
     )
     at_once, one_by_one = (_PagedRows(target, drafter, texts).run(paused) for paused in ([3], [1, 1, 1]))
     for number, expected in enumerate(_outputs(plain)):
-        for got, stats in (at_once[number], one_by_one[number]):
+        for got, _ in (at_once[number], one_by_one[number]):
             assert got == expected, f"text {number} among texts that come and go: {got} is not plain decoding's {expected}"
         assert at_once[number][1] == one_by_one[number][1], (
             f"text {number}: other drafts where the drafter catches up after several paused steps than after each of them: "
             f"{at_once[number][1]} and {one_by_one[number][1]}"
         )
     whole, shared = at_once[1][1], at_once[2][1]
-    assert whole == shared, f"other drafts for a text that goes on from another's border than for one read whole: {shared}, {whole}"
+    assert whole == shared, (
+        f"other drafts for a text that goes on from another's border than for one read whole: {shared}, {whole}"
+    )
 
 
 _PAGE = 16
@@ -295,28 +297,33 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
     prompts = np.tile(_prompts(target), 4)[[0, 0, 0, 1, 2], : _PAGE + 4]
     # A drafter pairs a token with the one after it: what is shared goes one token beyond the page.
     prompts[1:3, _PAGE + 1 :] = _prompts(target, seed=1)[0, :3]
-    lengths, limits = [_PAGE + 4, _PAGE + 4, _PAGE + 4, 1, 7], np.minimum(new_tokens, [4, new_tokens, new_tokens, 9, new_tokens])
-    numbers = jax.random.split(jax.random.key(5), 5)
+    full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
     ends = GenerationOptions().check(target.config, 1).eos[0]
-    texts = []
-    for number, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-        same = 1 if number == 2 else number
-        tokens = np.zeros(_PAGE + 4 + new_tokens, np.int32)
+
+    def text(number: int, key: jax.Array, length: int, limit: int, sampling: Sampling) -> rows.Text:
+        tokens = np.zeros(full + new_tokens, np.int32)
         tokens[:length] = prompts[number, :length]
-        texts.append(
-            rows.Text(
-                tokens=tokens,
-                length=np.int32(length),
-                limit=np.int32(length + limit),
-                key=numbers[same],
-                eos=ends,
-                temperature=np.float32([0.0, 1.0, 1.0, 0.7, 0.0][number]),
-                top_k=np.int32([0, 0, 0, 5, 0][number]),
-                top_p=np.float32([1.0, 0.9, 0.9, 1.0, 1.0][number]),
-                min_p=np.float32(0.0),
-            )
+        end = length + min(limit, new_tokens)
+        return rows.Text(
+            tokens=tokens,
+            length=np.int32(length),
+            limit=np.int32(end),
+            key=key,
+            eos=ends,
+            temperature=np.float32(sampling.temperature),
+            top_k=np.int32(sampling.top_k),
+            top_p=np.float32(sampling.top_p),
+            min_p=np.float32(sampling.min_p),
         )
-    return texts
+
+    greedy, drawn = Sampling(temperature=0.0), Sampling(top_p=0.9)
+    return [
+        text(0, keys[0], full, 4, greedy),
+        text(1, keys[1], full, new_tokens, drawn),
+        text(2, keys[1], full, new_tokens, drawn),
+        text(3, keys[2], 1, 9, Sampling(temperature=0.7, top_k=5)),
+        text(4, keys[3], 7, new_tokens, greedy),
+    ]
 
 
 class _PagedRows:
@@ -374,9 +381,7 @@ class _PagedRows:
             count = min(_PAGE, end - cached)
             cached += count
             given = of_groups, np.full_like(of_groups, count), np.full(self.groups, cached == end)
-            self.state, border = rows.read_chunk(
-                self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE
-            )
+            self.state, border = rows.read_chunk(self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE)
             borders.append(border)
         return borders[0]
 

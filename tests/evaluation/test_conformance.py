@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
+from specjax import sharding
 from specjax.drafters import (
     MTP,
     CompressedCache,
@@ -27,7 +28,7 @@ from specjax.drafters.pausable import ROOM
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance
-from specjax.models import cache
+from specjax.models import cache, params
 from specjax.sampling import Sampling
 from tests.conftest import FEW_TOKENS, LAYERED, SHAPES, tiny_target
 
@@ -70,15 +71,26 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 
 
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
-COME_AND_GO = [(method, Chain(1)) for method in METHODS]
+REMEMBERED_ALIKE = {  # nothing, or as others do; EAGLE-3 in tests/decoding/test_rows.py every time
+    *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
+}
+COME_AND_GO = [
+    pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in REMEMBERED_ALIKE)) for method in METHODS
+]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
 
 
 @pytest.mark.parametrize(("method", "shape"), COME_AND_GO)
-def test_requests_of_every_drafter_may_come_and_go(target, method, shape) -> None:
-    drafter = METHODS[method](shape)
-    conformance.check_insert(target, drafter)
-    conformance.check_rows_that_come_and_go(target, drafter)
+def test_texts_of_every_drafter_may_come_and_go(target, method, shape) -> None:
+    conformance.check_rows_that_come_and_go(target, METHODS[method](shape))
+
+
+@pytest.mark.thorough  # tests/decoding/test_rows.py has a mesh every time
+def test_texts_come_and_go_in_every_group_of_a_mesh() -> None:
+    mesh, target = sharding.make_mesh(data=2, model=2), tiny_target()
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    target = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    conformance.check_rows_that_come_and_go(target, PromptLookup(draft=2))
 
 
 WINDOWED = [pytest.param(m, marks=pytest.mark.thorough) for m in ("plain", "draft model", "eagle3", "streaming", "snapkv")]
@@ -91,7 +103,7 @@ def test_a_target_with_windows_is_rolled_back_like_any_other(method) -> None:
     drafter = METHODS[method](SHAPES[shape])
     if method == "eagle3":
         drafter = Eagle3.init(windowed, jax.random.key(3), SHAPES[shape])
-    conformance.check(windowed, drafter)
+    conformance.check(windowed, drafter, come_and_go=method != "early exit")
 
 
 OVER_LAYERS = {
