@@ -141,6 +141,7 @@ def test_every_public_name_is_explained_with_an_example_on_a_page_of_the_api() -
 
 SLOW = {
     *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
+    *("check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
 }

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -20,12 +21,15 @@ import numpy as np
 from scipy import special
 
 from specjax import decoding, sharding
+from specjax.decoding import rows
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters.base import Drafter
+from specjax.drafters.pausable import Pausable
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft
 from specjax.errors import InputError
 from specjax.evaluation import metrics
+from specjax.models.cache import PagedCache, groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, probabilities
 
@@ -35,10 +39,17 @@ _MIXED = Sampling(temperature=np.array([0.0, 1.0, 0.7]), top_p=np.array([1.0, 1.
 _AMONG_OTHERS = Sampling(temperature=np.array([1.0, 0.7, 0.0]), top_p=np.array([1.0, 0.8, 0.6]), top_k=np.array([5, 0, 2]))
 
 
-def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS, come_and_go: bool = True) -> None:
     """All checks that any target allows.
 
-    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows` and `check_coupled`.
+    They are `check_contract`, `check_one_trace`, `check_greedy`, `check_rows`, `check_coupled`, `check_insert` and
+    `check_rows_that_come_and_go`.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        new_tokens: most tokens of each text.
+        come_and_go: False leaves out the last, which compiles as much as several of the others.
 
     Examples:
         >>> from specjax import conformance
@@ -50,6 +61,9 @@ def check(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) ->
     check_greedy(target, drafter, new_tokens=new_tokens)
     check_rows(target, drafter, new_tokens=new_tokens)
     check_coupled(target, drafter, new_tokens=new_tokens)
+    check_insert(target, drafter, new_tokens=new_tokens)
+    if come_and_go:
+        check_rows_that_come_and_go(target, drafter, new_tokens=new_tokens)
 
 
 def check_contract(target: Target, drafter: Drafter) -> None:
@@ -202,6 +216,202 @@ def check_coupled(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TO
     plain, drafted = (_outputs(run(each, prompts, _LENGTHS, key=keys)) for each in (None, drafter))
     for row, (expected, got) in enumerate(zip(plain, drafted, strict=True)):
         assert got == expected, f"row {row}: coupled tokens {got} are not plain decoding's {expected}"
+
+
+def check_insert(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+    """A request that `decoding.insert` puts into the middle of a batch has the text of plain decoding, as its neighbours have.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> conformance.check_insert(target, specjax.PromptLookup(draft=2), new_tokens=8)
+    """
+    prompts, others = _prompts(target), _prompts(target, seed=1)
+    keys, of_others = (jax.random.split(jax.random.key(seed), len(_LENGTHS)) for seed in (3, 4))
+    options = GenerationOptions(max_new_tokens=new_tokens, sampling=_MIXED, key=keys, rule="coupled")
+    drafter, state = decoding.start(target, drafter, prompts, _LENGTHS, options)
+    # The last of the others takes the place of the second row, which has not ended.
+    of_last = Sampling(**{name: getattr(_MIXED.rows(len(_LENGTHS)), name)[-1] for name in Sampling.__dataclass_fields__})
+    alone = replace(options, sampling=of_last, key=of_others[-1:])
+    capacity = state.tokens.shape[1]
+    _, request = decoding.start(target, drafter, others[-1:], _LENGTHS[-1:], alone, capacity=capacity, mixed=True)
+    state = decoding.decode(target, drafter, state, 2)
+    state = decoding.decode(target, drafter, decoding.insert(state, request, 1), jnp.iinfo(jnp.int32).max)
+    plain = partial(decoding.generate, target, None, max_new_tokens=new_tokens, sampling=_MIXED, rule="coupled")
+    expected = _outputs(plain(prompts, _LENGTHS, key=keys))
+    expected[1] = _outputs(plain(others, _LENGTHS, key=of_others))[-1]
+    for row, (text, got) in enumerate(zip(expected, _outputs(sharding.to_host(state, target.mesh)), strict=True)):
+        whose = "of the request that was inserted" if row == 1 else "beside a request that was inserted"
+        assert got == text, f"row {row}, {whose}: coupled tokens {got} are not plain decoding's {text}"
+
+
+def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens: int = _NEW_TOKENS) -> None:
+    """Texts that come and go (`specjax.decoding.rows`) are those of plain decoding, and no drafter forgets a part of them.
+
+    There are more texts than rows, their caches lie in pages, and NaN in every page that no text has. One text goes on from
+    what was read for another. Drafted and paused steps take turns (`specjax.drafters.pausable`).
+
+    Coupled text never depends on what the drafter remembers: a state that lost something shows in the statistics alone. So
+    there are twins. One text is read whole in one row, and from another's pages and border in the next. And all is done twice:
+    the drafter catches up after several paused steps, and after each of them.
+
+    Examples:
+        >>> from specjax import conformance
+        >>> drafter = specjax.PromptLookup(draft=2)
+        >>> conformance.check_rows_that_come_and_go(target, drafter, new_tokens=8)
+    """
+    texts = _texts(target, new_tokens)
+    settings = {name: np.array([getattr(text, name) for text in texts]) for name in Sampling.__dataclass_fields__}
+    lengths = np.array([text.length for text in texts])
+    plain = decoding.generate(
+        target,
+        None,
+        np.stack([text.tokens for text in texts])[:, : lengths.max()],
+        lengths,
+        max_new_tokens=np.array([text.limit for text in texts]) - lengths,
+        sampling=Sampling(**settings),
+        key=jnp.stack([text.key for text in texts]),
+        rule="coupled",
+    )
+    at_once, one_by_one = (_PagedRows(target, drafter, texts).run(paused) for paused in ([3], [1, 1, 1]))
+    for number, expected in enumerate(_outputs(plain)):
+        for got, _ in (at_once[number], one_by_one[number]):
+            assert got == expected, f"text {number} among texts that come and go: {got} is not plain decoding's {expected}"
+        assert at_once[number][1] == one_by_one[number][1], (
+            f"text {number}: other drafts where the drafter catches up after several paused steps than after each of them: "
+            f"{at_once[number][1]} and {one_by_one[number][1]}"
+        )
+    whole, shared = at_once[1][1], at_once[2][1]
+    assert whole == shared, (
+        f"other drafts for a text that goes on from another's border than for one read whole: {shared}, {whole}"
+    )
+
+
+_PAGE = 16
+"""Tokens of a page, and of a chunk: the smallest page that attention takes on every device."""
+
+_PAGED_ROWS = 3
+
+
+def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
+    """The first begins as the next two do, which are the same text; the others come when a row is free."""
+    prompts = np.tile(_prompts(target), 4)[[0, 0, 0, 1, 2], : _PAGE + 4]
+    # A drafter pairs a token with the one after it: what is shared goes one token beyond the page.
+    prompts[1:3, _PAGE + 1 :] = _prompts(target, seed=1)[0, :3]
+    full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
+    ends = GenerationOptions().check(target.config, 1).eos[0]
+
+    def text(number: int, key: jax.Array, length: int, limit: int, sampling: Sampling) -> rows.Text:
+        tokens = np.zeros(full + new_tokens, np.int32)
+        tokens[:length] = prompts[number, :length]
+        end = length + min(limit, new_tokens)
+        return rows.Text(
+            tokens=tokens,
+            length=np.int32(length),
+            limit=np.int32(end),
+            key=key,
+            eos=ends,
+            temperature=np.float32(sampling.temperature),
+            top_k=np.int32(sampling.top_k),
+            top_p=np.float32(sampling.top_p),
+            min_p=np.float32(sampling.min_p),
+        )
+
+    greedy, drawn = Sampling(temperature=0.0), Sampling(top_p=0.9)
+    return [
+        text(0, keys[0], full, 4, greedy),
+        text(1, keys[1], full, new_tokens, drawn),
+        text(2, keys[1], full, new_tokens, drawn),
+        text(3, keys[2], 1, 9, Sampling(temperature=0.7, top_k=5)),
+        text(4, keys[3], 7, new_tokens, greedy),
+    ]
+
+
+class _PagedRows:
+    """Rows that come and go, and the host that gives them pages. On a mesh each group of rows has the same texts.
+
+    Args:
+        target: the target.
+        drafter: the drafter.
+        texts: of which the second and third are to begin as the first, a page long.
+    """
+
+    def __init__(self, target: Target, drafter: Drafter, texts: Sequence[rows.Text]) -> None:
+        self.target, self.drafter, self.texts = target, Pausable(drafter), texts
+        self.groups, capacity = groups_of(target.mesh), len(texts[0].tokens)
+        each = -(-capacity // _PAGE)
+        self.pages = _PAGED_ROWS * each
+        sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
+        self.state = rows.empty(target, self.drafter, rows=self.groups * _PAGED_ROWS, ends=len(texts[0].eos), **sizes)
+        self.fresh = rows.fresh_border(target, self.drafter, **sizes)
+        self.free = list(range(self.pages))  # the last first: a cache that takes -1 for no page hits the one that is shared
+        self.table = np.full((_PAGED_ROWS, each), self.pages, np.int32)
+        self.whose: dict[int, int] = {}
+        self.found: dict[int, tuple[list[int], metrics.Acceptance]] = {}
+        self._spoil()
+
+    def run(self, paused: Sequence[int]) -> dict[int, tuple[list[int], metrics.Acceptance]]:
+        """Each text's tokens and statistics. Between drafted steps are paused ones; the drafter catches up after so many."""
+        border = self._begin(0, 0)
+        self._begin(1, 1)
+        self._begin(2, 2, cached=_PAGE, border=border, pages=self.table[0, :1].tolist())
+        waiting = list(range(_PAGED_ROWS, len(self.texts)))
+        while self.whose:
+            self._decode(self.drafter, 2)
+            for steps in paused:
+                self._decode(replace(self.drafter, paused=True), steps)
+                width = self.groups * _PAGED_ROWS
+                self.state = rows.catch_up(self.target, self.drafter, self.state, self._full_table(), width=width)
+            for row in range(_PAGED_ROWS):
+                if waiting and row not in self.whose:
+                    self._begin(row, waiting.pop(0))
+        return self.found
+
+    def _begin(self, row: int, number: int, cached: int = 0, border: Any = None, pages: Sequence[int] = ()) -> Any:
+        """Admit a text and read its prompt. Returns what the drafter knew after the first chunk."""
+        text, self.whose[row] = self.texts[number], number
+        own = [self.free.pop() for _ in range(-(-int(text.limit) // _PAGE) - len(pages))]
+        self.table[row, : len(pages) + len(own)] = [*pages, *own]
+        border = self.fresh if border is None else border
+        of_groups = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
+        for group, place in enumerate(of_groups):
+            given = np.int32(cached), border, np.int32(group)
+            self.state = rows.admit(self.target, self.drafter, self.state, place, text, *given)
+        borders, end = [], int(text.length) - 1
+        while not borders or cached < end:
+            count = min(_PAGE, end - cached)
+            cached += count
+            given = of_groups, np.full_like(of_groups, count), np.full(self.groups, cached == end)
+            self.state, border = rows.read_chunk(self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE)
+            borders.append(border)
+        return borders[0]
+
+    def _decode(self, drafter: Pausable, steps: int) -> None:
+        """Decode, and let the texts go that are done: NaN takes the place of what they alone remembered."""
+        free = np.tile([row not in self.whose for row in range(_PAGED_ROWS)], self.groups)
+        given = free, np.int32(steps), np.bool_(False)
+        table = self._full_table()
+        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free))
+        progress = sharding.to_host(progress, self.target.mesh)
+        for row in [row for row in self.whose if progress.done[row]]:
+            text = progress.tokens[row, : progress.lengths[row]].tolist()
+            self.found[self.whose.pop(row)] = text, metrics.summarise(progress.stats, row)
+            left, self.table[row] = self.table[row].tolist(), self.pages
+            self.free += sorted({page for page in left if page not in self.table})
+            self._spoil()
+
+    def _spoil(self) -> None:
+        """NaN in every free page of every pool."""
+        is_free = np.tile(np.isin(np.arange(self.pages), self.free), self.groups)[:, None, None, None]
+
+        def one(node: Any) -> Any:
+            if not isinstance(node, PagedCache):
+                return node
+            return replace(node, layers=jax.tree.map(lambda pool: jnp.where(is_free, jnp.nan, pool), node.layers))
+
+        self.state = jax.tree.map(one, self.state, is_leaf=lambda node: isinstance(node, PagedCache))
+
+    def _full_table(self) -> np.ndarray:
+        return np.tile(self.table, (self.groups, 1))
 
 
 def _check_same(result: decoding.Result, row: int, elsewhere: decoding.Result, there: int) -> None:

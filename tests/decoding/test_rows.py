@@ -44,8 +44,8 @@ KINDS = {
     "snapkv": lambda target, shape: CompressedCache(budget=12, scheme=SnapKV(window=3), draft=shape),
     "prompt lookup": lambda target, shape: PromptLookup(draft=shape),
 }
-OFTEN = ("eagle3", "draft model", "snapkv", "prompt lookup")  # the others every time in tests/evaluation/test_conformance.py
-EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in OFTEN)) for kind in KINDS]
+OFTEN = "eagle3"  # others every time in tests/evaluation/test_conformance.py, by what becomes of their drafts
+EVERY_KIND = [pytest.param(kind, marks=[pytest.mark.thorough] * (kind != OFTEN)) for kind in KINDS]
 
 
 def make(kind: str, shape: str = "chain", target=TARGET) -> Pausable:
@@ -214,7 +214,7 @@ def assert_same(here: list[np.ndarray], there: list[np.ndarray]) -> None:
 
 
 def test_free_rows_do_nothing() -> None:
-    host = Host(make("prompt lookup"))
+    host = Host(make("eagle3"))
     assert host.state.done.all() and host.state.cache.table.shape == (ROWS, CAPACITY // PAGE)
     progress = host.decode(host.drafter)
     assert progress.done.all() and progress.lengths.tolist() == [1] * ROWS and not progress.stats.steps.any()
@@ -250,7 +250,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
 
 
 def test_end_tokens_and_limits() -> None:
-    rng, host = np.random.default_rng(1), Host(make("prompt lookup"))
+    rng, host = np.random.default_rng(1), Host(make("eagle3"))
     texts = [some_text(rng, number, 5, 12) for number in range(4)]
     plain = [alone(text) for text in texts]
     for number in (1, 2):  # a token that the text has, and one of many
@@ -265,7 +265,7 @@ def test_end_tokens_and_limits() -> None:
 
 
 def test_a_row_that_is_done_ends_the_steps_where_that_is_asked() -> None:
-    rng, host = np.random.default_rng(2), Host(make("prompt lookup"))
+    rng, host = np.random.default_rng(2), Host(make("eagle3"))
     texts = [some_text(rng, number, 4, most) for number, most in enumerate((12, 3, 20))]
     for row, text in enumerate(texts):
         host.begin(row, text)
@@ -296,7 +296,7 @@ def test_rows_beyond_the_width_stay_as_they_are() -> None:
 
 
 def test_a_retired_row_reads_and_writes_nothing() -> None:
-    rng, host = np.random.default_rng(4), Host(make("draft model"))
+    rng, host = np.random.default_rng(4), Host(make("eagle3"))
     texts = [some_text(rng, number, 9, 20) for number in range(3)]
     for row in (0, 1):
         host.begin(row, texts[row])
@@ -372,7 +372,7 @@ def test_catching_up_is_absorbing_at_every_step(kind) -> None:
 
 def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
     """Where nothing else is known of prompts: the state, and every verdict that follows."""
-    rng, host = np.random.default_rng(8), Host(make("eagle3", "dynamic"))
+    rng, host = np.random.default_rng(8), Host(make("eagle3"))
     text = some_text(rng, 1, 9, 30)
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 11), 0)
@@ -383,21 +383,6 @@ def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
     assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
     assert progress.stats.accepted[0] == progress.stats.accepted[1]
     assert progress.stats.steps[0] - 11 == progress.stats.steps[1]
-
-
-@pytest.mark.usefixtures("compiled_anew")
-def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
-    """Exactly to the last place of the buffer, which is made smaller here than texts are."""
-    from specjax.drafters import pausable
-
-    assert ROOM == 64
-    monkeypatch.setattr(pausable, "ROOM", 12)
-    host, text = Host(make("eagle3")), some_text(np.random.default_rng(9), 1, 9, 30)
-    assert host.state.drafter.owed.output.hidden.shape[1] == 12
-    assert_same(after_pause(host, text, [12]), after_pause(host, text, [1] * 12))
-    host.begin(0, text)
-    host.decode(host.paused, 12)
-    assert host.state.drafter.owed.count[0] == 12
 
 
 def test_a_drafter_that_was_not_caught_up_shows() -> None:
@@ -414,10 +399,12 @@ def test_a_drafter_that_was_not_caught_up_shows() -> None:
 
 # --- together --------------------------------------------------------------------------------------------------------
 
+TOGETHER = [("eagle3", "chain")]
+TOGETHER += [pytest.param(*case, marks=pytest.mark.thorough) for case in (("eagle3", "dynamic"), ("mtp", "static"))]
 LENGTHS_OF = (1, CHUNK, CHUNK + 1, 5, 2 * CHUNK, 12, 2, 27, 9)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("eagle3", "dynamic"), pytest.param("mtp", "static", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("kind", "shape"), TOGETHER)
 def test_texts_that_come_and_go(kind, shape) -> None:
     """Drafted and paused steps at random, rows rearranged, texts put back, pages that had other texts before."""
     rng = np.random.default_rng(11)
@@ -503,3 +490,21 @@ def test_rows_on_a_mesh_have_the_same_texts() -> None:
     host.leave(0)
     progress = host.decode(host.drafter, 100)
     assert [row_of(progress, row) for row in (1, 2, 3)] == [alone(text) for text in texts[1:]]
+
+
+# --- the last: nothing that was compiled is left after it ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
+    """Exactly to the last place of the buffer, which is made smaller here than texts are."""
+    from specjax.drafters import pausable
+
+    assert ROOM == 64
+    monkeypatch.setattr(pausable, "ROOM", 12)
+    host, text = Host(make("eagle3")), some_text(np.random.default_rng(9), 1, 9, 30)
+    assert host.state.drafter.owed.output.hidden.shape[1] == 12
+    assert_same(after_pause(host, text, [12]), after_pause(host, text, [1] * 12))
+    host.begin(0, text)
+    host.decode(host.paused, 12)
+    assert host.state.drafter.owed.count[0] == 12

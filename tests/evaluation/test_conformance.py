@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import struct
 
+from specjax import sharding
 from specjax.drafters import (
     MTP,
     CompressedCache,
@@ -23,9 +24,11 @@ from specjax.drafters import (
     SnapKV,
     Streaming,
 )
+from specjax.drafters.pausable import ROOM
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import conformance
+from specjax.models import cache, params
 from specjax.sampling import Sampling
 from tests.conftest import FEW_TOKENS, LAYERED, SHAPES, tiny_target
 
@@ -46,7 +49,7 @@ METHODS = {
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
-CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
+ALL_CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
 GROWN_ALIKE = [  # by code that others show: every drafter and every shape is among those that are left
     *[("draft model", shape) for shape in ("static", "dynamic", "sampled")],
     *[("early exit", shape) for shape in SHAPES if shape != "sampled"],
@@ -59,12 +62,35 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
 ]
-CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in CASES]
+CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in ALL_CASES]
 
 
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_every_drafter_with_every_shape(target, method, shape) -> None:
-    conformance.check(target, METHODS[method](SHAPES[shape]))
+    conformance.check(target, METHODS[method](SHAPES[shape]), come_and_go=False)
+
+
+# What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
+REMEMBERED_ALIKE = {  # nothing, or as others do; EAGLE-3 in tests/decoding/test_rows.py every time
+    *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
+}
+COME_AND_GO = [
+    pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in REMEMBERED_ALIKE)) for method in METHODS
+]
+COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
+
+
+@pytest.mark.parametrize(("method", "shape"), COME_AND_GO)
+def test_texts_of_every_drafter_may_come_and_go(target, method, shape) -> None:
+    conformance.check_rows_that_come_and_go(target, METHODS[method](shape))
+
+
+@pytest.mark.thorough  # tests/decoding/test_rows.py has a mesh every time
+def test_texts_come_and_go_in_every_group_of_a_mesh() -> None:
+    mesh, target = sharding.make_mesh(data=2, model=2), tiny_target()
+    places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)
+    target = target.replace(params=jax.device_put(target.params, places), mesh=mesh)
+    conformance.check_rows_that_come_and_go(target, PromptLookup(draft=2))
 
 
 WINDOWED = [pytest.param(m, marks=pytest.mark.thorough) for m in ("plain", "draft model", "eagle3", "streaming", "snapkv")]
@@ -77,7 +103,7 @@ def test_a_target_with_windows_is_rolled_back_like_any_other(method) -> None:
     drafter = METHODS[method](SHAPES[shape])
     if method == "eagle3":
         drafter = Eagle3.init(windowed, jax.random.key(3), SHAPES[shape])
-    conformance.check(windowed, drafter)
+    conformance.check(windowed, drafter, come_and_go=method != "early exit")
 
 
 OVER_LAYERS = {
@@ -271,6 +297,45 @@ def test_rows_that_depend_on_each_other_are_found() -> None:
     drafter = ForgetsItsNeighbours(tiny_target(seed=5, num_layers=1, scale=8.0), draft=Chain(3))
     with pytest.raises(AssertionError, match="among other rows"):
         conformance.check_rows(tiny_target(scale=8.0), drafter)
+
+
+@struct.dataclass
+class ForgetsAtABorder(DraftModel):
+    """What it gives to another text lacks the newest tokens."""
+
+    def at_border(self, state):
+        return replace(state, cache=replace(state.cache, length=jnp.maximum(state.cache.length - 4, 0)))
+
+
+@struct.dataclass
+class MisreadsACount(DraftModel):
+    """Of the tokens that it is told of when it catches up it keeps one, however many count."""
+
+    def update(self, target, state, draft, verdict, committed):
+        if committed.tokens.shape[1] == ROOM:
+            committed = replace(committed, count=jnp.minimum(committed.count, 1))
+        return super().update(target, state, draft, verdict, committed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [(ForgetsAtABorder, "another's border"), (MisreadsACount, "catches up after several paused steps")]
+)
+def test_what_is_forgotten_where_texts_come_and_go_is_found(kind, message) -> None:
+    model = tiny_target(num_layers=1)  # which drafts for itself: what it lacks shows at once
+    with pytest.raises(AssertionError, match=message):
+        conformance.check_rows_that_come_and_go(model, kind(model, draft=Chain(1)))
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_cache_that_writes_to_the_last_page_where_it_has_none_is_found(monkeypatch) -> None:
+    drop = cache._set_paged
+
+    def write(pool, pages, places, values):
+        return drop(pool, jnp.where(pages < pool.shape[0], pages, -1), places, values)
+
+    monkeypatch.setattr(cache, "_set_paged", write)
+    with pytest.raises(AssertionError, match="is not plain decoding's"):
+        conformance.check_rows_that_come_and_go(tiny_target(num_layers=1), NoDraft())
 
 
 @pytest.mark.thorough  # the same pairing is among the mutants of tests/decoding/test_verification.py
