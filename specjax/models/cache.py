@@ -281,9 +281,10 @@ def by_group(function: Callable[..., jax.Array], groups: int, pool: jax.Array, *
     """
     if groups == 1:
         return function(pool, *of_rows)
-    split = [x.reshape(groups, -1, *x.shape[1:]) for x in (pool, *of_rows)]
+    # Not -1: an array may be empty, such as the statistics of drafts where nothing is drafted.
+    split = [x.reshape(groups, x.shape[0] // groups, *x.shape[1:]) for x in (pool, *of_rows)]
     found = jax.vmap(function)(*split)
-    return found.reshape(-1, *found.shape[2:])
+    return found.reshape(found.shape[0] * found.shape[1], *found.shape[2:])
 
 
 def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
