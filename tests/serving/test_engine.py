@@ -4,6 +4,8 @@ All engines of one drafter have the same sizes where they can, and so the same c
 """
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -274,7 +276,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
 
 def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, drafting, monkeypatch) -> None:
     before = drafting.statistics
-    check_schedules(target, drafting, range(36), 8, monkeypatch)
+    check_schedules(target, drafting, range(24), 8, monkeypatch)
     after = drafting.statistics
     assert after.put_back - before.put_back > 10
     assert after.prompt_tokens_shared > before.prompt_tokens_shared
@@ -670,6 +672,24 @@ def test_closing_cancels_what_is_under_way(target) -> None:
     engine.close()
     with pytest.raises(InputError, match="the engine is closed"):
         GREEDY.submit(engine)
+
+
+LEFT_OPEN = """
+from specjax.serving.engine import Engine
+from tests.conftest import tiny_target
+
+engine = Engine(tiny_target(), rows=2, widths=(2,), steps=1, page=8, chunk=16, capacity=512, pages=128)
+handles = [engine.submit([1, 2, 3], max_new_tokens=500) for _ in range(50)]
+next(iter(handles[0]))
+print(handles[-1].finish_reason)
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_ends_that_has_not_closed_its_engine() -> None:
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert (ended.returncode, ended.stdout) == (0, "None\n"), ended.stderr
 
 
 # --- pages, and what is read -----------------------------------------------------------------------------------------
