@@ -4,6 +4,7 @@ Between two decode calls it gives free rows to waiting requests and reads a chun
 row is free, and a long prompt holds the others up for no longer than a chunk.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -187,6 +188,7 @@ class Engine:
         self._closing, self._error = False, None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that is still on the device would bring the interpreter down as it ends
 
     # --- what users call -----------------------------------------------------------------------------------------------
 
@@ -281,6 +283,7 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
+        atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -329,6 +332,8 @@ class Engine:
         left = self.chunk
         while True:
             with self._wake:
+                if self._closing:
+                    return
                 running = bool(self._scheduler.running)
                 reads = self._scheduler.next_reads(left if running else self.chunk)
                 chosen = [(read, self._handles[read.ticket]) for read in reads]

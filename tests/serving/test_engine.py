@@ -4,6 +4,8 @@ All engines of one drafter have the same sizes where they can, and so the same c
 """
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -274,7 +276,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
 
 def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, drafting, monkeypatch) -> None:
     before = drafting.statistics
-    check_schedules(target, drafting, range(36), 8, monkeypatch)
+    check_schedules(target, drafting, range(24), 8, monkeypatch)
     after = drafting.statistics
     assert after.put_back - before.put_back > 10
     assert after.prompt_tokens_shared > before.prompt_tokens_shared
@@ -482,28 +484,27 @@ def test_texts_and_stop_strings_are_the_generators(of_words) -> None:
     check_at_rest(engine)
 
 
-class Scripted:
-    """In place of a model: the tokens that each decode call is to deliver."""
-
-    def __init__(self, engine: Engine, prompt: str, **options) -> None:
-        with gated(engine) as gate:
-            self.handle = engine.submit(prompt, max_new_tokens=24, **options)
-            gate.wait()
-            self.handle.cancel()
-        self.handle.finish_reason = None  # the engine has forgotten it
-
-
-def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "stop", "tokens", "kept"),
+    [
+        ("the", "\n\n", "a <0x0A> <0x0A> <0x20> b a", 3),
+        ("the <0xE8> <0xAA>", "語", "<0x9E> <0x20> b a", 1),  # the prompt ends within a character
+    ],
+)
+def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, prompt, stop, tokens, kept) -> None:
     """The bytes of a run are text when it ends. The stop string may have been complete before, and the tokens end there."""
     generator, engine = of_words
-    ids = generator.tokenizer.convert_tokens_to_ids
-    run = [ids("a"), ids("<0x0A>"), ids("<0x0A>"), ids("<0x20>"), ids("b"), ids("a")]
-    scripted = Scripted(engine, "the", stop=["\n\n"]).handle
-    for token in run:
-        scripted.ticket.tokens.append(token)  # as the scheduler does, which knows of it first
-        if not scripted.deliver([token], False):
+    prompt, tokens = (generator.tokenizer.convert_tokens_to_ids(each.split()) for each in (prompt, tokens))
+    with gated(engine) as gate:
+        handle = engine.submit(prompt, max_new_tokens=24, stop=[stop])
+        gate.wait()
+        handle.cancel()
+    handle.finish_reason = None  # the engine has forgotten it: here is what a model might have said
+    for token in tokens:
+        handle.ticket.tokens.append(token)  # the scheduler knows of it first
+        if not handle.deliver([token], False):
             break
-    assert scripted.tokens == tuple(run[:3]) and scripted.finish_reason == "stop"
+    assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
 
 
 # --- several choices, errors -----------------------------------------------------------------------------------------
@@ -670,6 +671,24 @@ def test_closing_cancels_what_is_under_way(target) -> None:
     engine.close()
     with pytest.raises(InputError, match="the engine is closed"):
         GREEDY.submit(engine)
+
+
+LEFT_OPEN = """
+from specjax.serving.engine import Engine
+from tests.conftest import tiny_target
+
+engine = Engine(tiny_target(), rows=2, widths=(2,), steps=1, page=8, chunk=16, capacity=512, pages=128)
+handles = [engine.submit([1, 2, 3], max_new_tokens=500) for _ in range(50)]
+next(iter(handles[0]))
+print(handles[-1].finish_reason)
+"""
+
+
+@pytest.mark.thorough
+def test_a_program_ends_that_has_not_closed_its_engine() -> None:
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert (ended.returncode, ended.stdout) == (0, "None\n"), ended.stderr
 
 
 # --- pages, and what is read -----------------------------------------------------------------------------------------
