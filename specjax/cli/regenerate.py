@@ -100,7 +100,10 @@ def run_regenerate(config: RegenerateConfig) -> None:
     written = 0
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
-    with _engine(generator, config) as engine, waiting(f"writing {output.name}", len(wanted), len(done)) as wait:
+    with (
+        _engine(generator, config, documents[0].messages is not None) as engine,
+        waiting(f"writing {output.name}", len(wanted), len(done)) as wait,
+    ):
         writer = _Writer(generator, config, engine)
         for part in writer.write(missing):
             written += _append(output, claim, [each.record for each in part if each.record])
@@ -250,15 +253,16 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
 
 
 LONGEST = 8192
-"""Tokens of the longest prompt with its answer, where the models have positions for more: the caches' tables are as wide."""
+"""Tokens of the longest conversation that is answered, where the models have positions for more: there is a page for each."""
 
 
-def _engine(generator: pipeline.TextGenerator, config: RegenerateConfig) -> Engine:
+def _engine(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> Engine:
     """An engine that always drafts alike: what is fastest by the clock may round differently, and a run that is continued
     should write what it would have written."""
     positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
+    wanted = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
     drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
-    return Engine(generator, rows=config.batch, drafts=drafts, widths=(config.batch,), capacity=min(positions, LONGEST))
+    return Engine(generator, rows=config.batch, drafts=drafts, widths=(config.batch,), capacity=min(positions, max(wanted, 2)))
 
 
 @dataclass(frozen=True)
@@ -336,7 +340,7 @@ class _Writer:
             return [], f"it cannot be encoded ({error})"
         room = self._engine.capacity
         if len(tokens) + self._config.max_new_tokens > room:
-            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} positions"
+            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} tokens"
         return tokens, ""
 
     def _answer(self, prompt: list[int], key: jax.Array) -> pipeline.Generation:

@@ -42,7 +42,7 @@ class Text:
         tokens: ``[S]`` int32 the prompt, and filler; S is the capacity.
         length: scalar int32, tokens of the prompt.
         limit: scalar int32, most tokens of prompt and output.
-        key: its random key.
+        key: its random key, or the key's numbers on the host: ``[2]`` uint32, of `jax.random.key_data`.
         eos: ``[E]`` int32 ids that end it; -1 is none.
         temperature: scalar, as the next three: see `specjax.Sampling`.
         top_k: scalar.
@@ -230,7 +230,7 @@ def admit(
         lengths=text.length,
         limits=text.limit,
         done=jnp.ones((), bool),
-        keys=text.key,
+        keys=jax.random.wrap_key_data(text.key, impl="threefry2x32") if text.key.dtype == jnp.uint32 else text.key,
         eos=text.eos,
         sampling=replace(state.sampling, **settings),
         cache=replace(cache, layers=(), table=cache.table[0], length=cached),  # pyright: ignore[reportArgumentType]

@@ -134,7 +134,7 @@ class DraftChoice:
         width: int,
         number: int,
         *,
-        seconds: float,
+        seconds: float | None,
         steps: int,
         row_steps: int,
         emitted: int,
@@ -145,13 +145,13 @@ class DraftChoice:
         Args:
             width: rows that were computed.
             number: of the draft.
-            seconds: of the call.
+            seconds: of the call; None: not known.
             steps: of the loop.
             row_steps: of all rows together.
             emitted: tokens.
             accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
         """
-        if steps:
+        if steps and seconds is not None:
             before, share = self.seconds[width, number], min(1.0, steps / LATENCY)
             # A machine that stood still for a moment says nothing about the draft.
             self.seconds[width, number] = before + share * (min(seconds / steps, 4 * before) - before)

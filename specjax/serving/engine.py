@@ -5,6 +5,7 @@ row is free, and a long prompt holds the others up for no longer than a chunk.
 """
 
 import atexit
+import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 
 from specjax import decoding, pipeline, sharding, text
-from specjax.decoding import rows as device
+from specjax.decoding import rows as device_rows
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
@@ -160,11 +161,14 @@ class Engine:
             pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
             pages = max(pages, -(-self.capacity // self.page))
         self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
-        self._drafters = [_with_draft(target, drafter, shape) for shape in shapes]
+        self._drafters = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
         self._paused = next((each for each in self._drafters if isinstance(each, Pausable) and each.paused), None)
         self._depth = max(each.draft_shape.depth for each in self._drafters)
         tail = max(self.chunk // 4, 1)
         self._sizes = {"capacity": self.capacity, "pages": pages, "page": self.page}
+        self._read_widths = (tail, self.chunk)
+        self._state: Any = device_rows.empty(target, self._first, rows=rows, ends=ENDS, depth=self._depth, **self._sizes)
+        self._fresh = device_rows.fresh_border(target, self._first, **self._sizes)
         self._scheduler = Scheduler(
             rows=rows,
             pages=pages,
@@ -174,15 +178,14 @@ class Engine:
             tails=(tail,),
             shards=self._groups,
             max_waiting=max_waiting,
+            shares_prefixes=self._shares_prefixes(),
         )
-        self._read_widths = (tail, self.chunk)
-        self._state = device.empty(target, self._first, rows=rows, ends=ENDS, depth=self._depth, **self._sizes)
-        self._fresh = device.fresh_border(target, self._first, **self._sizes)
         self._choice = DraftChoice(shapes, self._warm_up())
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, list[int], bool]] = []
+        self._debt = 0.0  # seconds that catching up took, not charged yet
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
-        self._counts = {"read": 0, "shared": 0, "put_back": 0, "calls": 0}
+        self._counts = {"read": 0, "shared": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
         self._wake = threading.Condition(threading.RLock())
         self._closing, self._error = False, None
@@ -273,7 +276,7 @@ class Engine:
                 pages=self._sizes["pages"] * self._groups,
                 prompt_tokens_read=self._counts["read"],
                 prompt_tokens_shared=self._counts["shared"],
-                put_back=self._counts["put_back"],
+                put_back=scheduler.times_put_back,
                 decode_calls=self._counts["calls"],
                 drafts=self._choice.table(),
             )
@@ -318,6 +321,9 @@ class Engine:
                 self._handles.clear()
             for handle in handles:
                 handle.end("error" if self._error else "cancelled", self._error)
+            # The caches are free, whoever still holds the engine or a handle.
+            self._scheduler.forget_prefixes()
+            self._state = self._fresh = None
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
@@ -348,7 +354,6 @@ class Engine:
                 for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
                     self._counts["read"] += read.count
                     self._counts["shared"] += read.start if read.is_first else 0
-                    self._counts["put_back"] += bool(read.is_first and read.ticket.put_back)
                     self._scheduler.was_read(read, (border, np.int32(group)))
             if running:
                 left -= max(read.width for read in reads)
@@ -362,7 +367,7 @@ class Engine:
         ticket, (border, group) = read.ticket, read.border or (self._fresh, np.int32(0))
         tokens = np.zeros(self.capacity, np.int32)
         tokens[: len(ticket.tokens)] = ticket.tokens
-        words = device.Text(
+        words = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(ticket.tokens)),
             limit=np.int32(ticket.prompt_length + ticket.most),
@@ -371,13 +376,13 @@ class Engine:
         self._admitted[read.row] = ticket
         handle.admitted()
         row, start = np.int32(read.row), np.int32(read.start)
-        self._state = device.admit(self.target, self._first, self._state, row, words, start, border, group)
+        self._state = device_rows.admit(self.target, self._first, self._state, row, words, start, border, group)
 
     def _read(self, reads: Sequence[Read], table: np.ndarray) -> Any:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
-        self._state, border = device.read_chunk(
+        self._state, border = device_rows.read_chunk(
             self.target,
             self._first,
             self._state,
@@ -411,22 +416,36 @@ class Engine:
             free = np.array([ticket is None or ticket is not self._admitted[row] for row, ticket in enumerate(tickets)])
             table, until_any_done = scheduler.table.copy(), np.bool_(scheduler.waiting > 0)
         if order is not None:
-            self._state = device.rearrange(self._state, order)
+            self._state = device_rows.rearrange(self._state, order)
         is_paused = drafter is self._paused
-        if self._owed and (not is_paused or self._owed + steps > ROOM):
-            self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
-            self._owed = 0
         # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
-        jax.block_until_ready(self._state.lengths)
+        if not self._state.lengths.is_ready():
+            self._deliver()
+            jax.block_until_ready(self._state.lengths)
+        if self._owed and (not is_paused or self._owed + steps > ROOM):
+            self._catch_up(table)
         started = time.perf_counter()
-        self._state, progress = device.decode_rows(
+        self._state, progress = device_rows.decode_rows(
             self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width
         )
         self._owed += steps if is_paused else 0
         self._deliver()  # what the call before has come to, while the device is at this one
+        was_late = progress.done.is_ready()  # then nobody knows when the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
-        self._take(progress, snapshot, (width, number), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if is_paused:  # what it owes is a part of its price
+            seconds, self._debt = seconds + self._debt, 0.0
+        self._take(progress, snapshot, (width, number), None if was_late else seconds)
         return bool(scheduler.running)
+
+    def _catch_up(self, table: np.ndarray) -> None:
+        """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
+        started = time.perf_counter()
+        assert self._paused is not None
+        self._state = device_rows.catch_up(self.target, self._paused, self._state, table, width=self.rows)
+        jax.block_until_ready(self._state.lengths)
+        self._debt += time.perf_counter() - started
+        self._owed = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
         """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
@@ -438,7 +457,9 @@ class Engine:
         self._admitted = [self._admitted[row] for row in order]
         return order
 
-    def _take(self, progress: device.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float) -> None:
+    def _take(
+        self, progress: device_rows.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float | None
+    ) -> None:
         """Note what a decode call has come to, and what it took."""
         row_steps, emitted, steps, accepted_at = 0, 0, 0, np.zeros(self._depth)
         with self._wake:
@@ -462,9 +483,15 @@ class Engine:
 
     def _deliver(self) -> None:
         """Hand out tokens: they become text here, and their owners are told."""
-        undelivered, self._undelivered = self._undelivered, []
-        for handle, tokens, done in undelivered:
-            if not handle.deliver(tokens, done) and not done:  # it has met a stop string
+        while self._undelivered:
+            handle, tokens, done = self._undelivered[0]
+            try:
+                goes_on = handle.deliver(tokens, done)
+            except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
+                goes_on = False
+                handle.end("error", error)
+            del self._undelivered[0]
+            if not goes_on and not done:
                 with self._wake:
                     self._scheduler.cancel(handle.ticket)
                     self._handles.pop(handle.ticket, None)
@@ -485,44 +512,55 @@ class Engine:
             table[row, :each] = np.arange(each) + row % (self.rows // self._groups) * each
         limit = max(min(self.capacity, each * self.page), 3)
         settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None)
-        words = device.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
+        words = device_rows.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
         wanted = [(width, number) for width in self.widths for number in range(len(self._drafters))]
         seconds = {}
         for width, number in track(wanted, f"compiling and timing decoding, {self.rows} rows"):
             border = self._begin_in_all_rows(words, table)
             seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
             if self._paused is not None:
-                self._state = device.catch_up(self.target, self._paused, self._state, table, width=self.rows)
+                self._state = device_rows.catch_up(self.target, self._paused, self._state, table, width=self.rows)
             if len(self.widths) > 1:
-                self._state = device.rearrange(self._state, np.arange(self.rows, dtype=np.int32))
+                self._state = device_rows.rearrange(self._state, np.arange(self.rows, dtype=np.int32))
         # A border that came out of a chunk, in place of the empty one, is the same program.
-        self._state = device.admit(self.target, self._first, self._state, np.int32(0), words, np.int32(0), border, np.int32(0))
+        self._state = device_rows.admit(
+            self.target, self._first, self._state, np.int32(0), words, np.int32(0), border, np.int32(0)
+        )
         jax.block_until_ready(self._state.lengths)
         return seconds
 
-    def _begin_in_all_rows(self, words: device.Text, table: np.ndarray) -> Any:
+    def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
         """Admit a text in every row, and read it, with every program for that. The border that came out of it."""
         share, border = self.rows // self._groups, self._fresh
         for row in range(self.rows):
             given = np.int32(row), words, np.int32(0), border, np.int32(0)
-            self._state = device.admit(self.target, self._first, self._state, *given)
+            self._state = device_rows.admit(self.target, self._first, self._state, *given)
         for row in range(share):
             rows = np.arange(self._groups, dtype=np.int32) * share + row
             for width in self._read_widths if row == 0 else self._read_widths[:1]:
                 count = np.full(self._groups, width == self._read_widths[0], np.int32)
                 is_last = np.ones(self._groups, bool)
-                self._state, border = device.read_chunk(
+                self._state, border = device_rows.read_chunk(
                     self.target, self._first, self._state, table, rows, count, is_last, width=width
                 )
         return border
 
-    def _time_call(self, width: int, number: int, words: device.Text, table: np.ndarray) -> float:
+    def _shares_prefixes(self) -> bool:
+        """Whether what a drafter keeps at the end of a chunk takes less memory than the chunk itself.
+
+        So it is but for a draft model with a small cache of its own (`Streaming`), all of which would have to be kept.
+        """
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self._groups
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.cache.layers)) // self._groups
+        return kept <= pool // self._sizes["pages"] * (self.chunk // self.page)
+
+    def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
         """Seconds of a step of a decode call that goes on with all rows."""
         if np.asarray(self._state.done)[:width].all():  # there is little room
             self._begin_in_all_rows(words, table)
         before = np.asarray(self._state.stats.steps)
         started = time.perf_counter()
-        self._state, progress = device.decode_rows(
+        self._state, progress = device_rows.decode_rows(
             self.target,
             self._drafters[number],
             self._state,
@@ -536,20 +574,23 @@ class Engine:
         return (time.perf_counter() - started) / int(steps.max())
 
     def _settings(self, options: GenerationOptions, choice: int, key: jax.Array | None) -> dict[str, Any]:
-        """How a text is drawn, as `device.Text` has it: always of the same types, so that nothing is compiled again."""
-        if not isinstance(choice, int) or not 0 <= choice < 2**32:
-            raise InputError(f"choice={choice!r}: must be a whole number, at least 0 and below 2**32")
-        own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
-        if own.ndim:
-            raise InputError(f"key has shape {own.shape}: give one key")
-        checked = replace(options, key=own[None]).check(self.target.config, 1)
-        ends = checked.eos[0]
-        if len(ends) > ENDS:
-            raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-        sampling = options.sampling.rows(1)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        padded = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
-        return {name: np.asarray(getattr(sampling, name))[0] for name in names} | {"key": checked.keys[0], "eos": padded}
+        """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again."""
+        if not 0 <= (choice := operator.index(choice)) < 2**32:
+            raise InputError(f"choice={choice}: must be at least 0 and below 2**32")
+        # On the host, so that nothing waits for the device, and wherever a given key lies.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+            if own.ndim:
+                raise InputError(f"key has shape {own.shape}: give one key")
+            ends = options.check(self.target.config, 1).eos[0]
+            if len(ends) > ENDS:
+                raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
+            sampling = options.sampling.rows(1)
+            names = ("temperature", "top_k", "top_p", "min_p")
+            settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
+            settings["key"] = np.asarray(jax.random.key_data(own))
+        settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
+        return settings
 
     def _encode(self, prompt: Any) -> list[int]:
         if not _is_tokens(prompt):
@@ -597,7 +638,7 @@ def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[
     return tuple(sorted(set(widths)))
 
 
-def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None) -> Drafter:
+def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool) -> Drafter:
     """``drafter`` with another draft, or paused, checked against ``target``."""
     if isinstance(drafter, NoDraft):
         return drafter
@@ -605,7 +646,7 @@ def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None) -> D
     if shape is not None:
         shape.check(target.config.vocab_size)
     made.check(target)
-    return Pausable(made, paused=shape is None)
+    return Pausable(made, paused=shape is None) if may_pause else made
 
 
 def _is_tokens(prompt: Any) -> bool:

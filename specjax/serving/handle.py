@@ -25,7 +25,7 @@ class EngineError(RuntimeError):
     """The engine could not go on; its error is the cause."""
 
 
-class CancelledError(RuntimeError):
+class TextCancelledError(RuntimeError):
     """The text was cancelled before it was finished."""
 
 
@@ -139,7 +139,7 @@ class Handle:
 
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds. The text goes on.
-            CancelledError: it was cancelled.
+            TextCancelledError: it was cancelled.
             EngineError: the engine ended with an error.
         """
         with self._changed:
@@ -192,7 +192,7 @@ class Handle:
 
     def _raise_if_broken(self) -> None:
         if self.finish_reason == "cancelled":
-            raise CancelledError("the text was cancelled")
+            raise TextCancelledError("the text was cancelled")
         if self.finish_reason == "error":
             raise EngineError("the engine could not go on") from self._error
 
@@ -248,13 +248,16 @@ class Handle:
             if piece.tokens and self.times.first_token is None:
                 self.times.first_token = time.perf_counter()
             self._pieces.append(piece)
-            self._tokens = list(self._growing.tokens) if self._growing is not None else [*self._tokens, *piece.tokens]
+            self._tokens += piece.tokens
+            if self._growing is not None and reason is not None:  # a stop string may have taken tokens back
+                self._tokens = list(self._growing.tokens)
             if reason is not None:
                 self._finish(reason)
             else:
                 self._tell()
 
     def _finish(self, reason: FinishReason) -> None:
+        self._cancel = _nothing  # a handle that is kept does not keep the engine
         self.finish_reason, self.times.finished = reason, time.perf_counter()
         self._tell()
 
@@ -269,3 +272,7 @@ def _added(one: Stats | None, other: Stats | None) -> Stats | None:
     if one is None or other is None:
         return other if one is None else one
     return jax.tree.map(np.add, one, other)
+
+
+def _nothing(ticket: Ticket) -> None:
+    """What cancelling a text does that has ended."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Key = tuple[int, ...]
+ChunkKey = tuple[int, ...]
 """The tokens of a chunk, and the one after it."""
 
 
@@ -26,11 +26,11 @@ class Prefix:
     """
 
     above: "Prefix | None"
-    key: Key
+    key: ChunkKey
     pages: tuple[int, ...]
     border: Any
     holders: int = 0
-    below: "dict[Key, Prefix]" = field(default_factory=dict)
+    below: "dict[ChunkKey, Prefix]" = field(default_factory=dict)
     used: int = 0
 
 
@@ -57,7 +57,7 @@ class PagePool:
         """A pool of ``total`` free pages."""
         self.total = total
         self._free = list(range(total))[::-1]
-        self._first: dict[Key, Prefix] = {}
+        self._first: dict[ChunkKey, Prefix] = {}
         self._clock = 0
         self._prefixes: set[Prefix] = set()
 
@@ -106,7 +106,7 @@ class PagePool:
         prefix.holders -= 1
         self._touch(prefix)
 
-    def register(self, above: Prefix | None, key: Key, pages: tuple[int, ...], border: Any) -> Prefix | None:
+    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], border: Any) -> Prefix | None:
         """Make a row's own ``pages`` a prefix, which that row holds. None where there is one of this ``key``: they stay its
         own."""
         known = self._first if above is None else above.below

@@ -94,6 +94,7 @@ class Scheduler:
 
     Attributes:
         table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
+        times_put_back: of all tickets.
 
     Examples:
         >>> from specjax.serving.scheduler import Scheduler
@@ -123,6 +124,7 @@ class Scheduler:
         tails: Sequence[int] = (),
         shards: int = 1,
         max_waiting: int | None = None,
+        shares_prefixes: bool = True,
     ) -> None:
         """All rows and pages free.
 
@@ -135,14 +137,17 @@ class Scheduler:
             tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
             max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
+            shares_prefixes: whether chunks of prompts are kept for others.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
-        self._max_waiting = max_waiting
+        self._max_waiting, self._shares = max_waiting, shares_prefixes
         self._pools = [PagePool(pages) for _ in range(shards)]
         self._rows: list[_Row | None] = [None] * rows
         self._waiting: list[Ticket] = []
         self._submitted = 0
+        self._ahead = page  # what `reserve` was asked for last
+        self.times_put_back = 0
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
     # --- requests ------------------------------------------------------------------------------------------------------
@@ -204,7 +209,7 @@ class Scheduler:
             return
         row.read = read.start + read.count
         # Another prompt may have read the same chunk meanwhile. Then this one, and those after it, stay the row's own.
-        if read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
+        if self._shares and read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
             key = tuple(read.ticket.tokens[read.start : row.read + 1])
             count = self._chunk // self._page
@@ -226,13 +231,19 @@ class Scheduler:
             shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
             row = next(row for row in free if self._shard(row) == shard)
             others = len(self._of_shard(shard))
-            # Each of the others may soon need a page; who came when there is none would have to give way at once.
-            wanted = min(self._chunk, len(ticket.tokens)) // self._page + 1
-            if others and self._pools[shard].available < wanted + others:
+            # The others go on as well; who came when there is too little for all would have to give way at once.
+            ahead = -(-self._ahead // self._page)
+            if others and self._pools[shard].available < self._wanted(ticket, shard) + ahead * others:
                 return
             del self._waiting[0]
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
+
+    def _wanted(self, ticket: Ticket, shard: int) -> int:
+        """Pages that a ``ticket`` would need beside those that others hold for it already."""
+        chain = self._pools[shard].find(ticket.tokens, self._chunk, len(ticket.tokens) - 1)
+        held = sum(len(prefix.pages) for prefix in chain if prefix.holders)
+        return len(ticket.tokens) // self._page + 1 - held
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""
@@ -275,6 +286,7 @@ class Scheduler:
         Returns:
             The tickets that had to give way. (So may some in `next_reads`: `Ticket.put_back` counts both.)
         """
+        self._ahead = ahead
         before = {self._holder(row).ticket for row in self._occupied}
         for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):
             row = self._rows[number]
@@ -299,6 +311,11 @@ class Scheduler:
         self.table = self.table[list(order)]
         for number in self._occupied:
             self._holder(number).ticket.row = number
+
+    def forget_prefixes(self) -> None:
+        """Drop what was kept of prompts and is held by nobody."""
+        for pool in self._pools:
+            pool.forget_prefixes()
 
     # --- what there is -------------------------------------------------------------------------------------------------
 
@@ -359,7 +376,9 @@ class Scheduler:
         """Its row is free, and it waits again, before those who came later."""
         assert ticket.row is not None
         # Who has a row and no pages yet goes, too, lest it passes one who was there before it; but it loses nothing.
-        ticket.put_back += self._holder(ticket.row).read is not None
+        if self._holder(ticket.row).read is not None:
+            ticket.put_back += 1
+            self.times_put_back += 1
         self._leave(ticket)
         ticket.state = "waiting"
         insort(self._waiting, ticket, key=lambda each: each.number)

@@ -249,18 +249,18 @@ def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) 
         for _ in range(2):
             assert main(command) == 0
             printed = capsys.readouterr().out
-            assert "left out, as there is no room for max_new_tokens=6 in 512 positions: 1 of 4" in printed
+            assert "left out, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4" in printed
         outputs.append(output.read_text())
     assert outputs[0] == outputs[1]
     assert [len(record["messages"]) for record in records(output)] == [2, 2, 4]
     assert "cut before a turn" not in printed  # that was written already
     output.unlink()
     assert main(command) == 0
-    assert "cut before a turn, as there is no room for max_new_tokens=6 in 512 positions: 1 of 4" in capsys.readouterr().out
+    assert "cut before a turn, as there is no room for max_new_tokens=6 in 512 tokens: 1 of 4" in capsys.readouterr().out
     write_source(source, ["def one(): pass"])
     (tmp_path / "out.jsonl").unlink(missing_ok=True)
     assert main(of_texts(tiny_pair[0], source, "--output", str(tmp_path / "out.jsonl"), "--max-new-tokens", "510")) == 2
-    assert "no room for max_new_tokens=510 in 512 positions" in capsys.readouterr().err
+    assert "no room for max_new_tokens=510 in 512 tokens" in capsys.readouterr().err
     assert not (tmp_path / "out.yaml").exists()
 
 

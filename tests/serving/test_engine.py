@@ -25,7 +25,7 @@ from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
 from specjax.serving.engine import Engine
-from specjax.serving.handle import CancelledError, EngineError, Handle
+from specjax.serving.handle import EngineError, Handle, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
 from tests.conftest import compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
@@ -267,7 +267,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
     for request, handle, is_cancelled in ended:
         if is_cancelled and handle.finish_reason == "cancelled":
             check_tokens(target, request, handle.tokens, is_whole=False)
-            with pytest.raises(CancelledError):
+            with pytest.raises(TextCancelledError):
                 handle.result()
         else:
             check_text(target, request, handle)
@@ -361,7 +361,7 @@ def test_its_result_may_take_longer_than_one_waits(target, plain) -> None:
 def check_cancelled(target, request: Request, handle: Handle, read: Sequence = ()) -> None:
     assert handle.finish_reason == "cancelled" and handle.times.finished is not None
     for wait in (handle.result, lambda: list(handle)):
-        with pytest.raises(CancelledError):
+        with pytest.raises(TextCancelledError):
             wait()
     check_tokens(target, request, handle.tokens, is_whole=False)
 
