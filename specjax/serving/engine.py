@@ -576,7 +576,7 @@ class Engine:
     def _settings(self, options: GenerationOptions, choice: int, key: jax.Array | None) -> dict[str, Any]:
         """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again."""
         if not 0 <= (choice := operator.index(choice)) < 2**32:
-            raise InputError(f"choice={choice}: must be at least 0 and below 2**32")
+            raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
         # On the host, so that nothing waits for the device, and wherever a given key lies.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)

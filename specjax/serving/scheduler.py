@@ -230,14 +230,18 @@ class Scheduler:
             shards = {self._shard(row) for row in free}
             shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
             row = next(row for row in free if self._shard(row) == shard)
-            others = len(self._of_shard(shard))
-            # The others go on as well; who came when there is too little for all would have to give way at once.
-            ahead = -(-self._ahead // self._page)
-            if others and self._pools[shard].available < self._wanted(ticket, shard) + ahead * others:
+            # Those who have a row go on as well. Who came when there is too little for all would have to give way at once.
+            others = [self._holder(other) for other in self._of_shard(shard)]
+            theirs = sum(max(0, self._missing(other, self._goal(other.ticket))) for other in others)
+            if others and self._pools[shard].available < self._wanted(ticket, shard) + theirs:
                 return
             del self._waiting[0]
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
+
+    def _goal(self, ticket: Ticket) -> int:
+        """Entries that a text may come to in the next decode call, as far as it may grow at all."""
+        return min(len(ticket.tokens) - 1 + self._ahead, ticket.prompt_length + ticket.most - 1)
 
     def _wanted(self, ticket: Ticket, shard: int) -> int:
         """Pages that a ``ticket`` would need beside those that others hold for it already."""
@@ -292,9 +296,7 @@ class Scheduler:
             row = self._rows[number]
             if row is None:  # it has given way
                 continue
-            ticket = row.ticket
-            most = ticket.prompt_length + ticket.most - 1
-            self._grow(number, min(len(ticket.tokens) - 1 + ahead, most))
+            self._grow(number, self._goal(row.ticket))
         return sorted((ticket for ticket in before if ticket.state == "waiting"), key=lambda ticket: ticket.number)
 
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:

@@ -221,13 +221,15 @@ def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet()
     assert [read.ticket for read in read_all(made)] == [second, third]
 
 
-def test_a_newcomer_leaves_a_page_to_each_who_runs() -> None:
-    made = scheduler(rows=3, pages=4)
+def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
+    made = scheduler(rows=3, pages=8)
     for token in (1, 2):
-        made.submit([token], most=2)
+        made.submit([token], most=8)
     read_all(made)
-    made.reserve(1)
-    third = made.submit([3] * 2, most=2)  # 2 pages are free: none would be left for one of the others
+    made.reserve(4)  # 2 pages each
+    for row in made.running:
+        made.decoded(row, [7, 7, 7], done=False)
+    third = made.submit([3] * 4, most=2)  # 4 pages are free: it needs 3, and each of the others 2 more
     read_all(made)
     assert third.state == "waiting"
     finish(made, made.ticket_of(0) or pytest.fail("the row is free"))
@@ -412,7 +414,7 @@ def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
 
 
 def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
-    made = scheduler(rows=4, shards=2, pages=10)
+    made = scheduler(rows=4, shards=2, pages=13)
     text = [0, 1, 2, 3, 7, 4, 5, 6, 7, 8, 9, 10, 11]
     oldest, passing = made.submit([12], most=14), made.submit([13], most=1)
     old = made.submit(text, most=2)
@@ -673,7 +675,7 @@ def run_schedules(seeds: Sequence[int]) -> Counter[str]:
 def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1500))
     # Otherwise they would test little.
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back")) > 300
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back")) > 200
 
 
 # --- schedulers that are wrong, and are found out ----------------------------------------------------------------------
