@@ -35,7 +35,8 @@ class Piece:
 
     Attributes:
         text: new text; may be empty where a token is only a part of a character, or may be the beginning of a stop string.
-        tokens: new token ids.
+        tokens: new token ids. When a stop string ends the text, `Handle.tokens` lacks those behind the token that completed
+            it.
 
     Examples:
         >>> from specjax.serving import Piece
