@@ -84,8 +84,9 @@ class Engine:
     """Generates many texts together, each of which begins and ends when it will: continuous batching.
 
     Texts are drawn with coupled sampling, or greedily. So a request's text depends on the request alone: its prompt, its
-    settings and its seed. It is what `specjax.generate` gives with ``rule="coupled"`` and the same key. Close it, or use it in a
-    ``with`` statement: its thread keeps it, and the caches, until then.
+    settings and its seed. It is what `specjax.generate` gives with ``rule="coupled"`` and the same key.
+
+    Close it, or use it in a ``with`` statement: until then its thread keeps it, and the caches.
 
     Examples:
         >>> from specjax.serving import Engine

@@ -653,6 +653,40 @@ def test_whoever_waits_learns_of_a_failure(target, where) -> None:
         assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
 
 
+def test_a_text_that_cannot_be_handed_out_ends_alone(target, plain, monkeypatch) -> None:
+    with gated(plain):
+        first, second = submit_together(plain, [GREEDY] * 2)
+
+        def fail(*_):
+            raise ValueError("no such token")
+
+        monkeypatch.setattr(first, "deliver", fail)
+    with pytest.raises(EngineError) as caught:
+        first.result(PATIENCE)
+    assert str(caught.value.__cause__) == "no such token"
+    check_text(target, GREEDY, second)
+    check_at_rest(plain)
+
+
+def test_a_key_may_lie_anywhere_and_compiles_nothing(target, plain) -> None:
+    key = jax.random.key(7)
+    request = {"max_new_tokens": 8, "temperature": 1.0, "eos_token_ids": ()}
+    first = plain.submit([1, 2, 3], key=key, **request).result(PATIENCE).tokens
+    before = compilations()
+    moved = jax.device_put(key, jax.devices()[3])
+    assert plain.submit([1, 2, 3], key=moved, **request).result(PATIENCE).tokens == first
+    assert compilations() == before
+
+
+def test_an_ended_engine_holds_no_caches(target) -> None:
+    with plain_engine(target) as engine:
+        handle = GREEDY.submit(engine)
+        handle.result(PATIENCE)
+    assert engine._state is None and engine._fresh is None
+    handle.cancel()
+    assert engine.statistics.free_pages == engine.statistics.pages
+
+
 def test_closing_cancels_what_is_under_way(target) -> None:
     engine = plain_engine(target)
     with gated(engine) as gate:
