@@ -141,7 +141,9 @@ def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
 
 
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
-@pytest.mark.parametrize("page", [8, 16, 32])
+@pytest.mark.parametrize(
+    "page", [pytest.param(8, marks=pytest.mark.thorough), 16, pytest.param(32, marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
     [(1, None, "nothing"), (1, 10, "scratch and own"), (5, 33, "each its own"), (60, 10, "scratch and own")],
