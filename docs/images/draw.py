@@ -19,6 +19,7 @@ import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import specjax
+from benchmarks import arrivals_tables
 from benchmarks import long_context as benchmark
 from specjax.assets import embedded
 from specjax.reports import pictures, style
@@ -176,7 +177,23 @@ def long_context() -> "Figure":
     return benchmark.picture(json.loads((ROOT / "benchmarks/results/long_context.json").read_text()))
 
 
+def _results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def arrivals_rows() -> "Figure":
+    """Which request had which row when: static batches, and an engine."""
+    return arrivals_tables.rows_picture(_results("arrivals_batches"))
+
+
+def arrivals_rates() -> "Figure":
+    """Engines that draft never, always, and by load, at several rates of arrivals."""
+    return arrivals_tables.rates_picture(_results("arrivals_rates"))
+
+
 PICTURES: dict[str, Callable[[], "Figure"]] = {
+    "arrivals_rows": arrivals_rows,
+    "arrivals_rates": arrivals_rates,
     "how_it_works": how_it_works,
     "draft_tree": draft_tree,
     "long_context": long_context,

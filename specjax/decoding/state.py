@@ -165,6 +165,9 @@ def place_rows(state: DecodeState, target: Target) -> DecodeState:
 def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
     """``state`` with the one row of ``request`` in place of its row number ``row``; ``state`` is donated.
 
+    For states of `start`, whose prompt is read elsewhere, at once. In a state whose caches lie in pages a prompt is read in its
+    place: `specjax.decoding.rows.admit`.
+
     Args:
         state: of B rows, as `start` or `decode` returned it.
         request: of one row, from `start` with the same drafter and rule and the ``capacity`` of ``state``, and with ``mixed``
