@@ -31,7 +31,7 @@ def test_the_script_draws_each_light_and_dark(monkeypatch, tmp_path, capsys) -> 
         pixels = imread(tmp_path / f"{name}.png")
         assert pixels[0, 0, :3] == pytest.approx(to_rgb(theme.paper), abs=0.01)
         assert 0.01 < (abs(pixels[..., :3] - pixels[0, 0, :3]).max(axis=-1) > 0.2).mean() < 0.5
-    with pytest.raises(SystemExit, match="no such picture: portrait; there are how_it_works,"):
+    with pytest.raises(SystemExit, match="no such picture: portrait; there are arrivals_rows,"):
         draw.main(["portrait"])
 
 

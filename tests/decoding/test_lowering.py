@@ -55,7 +55,7 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
         assert {kernel for kernel in kernels.values() if kernel in text[platform]} == {kernel}
 
 
-@pytest.mark.parametrize("page", [None, 16, 64, 256])
+@pytest.mark.parametrize("page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))])
 @pytest.mark.parametrize("dims", [(4,), (8,), (80,), (192,), (320,), (512, 64)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None:

@@ -473,6 +473,7 @@ def test_a_second_text_compiles_nothing() -> None:
 # --- a mesh ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough  # tests/serving/test_engine.py has a mesh every time
 def test_rows_on_a_mesh_have_the_same_texts() -> None:
     """Two groups of rows, whose pages are numbered from 0 in each, and heads split by two."""
     mesh = sharding.make_mesh(data=2, model=2)

@@ -71,12 +71,11 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 
 
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
-REMEMBERED_ALIKE = {  # nothing, or as others do; EAGLE-3 in tests/decoding/test_rows.py every time
+THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
     *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
+    *("medusa", "mixture of attentions", "prompt lookup"),
 }
-COME_AND_GO = [
-    pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in REMEMBERED_ALIKE)) for method in METHODS
-]
+COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
 
 
@@ -85,7 +84,7 @@ def test_texts_of_every_drafter_may_come_and_go(target, method, shape) -> None:
     conformance.check_rows_that_come_and_go(target, METHODS[method](shape))
 
 
-@pytest.mark.thorough  # tests/decoding/test_rows.py has a mesh every time
+@pytest.mark.thorough  # tests/serving/test_engine.py has a mesh every time
 def test_texts_come_and_go_in_every_group_of_a_mesh() -> None:
     mesh, target = sharding.make_mesh(data=2, model=2), tiny_target()
     places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)

@@ -146,7 +146,12 @@ def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
 )
 @pytest.mark.parametrize(
     ("count", "window", "beside"),
-    [(1, None, "nothing"), (1, 10, "scratch and own"), (5, 33, "each its own"), (60, 10, "scratch and own")],
+    [
+        pytest.param(1, None, "nothing", marks=pytest.mark.thorough),
+        pytest.param(1, 10, "scratch and own", marks=pytest.mark.thorough),
+        (5, 33, "each its own"),
+        (60, 10, "scratch and own"),
+    ],
 )
 def test_pages_are_read_as_one_text(count, window, beside, page, device, monkeypatch) -> None:
     """Interpreted, with blocks of several pages, of one, and of a part of one; as latent attention has it, too."""
@@ -223,7 +228,7 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
 
 @pytest.mark.parametrize("module", [tpu, gpu])
 @pytest.mark.parametrize(("kv_heads", "beside"), [(KV, True), (1, True), (KV, False)])
-@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
 def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, page, module) -> None:
     """One head of keys cannot be split: the query heads that share it are. Pages lie where their rows do."""
     (whole, *others), _, _ = pieces(5, 10)
