@@ -183,8 +183,7 @@ class TextGenerator:
             stop: strings before the first of which a row's text ends.
             steps: between two looks at what there is; None runs to the end at once.
         """
-        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
-            raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+        text.check_stop(stop)
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
         return Run(results, [GrowingText(self.tokenizer, prompt, stop) for prompt in prompts])
 

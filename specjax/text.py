@@ -385,6 +385,19 @@ class StopStrings:
         return text[:kept]
 
 
+def check_stop(stop: Sequence[str]) -> None:
+    """Refuse, with an InputError, what are no stop strings.
+
+    Examples:
+        >>> from specjax.text import check_stop
+        >>> check_stop("END")
+        Traceback (most recent call last):
+        specjax.errors.InputError: stop='END': give a sequence of strings that are not empty
+    """
+    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+        raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+
+
 class GrowingText:
     """What is generated after one prompt, while it grows: tokens become text as soon as they can, up to a stop string.
 

@@ -405,9 +405,8 @@ def decode_rows(
         True
     """
     state = retire(with_table(state, table), free)
-    part = map_rows(lambda leaf: leaf[:width], state) if width < state.lengths.shape[0] else state
-    part = run_steps(target, drafter, part, max_steps, until_any_done)
-    state = put_rows(state, part, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, 0))
+    part = run_steps(target, drafter, _first_rows(state, width), max_steps, until_any_done)
+    state = put_rows(state, part, _put_first)
     return place_rows(state, target), Progress(state.tokens, state.lengths, state.done, state.stats)
 
 
@@ -415,10 +414,10 @@ def decode_rows(
 def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: HostOrDevice, *, width: int) -> DecodeState:
     """Tell the drafter what it is owed, in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
-    part = map_rows(lambda leaf: leaf[:width], state)
+    part = _first_rows(state, width)
     own: PausableState = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
     part = replace(part, drafter=own)
-    state = put_rows(state, part, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, 0))
+    state = put_rows(state, part, _put_first)
     return place_rows(state, target)
 
 
@@ -473,3 +472,12 @@ def _without_pools(tree: Tree) -> Tree:
 
 def _is_paged(node: Any) -> bool:
     return isinstance(node, PagedCache)
+
+
+def _first_rows(state: DecodeState, width: int) -> DecodeState:
+    return map_rows(lambda leaf: leaf[:width], state)
+
+
+def _put_first(leaf: jax.Array, new: jax.Array) -> jax.Array:
+    """``leaf`` with ``new`` as its first rows."""
+    return jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=0)

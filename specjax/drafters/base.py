@@ -240,7 +240,8 @@ def check_mesh(mesh: Mesh | None, target: Target) -> None:
 
 
 def append_tokens(tokens: jax.Array, lengths: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
-    """``tokens [B, S]`` with the first ``count [B]`` of ``new [B, n]`` written at ``lengths [B]``; the rest is dropped."""
+    """``tokens [B, S]``, or ``[B, S, …]`` of what belongs to them, with the first ``count [B]`` of ``new [B, n, …]`` written at
+    ``lengths [B]``; the rest is dropped."""
     step = jnp.arange(new.shape[1])[None]
     slots = jnp.where(step < count[:, None], lengths[:, None] + step, tokens.shape[1])
     return tokens.at[jnp.arange(tokens.shape[0])[:, None], slots].set(new, mode="drop")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax import sharding
-from specjax.drafters.base import Committed, Drafter, DraftingReads, NoDraft
+from specjax.drafters.base import Committed, Drafter, DraftingReads, NoDraft, append_tokens
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
 from specjax.models.cache import KVCache, PagedCache
@@ -138,12 +138,12 @@ class Pausable(Drafter[PausableState]):
     ) -> PausableState:
         if not self.paused:
             return replace(state, own=self.drafter.update(target, state.own, draft, verdict, committed))
-        owed, step = state.owed, jnp.arange(committed.tokens.shape[1])[None]
-        places = jnp.where(step < committed.count[:, None], owed.count[:, None] + step, ROOM)  # beyond the end: dropped
-        rows = jnp.arange(places.shape[0])[:, None]
-        output = jax.tree.map(
-            lambda room, new: room.at[rows, places].set(new.astype(room.dtype), mode="drop"), owed.output, committed.output
-        )
+        owed = state.owed
+
+        def keep(room: jax.Array, new: jax.Array) -> jax.Array:
+            return append_tokens(room, owed.count, new.astype(room.dtype), committed.count)
+
+        output = jax.tree.map(keep, owed.output, committed.output)
         return replace(state, owed=Owed(output=output, count=owed.count + committed.count))
 
     def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:

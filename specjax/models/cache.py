@@ -50,12 +50,17 @@ def slots_of(entries: Sequence[Entry]) -> int:
 def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
     """The entries of each row's ``tokens``, in that order, or of each head's; what stands at a negative number does not
     matter."""
-    by_head = jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
+    by_head = _by_head(tokens)
 
     def gather(buffer: jax.Array) -> jax.Array:
         return jnp.take_along_axis(buffer, by_head[..., None], axis=2)
 
     return jax.tree.map(gather, tuple(entries))
+
+
+def _by_head(tokens: Int[Array, "B *heads n"]) -> Int[Array, "B heads n"]:
+    """``[B, heads|1, n]``, 0 for negative numbers."""
+    return jnp.maximum(tokens if tokens.ndim == 3 else tokens[:, None], 0)
 
 
 def place_entries(scratch: Sequence[Entry], new: Sequence[Entry], offset: ArrayLike, after: jax.Array) -> tuple[Entry, ...]:
@@ -242,8 +247,7 @@ class PagedCache:
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
         """As `KVCache.gather`."""
-        by_head = jnp.maximum(positions if positions.ndim == 3 else positions[:, None], 0)
-        pages, places = self._places(by_head)
+        pages, places = self._places(_by_head(positions))
         return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, places), self.layers)
 
     def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":

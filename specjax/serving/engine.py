@@ -252,8 +252,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
         )
         settings = self._settings(options, choice, key)
-        if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
-            raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+        text.check_stop(stop)
         growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop)
         with self._wake:
             if self._error is not None:

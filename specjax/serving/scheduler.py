@@ -196,8 +196,8 @@ class Scheduler:
         """What is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
 
         Free rows are given to those who wait first. Pieces begin at multiples of ``chunk``, whatever other prompts share: so a
-        text is computed in the same way, whoever was there before. (With shards, a last piece is as
-        wide as the widest that is read beside it.)
+        text is computed in the same way, whoever was there before. (With shards, a last piece is as wide as the widest that is
+        read beside it.)
         """
         self._give_rows()
         reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
