@@ -52,6 +52,7 @@ class ServingConfig:
         llama_python: interpreter for which llama-cpp-python[server] is installed; empty: it is left out.
         llama_server: llama.cpp's own server; empty: it is left out.
         rows: that ours and llama.cpp's own decode together.
+        drafts: shapes that ours with EAGLE-3 chooses from by load; by default the engine's own choice.
         clients: how many at a time; each number is a case.
         sampled_clients: likewise, with requests that are drawn and not greedy.
         temperature: of these.
@@ -78,6 +79,7 @@ class ServingConfig:
     llama_python: str = ""
     llama_server: str = ""
     rows: int = 8
+    drafts: tuple[str, ...] = ()
     clients: tuple[int, ...] = (1, 4, 8)
     sampled_clients: tuple[int, ...] = (8,)
     temperature: float = 0.8
@@ -142,7 +144,7 @@ def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
     """By name, all that are to be measured."""
     eagle3 = f"eagle3:{directory / 'eagle3'}"
     found = {
-        EAGLE3: serving_servers.ours(directory, eagle3, config.rows),
+        EAGLE3: serving_servers.ours(directory, eagle3, config.rows, ("--drafts", *config.drafts) if config.drafts else ()),
         PLAIN: serving_servers.ours(directory, "none", config.rows),
     }
     if "clients" not in config.parts:

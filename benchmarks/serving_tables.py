@@ -39,18 +39,8 @@ def show(found: Mapping[str, Any], console: Console) -> None:
 
 def clients(cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Every server at every number of clients."""
-    headers = (
-        "clients",
-        "temperature",
-        "server",
-        "tokens/s",
-        "s a request",
-        "first token s",
-        "ms a token",
-        "pause ms",
-        "requests",
-    )
-    table = table_of_numbers("servers; times are medians over repeats of p50 | p90", *headers)
+    headers = ("clients", "temperature", "server", "tokens/s", "s a request", "first token s", "ms a token", "ms a pause")
+    table = table_of_numbers("servers; times are medians over repeats of p50 | p90", *headers, "requests")
     for case in cases:
         for name, run in case["servers"].items():
             times = [percentiles(run, figure, scale) for figure, scale in TIMES.items()]
