@@ -38,7 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Its connections inherit these: who vanishes is noticed, and who does not read has so many bytes waiting and no more.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**18)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         bound.bind(address)
     except OSError as error:
         bound.close()

@@ -500,14 +500,18 @@ def test_a_reader_that_stops_reading_is_dropped_and_nothing_is_kept_for_it() -> 
 def test_a_slow_reader_is_waited_for() -> None:
     engine = MadeUpEngine("y")
     engine.capacity = 10**9
-    with serving(engine, Bounds(reader_seconds=0.5)) as address, connected(address, receive_buffer=4096) as connection:
+    with serving(engine, Bounds(reader_seconds=0.8)) as address, connected(address, receive_buffer=4096) as connection:
         connection.sendall(request(stream=True, max_tokens=2_000))
         said = b""
-        for _ in range(12):
-            time.sleep(0.2)  # longer than a reader may take altogether
-            said += connection.recv(2048)
+        for _ in range(8):  # all together longer than a reader may stop
+            time.sleep(0.25)
+            until = len(said) + 32768
+            while len(said) < until:
+                said += connection.recv(4096)
         while b"[DONE]" not in said:
-            said += connection.recv(65536)
+            more = connection.recv(65536)
+            assert more, "it was closed"
+            said += more
     assert said.count(b'"text":"y"') == 2_000
 
 
