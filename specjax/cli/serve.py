@@ -1,6 +1,5 @@
 """``specjax serve``: an OpenAI-compatible server."""
 
-import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -9,7 +8,7 @@ import jax
 
 from specjax import pipeline
 from specjax.errors import InputError
-from specjax.serving import Engine
+from specjax.serving import Engine, memory
 from specjax.sharding import make_mesh
 
 
@@ -103,18 +102,21 @@ def make_engine(config: ServeConfig) -> Engine:
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
     generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, mesh=mesh)
-    drafts = tuple(None if each == "none" else each for each in config.drafts) or None
-    more = {"max_logprobs": config.max_logprobs, "max_prediction": config.max_prediction}
-    more = {name: value for name, value in more.items() if name in inspect.signature(Engine).parameters}
+    page, capacity = config.page or memory.usual_page(), config.capacity or None
+    pages = None
+    if config.cache_gb:
+        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, page=page, capacity=capacity)
     return Engine(
         generator,
         rows=config.rows,
-        drafts=drafts,
-        capacity=config.capacity or None,
-        page=config.page or None,
+        drafts=tuple(None if each == "none" else each for each in config.drafts) or None,
+        capacity=capacity,
+        pages=pages,
+        page=page,
         chunk=config.chunk or None,
         max_waiting=config.max_queue,
-        **more,
+        max_logprobs=config.max_logprobs,
+        max_prediction=config.max_prediction,
     )
 
 
