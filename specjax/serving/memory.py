@@ -67,7 +67,7 @@ def pages_in(gigabytes: float, target: Target, drafter: Drafter | None, *, page:
         >>> pages_in(10 * page_bytes(target, None, 8) / 1e9, target, None, page=8, capacity=64)
         10
     """
-    capacity = capacity or min(decoding.most_positions(target, drafter), USUAL_CAPACITY)
+    capacity = capacity or min(decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY)
     each, least = page_bytes(target, drafter, page), -(-capacity // page)
     pages = int(gigabytes * 1e9 / each + 1e-6)
     if pages < least:
