@@ -1,6 +1,7 @@
 """``specjax serve``: an OpenAI-compatible server."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +74,7 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http.app import AppOptions, Service
     from specjax.serving.http.protocol import Bounds
 
+    check_numbers(config)
     key = read_key(config)
     names = config.served_model_name or (config.target,)
     with run.bind(config.host, config.port) as bound:
@@ -118,6 +120,17 @@ def make_engine(config: ServeConfig) -> Engine:
         max_logprobs=config.max_logprobs,
         max_prediction=config.max_prediction,
     )
+
+
+def check_numbers(config: ServeConfig) -> None:
+    """Refuse what is out of range before anything is loaded. What the models have to do with is checked by `Engine`."""
+    least = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if isinstance(value, int | float) and not least.get(option.name, 0) <= value < math.inf:
+            raise InputError(f"{option.name}={value}: must be at least {least.get(option.name, 0)}")
+    if not all(config.served_model_name or config.target):
+        raise InputError("served_model_name: has an empty name; leave it out")
 
 
 def read_key(config: ServeConfig) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.http.conftest import CAPACITY, KEY, Server, start_server
+from tests.serving.http.conftest import CAPACITY, KEY, Server
 from tests.serving.http.made_up import wait_until
 
 PROMPT = "import os\nimport "
@@ -238,32 +238,26 @@ def test_what_is_counted(client: openai.OpenAI, server: Server) -> None:
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 2
     assert after["spec_decode_num_drafts_total"] > before["spec_decode_num_drafts_total"]
     assert 0 <= metric(server, "vllm:kv_cache_usage_perc") <= 1
-    assert 'specjax:draft_in_use{draft="chain:3",model_name="tiny"} 1' in fetch(server, "/metrics")
+    assert 'specjax:draft_in_use{draft="chain of 3",model_name="tiny"} 1' in fetch(server, "/metrics")
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_lets_running_texts_end_and_takes_no_new_ones(tmp_path) -> None:
-    server = start_server(tmp_path, "--max-logprobs", "0", "--max-prediction", "0")
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+def test_sigterm_lets_running_texts_end_and_takes_no_new_ones(client: openai.OpenAI, server: Server) -> None:
+    """The last test of all that have to do with the server: afterwards it is gone."""
     asked: Any = GREEDY | {"prompt": PROMPT, "max_tokens": CAPACITY - 10, "extra_body": {"ignore_eos": True}}
-    stream = iter(client.completions.create(**asked, stream=True))
-    text, late = [next(stream)], []
-
-    def come_late() -> None:
-        try:
-            client.completions.create(**asked)
-        except openai.APIError as error:
-            late.append(error)
-
+    streams = [iter(client.completions.create(**asked, stream=True)) for _ in range(2)]
+    for stream in streams:
+        next(stream)
     server.process.send_signal(signal.SIGTERM)
-    time.sleep(0.05)
-    thread = threading.Thread(target=come_late)
-    thread.start()
-    text += stream
-    thread.join()
-    assert text[-1].choices[0].finish_reason == "length"
+    time.sleep(0.3)
+    assert server.process.poll() is None
+    with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+        client.completions.create(**asked)
+    assert caught.value.response.headers["retry-after"] == "10"
+    with pytest.raises(urllib.error.HTTPError, match="503"):
+        fetch(server, "/health")
+    for stream in streams:
+        assert list(stream)[-1].choices[0].finish_reason == "length"
     assert server.process.wait(20) == 0
-    # It was told, or found the door closed where the running text had ended by then.
-    assert isinstance(late[0], openai.InternalServerError | openai.APIConnectionError)
