@@ -402,6 +402,7 @@ def check(config: ServingConfig) -> None:
         raise InputError(f"longest={config.longest}: must be at least shortest={config.shortest}")
     if not 0 < config.seconds <= config.patience:
         raise InputError(f"seconds={config.seconds:g}: must be above 0, and at most patience={config.patience:g}")
+    llama_version(config.llama_python)
     if config.plot:
         pictures.check_path("plot", config.plot)
         if "clients" not in config.parts:
