@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -65,6 +65,7 @@ class ServingConfig:
         http_requests: of part http, for as many clients as there are rows.
         http_repeats: of part http.
         prediction_tokens: of the long text of part prediction.
+        prediction_repeats: of part prediction.
         positions: that the models are written for, and so the longest text; they were trained with 1,024.
         agreement: prompts whose greedy texts all servers must agree on.
         scratch: directory for models, compiled programs and what servers print, kept for the next run; empty: a temporary one.
@@ -75,7 +76,7 @@ class ServingConfig:
 
     parts: tuple[Part, ...] = ("clients", "http", "prediction")
     inflate: tuple[int, int, int] = (576, 1792, 15)
-    transformers: Literal["sequential", "continuous", "none"] = "sequential"
+    transformers: Literal["sequential", "continuous", "none"] = "continuous"
     llama_python: str = ""
     llama_server: str = ""
     rows: int = 8
@@ -89,9 +90,10 @@ class ServingConfig:
     seconds: float = 6.0
     patience: float = 30.0
     repeats: int = 3
-    http_requests: int = 32
+    http_requests: int = 24
     http_repeats: int = 5
     prediction_tokens: int = 3000
+    prediction_repeats: int = 2
     positions: int = 4096
     agreement: int = 4
     scratch: str = ""
@@ -149,9 +151,10 @@ def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
     }
     if "clients" not in config.parts:
         return found
-    if config.transformers != "none":
-        found["transformers"] = serving_servers.transformers(directory, config.transformers == "continuous")
     context = 2 * (config.context + config.longest)  # prompts end with a line, and may be longer than context
+    if config.transformers != "none":
+        continuous = config.transformers == "continuous"
+        found["transformers"] = serving_servers.transformers(directory, continuous, config.rows * context)
     if config.llama_server:
         found["llama.cpp"] = serving_servers.llama_server(directory, config.llama_server, config.rows, context)
     if config.llama_python:
@@ -177,8 +180,10 @@ def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, A
     """
     config = bench.config
     generate = specjax.load(str(bench.directory / "target"), dtype="float32")
-    requests = first_of(requests_of(bench, 0.0, seed=1), config.agreement)
-    expected = [generate(request.prompt, max_new_tokens=request.max_tokens) for request in requests]
+    requests = [
+        replace(each, max_tokens=config.shortest) for each in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
+    ]
+    expected = generate([request.prompt for request in requests], max_new_tokens=config.shortest)
     found = {}
     for name, server in running.items():
         server.resume()
@@ -215,8 +220,8 @@ def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[s
         for name, server in running.items():
             server.resume()
             for number, (temperature, clients) in enumerate(cases):
-                if temperature and "--continuous-batching" in server.server.command:
-                    continue  # its first request decides how all are drawn
+                if temperature and serving_servers.CONTINUOUS in server.server.command:
+                    continue
                 requests = requests_of(bench, temperature, seed=1000 * (repeat + 1) + number)
                 limits = config.seconds, config.patience
                 answers = asyncio.run(for_seconds(asks(server), requests, clients, *limits))
@@ -243,10 +248,9 @@ def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[s
 
 
 def measure_http(bench: Bench) -> dict[str, Any]:
-    """The same requests over HTTP and straight from the same engine, in turn; a fixed draft, so that both have the same."""
+    """The same requests over HTTP and straight from the same engine, with EAGLE-3, in turn."""
     config = bench.config
-    drafter = f"eagle3:{bench.directory / 'eagle3'}"
-    server = serving_servers.ours(bench.directory, drafter, config.rows, ("--drafts", "chain:3"))
+    server = servers_of(config, bench.directory)[EAGLE3]
     command = [part if part != "specjax" else "benchmarks.serving_in_process" for part in server.command if part != "serve"]
     server = Server(tuple(command), server.model, server.more, server.about)
     log = bench.directory / "in_process.log"
@@ -297,7 +301,7 @@ def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str
     plain = Request(prompt, config.prediction_tokens, config.temperature, seed=3, more={"ignore_eos": True})
     runs: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in running}
     texts, usages = [], {}
-    for _ in track(range(max(1, config.repeats - 1)), "predicted outputs"):
+    for _ in track(range(config.prediction_repeats), "predicted outputs"):
         for name, server in running.items():
             server.resume()
             for way in ("without", "with"):
@@ -393,7 +397,7 @@ def llama_version(python: str) -> str | None:
 
 def check(config: ServingConfig) -> None:
     """Refuse what cannot be measured."""
-    for name in ("rows", "context", "shortest", "repeats", "http_requests", "http_repeats", "agreement"):
+    for name in ("rows", "context", "shortest", "repeats", "http_requests", "http_repeats", "prediction_repeats", "agreement"):
         if getattr(config, name) < 1:
             raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
     if min((*config.clients, *config.sampled_clients), default=0) < 1:

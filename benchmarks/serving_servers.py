@@ -44,11 +44,19 @@ def ours(directory: Path, drafter: str, rows: int, more: Sequence[str] = ()) -> 
     return Server((*command, *options), "pair", {"stream_options": {"include_usage": True}}, "python -m specjax serve")
 
 
-def transformers(directory: Path, continuous: bool) -> Server:
-    """``transformers serve``, which takes one text at a time, or many with ``continuous`` batching."""
+CONTINUOUS = "--continuous-batching"
+"""The option of `transformers serve`. Its first request then decides whether and how all are drawn."""
+
+
+def transformers(directory: Path, continuous: bool, tokens: int) -> Server:
+    """``transformers serve``, which takes one text at a time, or, ``continuous``, many, in a cache of so many ``tokens``.
+
+    Without a size the cache takes most of the machine's memory.
+    """
     target = str(directory / "target")
     command = (str(Path(sys.executable).parent / "transformers"), "serve", target, "--device", "cpu", "--port", "{port}")
-    more = ("--continuous-batching",) if continuous else ()
+    blocks = ("--cb-block-size", "32", "--cb-num-blocks", str(-(-tokens // 32)), "--cb-max-batch-tokens", "64")
+    more = (CONTINUOUS, *blocks) if continuous else ()
     return Server((*command, *more), target, {}, " ".join(("transformers serve", *more)))
 
 
@@ -62,6 +70,7 @@ def llama_cpp_python(directory: Path, python: str, context: int) -> Server:
     command = (python, "-m", "llama_cpp.server", "--model", str(directory / "target.gguf"), "--port", "{port}")
     # Without the last one a new request ends the one that is being answered.
     options = ("--n_ctx", str(context), "--n_threads", threads, "--n_threads_batch", threads, "--interrupt_requests", "false")
+    command = (*command, "--model_alias", "target")
     return Server((*command, *options), "target", NEUTRAL, "python -m llama_cpp.server")
 
 

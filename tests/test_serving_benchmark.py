@@ -208,7 +208,15 @@ def test_servers_are_measured(tmp_path, capsys) -> None:
         "sampled_clients": (2,),
         "seconds": 0.5,
     }
-    small |= {"shortest": 8, "longest": 16, "repeats": 1, "agreement": 2, "http_requests": 4, "http_repeats": 1}
+    small |= {
+        "shortest": 8,
+        "longest": 16,
+        "repeats": 1,
+        "agreement": 2,
+        "http_requests": 4,
+        "http_repeats": 1,
+        "prediction_repeats": 1,
+    }
     small |= {"prediction_tokens": 200, "positions": 1024, "start_seconds": 600.0, "patience": 60.0}
     serving.main(serving.ServingConfig(**small, output=str(output), plot=str(plot)))
     found = json.loads(output.read_text())

@@ -71,8 +71,11 @@ def greedy_ends(target: specjax.Target, tokenizer, new_tokens: int) -> list[str]
 
 
 def own_answer(target: specjax.Target, tokenizer, context: str, end: str) -> tuple[float, bool]:
-    """The log-likelihood of an end, and whether each of its tokens is the likeliest."""
-    first = len(tokenizer.encode(context, add_special_tokens=False))
+    """The log-likelihood of an end, and whether each of its tokens is the likeliest.
+
+    Spaces at the context's end are counted to the end, as lm_eval does.
+    """
+    first = len(tokenizer.encode(context.rstrip(), add_special_tokens=False))
     tokens = np.array(tokenizer.encode(context + end, add_special_tokens=False))
     logits = target.forward(tokens[None])[0].logits[0, first - 1 : -1]
     each = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(tokens) - first), tokens[first:]]
