@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import threading
 import time
 import urllib.error
 import urllib.request
