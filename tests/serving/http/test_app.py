@@ -297,7 +297,7 @@ def metric(text: str, line: str) -> float:
 
 
 def test_metrics() -> None:
-    service = service_of(MadeUpEngine("abcdef", pause=0.002))
+    service = service_of(MadeUpEngine("abcdef", pause=0.02))
 
     async def three_texts() -> str:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1") as client:
@@ -322,7 +322,7 @@ def test_metrics() -> None:
     }
     assert {line: metric(text, line) for line in expected} == expected
     between = metric(text, f"vllm:inter_token_latency_seconds_sum{of}") / 12
-    assert 0.0015 < between < 0.02  # the pieces come every 2 ms
+    assert 0.01 < between < 0.04  # the pieces come every 20 ms
 
 
 # --- who may ask -----------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_what_is_no_http(sent: bytes) -> None:
     with serving(MadeUpEngine(), Bounds(request_seconds=2)) as address:
         with connected(address) as connection:
             said = b""
-            with suppress(ConnectionError):  # it may close before it has read all of it
+            with suppress(OSError):  # it may close before it has read all of it
                 connection.sendall(sent)
                 connection.shutdown(socket.SHUT_WR)
                 said = read_all(connection)
