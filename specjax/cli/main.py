@@ -1,4 +1,4 @@
-"""The command line: ``python -m specjax {demo,generate,train,regenerate,convert,evaluate,plan}``, and what each does."""
+"""The command line: ``python -m specjax {demo,generate,serve,train,regenerate,convert,evaluate,plan}``, and what each does."""
 
 import os
 import sys
@@ -21,6 +21,7 @@ from specjax.cli.plan.measure import MeasureConfig, run_measure
 from specjax.cli.plan.roofline import RooflineConfig, run_roofline
 from specjax.cli.plan.theory import TheoryConfig, run_theory
 from specjax.cli.regenerate import RegenerateConfig, run_regenerate
+from specjax.cli.serve import ServeConfig, run_serve
 from specjax.cli.train import run_train
 from specjax.config import load_yaml
 from specjax.errors import InputError
@@ -63,6 +64,7 @@ class Group:
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
     "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
+    "serve": Command("serve a model under OpenAI's interface, with a page to try it", ServeConfig, run_serve),
     "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True),
     "regenerate": Command(
         "rewrite a data set in the target's own words, to train a drafter on",

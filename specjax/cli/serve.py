@@ -1,0 +1,125 @@
+"""``specjax serve``: an OpenAI-compatible server."""
+
+import inspect
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from specjax import pipeline
+from specjax.errors import InputError
+from specjax.serving import Engine
+from specjax.serving.http import run
+from specjax.serving.http.app import AppOptions, Service
+from specjax.sharding import make_mesh
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Serve a model under OpenAI's interface: /v1/completions, /v1/chat/completions; a page at /, metrics at /metrics.
+
+    Attributes:
+        target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
+        drafter: as for generate: METHOD:WHERE, or the directory or hub id of a checkpoint; "none" for plain decoding.
+        drafts: shapes of drafts to choose from by load, such as none chain:3 chain:6; by default the engine's choice.
+        rows: most texts that are generated at a time.
+        capacity: most tokens of a text, prompt and output; 0: what the models have positions for, at most 4096.
+        max_queue: most requests that wait for a row; more are answered with 429.
+        cache_gb: memory of the caches, in GB of 10**9 bytes; 0: enough for 1024 tokens in every row.
+        page: tokens of a page of the caches; 0: 64, on a TPU 256.
+        chunk: tokens of a prompt that are read at a time; 0: 64 on a CPU, else 512.
+        host: to listen at; one that other machines reach needs a key, or no_api_key.
+        port: to listen at; 0: any that is free.
+        api_key_file: file with the key that clients have to send.
+        no_api_key: let everybody in who reaches it.
+        served_model_name: names that clients call the model by; by default the target's.
+        dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
+        mesh: devices by axis, data and model.
+        max_logprobs: most likeliest tokens that a request may ask for; 0: no logprobs.
+        max_prediction: longest draft that is copied from a predicted output; 0: no predictions.
+        per_request_spec_decode_metrics: tell in each answer how its drafts fared.
+        drain_seconds: that requests have to end after SIGTERM.
+    """
+
+    target: str = "embedded"
+    drafter: str = "none"
+    drafts: tuple[str, ...] = ()
+    rows: int = 8
+    capacity: int = 0
+    max_queue: int = 64
+    cache_gb: float = 0.0
+    page: int = 0
+    chunk: int = 0
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key_file: str = ""
+    no_api_key: bool = False
+    served_model_name: tuple[str, ...] = ()
+    dtype: str = ""
+    precision: Literal["default", "highest"] = "default"
+    mesh: tuple[int, int] = field(default=(1, 1))
+    max_logprobs: int = 20
+    max_prediction: int = 16
+    per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
+    drain_seconds: float = 30.0
+
+
+def run_serve(config: ServeConfig) -> int:
+    """``specjax serve``."""
+    key = read_key(config)
+    names = config.served_model_name or (config.target,)
+    with run.bind(config.host, config.port) as bound:
+        local = run.is_loopback(bound)
+        if not local and key is None and not config.no_api_key:
+            raise InputError(
+                f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
+            )
+        engine = make_engine(config)
+        with engine:
+            options = AppOptions(
+                names=names,
+                api_key=key,
+                only_loopback=local and key is None,
+                max_texts=config.rows + config.max_queue,
+                with_acceptance=config.per_request_spec_decode_metrics != "none",
+            )
+            message = f"{run.address(bound)} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
+            return run.serve(Service(engine, options), bound, drain_seconds=config.drain_seconds, message=message)
+
+
+def make_engine(config: ServeConfig) -> Engine:
+    """The models, loaded, and the engine, compiled."""
+    if config.precision != "default":
+        jax.config.update("jax_default_matmul_precision", config.precision)
+    mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
+    generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, mesh=mesh)
+    drafts = tuple(None if each == "none" else each for each in config.drafts) or None
+    more = {"max_logprobs": config.max_logprobs, "max_prediction": config.max_prediction}
+    more = {name: value for name, value in more.items() if name in inspect.signature(Engine).parameters}
+    return Engine(
+        generator,
+        rows=config.rows,
+        drafts=drafts,
+        capacity=config.capacity or None,
+        page=config.page or None,
+        chunk=config.chunk or None,
+        max_waiting=config.max_queue,
+        **more,
+    )
+
+
+def read_key(config: ServeConfig) -> str | None:
+    """The key of the file that is named; None: none is."""
+    if not config.api_key_file:
+        return None
+    if config.no_api_key:
+        raise InputError("no_api_key: there is an api_key_file too; give one of the two")
+    try:
+        key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"api_key_file={config.api_key_file!r}: cannot be read ({error})") from None
+    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"api_key_file={config.api_key_file!r}: must hold a key of at least 8 visible ASCII characters")
+    return key

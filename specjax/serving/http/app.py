@@ -1,0 +1,514 @@
+"""The application: which path does what, who may ask, and what happens when somebody goes away.
+
+It is plain ASGI where it matters. A request's texts are generated while its client is listened to: when the client goes away
+they are cancelled, and their rows are free for others.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import threading
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specjax.errors import InputError
+from specjax.serving.engine import Engine
+from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
+from specjax.serving.http import requests, responses
+from specjax.serving.http.errors import RequestError, error_object
+from specjax.serving.http.metrics import Metrics
+from specjax.serving.http.requests import Limits, TextRequest
+from specjax.serving.http.tokens import TokenTexts
+from specjax.serving.scheduler import QueueFullError
+
+_CLOSE = {"Connection": "close"}
+_OPEN_PATHS = ("/", "/health")
+
+
+@dataclass(frozen=True)
+class AppOptions:
+    """How requests are taken.
+
+    Attributes:
+        names: of the model, the first of which it goes by.
+        api_key: without which nothing but the page and ``/health`` is answered; None: there is none.
+        only_loopback: answer only requests that were addressed to this machine by a name for itself. Without a key, a web page
+            that the user visits could otherwise reach the server under a name of its own that resolves to this machine.
+        max_texts: most texts of a request: what has a row or waits.
+        max_body: bytes of a request's body.
+        body_seconds: in which a body must be there.
+        with_acceptance: tell in answers how the drafts of their texts fared.
+
+    Examples:
+        >>> from specjax.serving.http.app import AppOptions
+        >>> AppOptions(names=("tiny",)).max_body
+        4194304
+    """
+
+    names: tuple[str, ...]
+    api_key: str | None = None
+    only_loopback: bool = False
+    max_texts: int = requests.MAX_TEXTS
+    max_body: int = 4 * 2**20
+    body_seconds: float = 30.0
+    with_acceptance: bool = False
+
+
+class Service:
+    """An engine, and the requests that are at it.
+
+    Attributes:
+        engine: the engine.
+        options: how requests are taken.
+        limits: what the model can do.
+        texts: what its tokens say.
+        metrics: what Prometheus is told.
+        is_draining: whether no new requests are taken.
+        has_failed: whether the engine has.
+    """
+
+    def __init__(self, engine: Engine, options: AppOptions) -> None:
+        self.engine, self.options = engine, options
+        config, tokenizer = engine.target.config, engine.tokenizer
+        self.limits = Limits(
+            names=options.names,
+            vocab_size=config.vocab_size,
+            has_chat=bool(tokenizer.chat_template),
+            own_ends=tuple(config.eos_token_ids),
+        )
+        self.texts = TokenTexts(tokenizer)
+        self.metrics = Metrics(engine, options.names[0])
+        self.is_draining = self.has_failed = False
+        self._submissions: set[Submission] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return bool(self._submissions)
+
+    def cancel_all(self) -> None:
+        """End the texts of all requests."""
+        for submission in list(self._submissions):
+            submission.cancel()
+
+    def begin(self) -> "Submission":
+        """A request begins."""
+        submission = Submission()
+        self._submissions.add(submission)
+        return submission
+
+    def end(self, submission: "Submission") -> None:
+        """A request is over: what it has left is cancelled."""
+        submission.cancel()
+        self._submissions.discard(submission)
+
+    def submit(self, asked: TextRequest, submission: "Submission") -> list[list[int]]:
+        """Hand the texts of a request to the engine: all of them, or none stays. The tokens of its prompts.
+
+        It takes some milliseconds, and belongs in a thread of its own.
+        """
+        name = "messages" if asked.is_chat else "prompt"
+        prompts = [self.encode(prompt, name) for prompt in asked.prompts]
+        if asked.n * len(prompts) > self.options.max_texts:
+            message = f"n: {asked.n * len(prompts)} texts at once; this server takes at most {self.options.max_texts}"
+            raise RequestError(400, message, param="n")
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        settings = {
+            "temperature": asked.temperature,
+            "top_k": asked.top_k,
+            "top_p": asked.top_p,
+            "min_p": asked.min_p,
+            "seed": seed,
+            "eos_token_ids": asked.ends,
+            "stop": asked.stop,
+        }
+        if asked.min_tokens:
+            settings["min_new_tokens"] = asked.min_tokens
+        if asked.logprobs is not None:
+            settings |= {"logprobs": asked.logprobs, "echo": asked.echo}
+        if asked.prediction is not None:
+            settings["prediction"] = asked.prediction
+        if asked.include_accepted:
+            settings["spans"] = True
+        for tokens in prompts:
+            most = self._most_tokens(asked, len(tokens), name)
+            for choice in range(asked.n):
+                with _told_apart(name):
+                    submission.add(self.engine.submit(tokens, max_new_tokens=most, choice=choice, **settings))
+        return prompts
+
+    def encode(self, prompt: Any, name: str) -> list[int]:
+        """Token ids of a prompt, of which errors speak as ``name``."""
+        with _told_apart(name):
+            return self.engine._encode(prompt)
+
+    def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
+        """Most tokens of a text whose prompt has ``length``."""
+        room = self.engine.capacity - length
+        most = max(room, 1) if asked.max_tokens is None else asked.max_tokens
+        if most > room:
+            message = (
+                f"{name}: {length} tokens, and {most} to generate, are more than {self.engine.capacity}, "
+                "which is the longest text; shorten it, or ask for fewer"
+            )
+            raise RequestError(400, message, param=name, code="context_length_exceeded")
+        return most
+
+
+class Submission:
+    """The texts of one request, from any thread. What is added after it was cancelled is cancelled at once."""
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def add(self, handle: Handle) -> None:
+        """One more text."""
+        with self._lock:
+            self.handles.append(handle)
+            is_over = self._is_over
+        if is_over:
+            handle.cancel()
+            raise TextCancelledError("the request is over")
+
+    def cancel(self) -> None:
+        """End all of them."""
+        with self._lock:
+            self._is_over = True
+            handles = list(self.handles)
+        for handle in handles:
+            handle.cancel()
+
+
+class _told_apart:  # noqa: N801 - used as a function
+    """Errors of the engine about a request, as answers."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, QueueFullError):
+            raise RequestError(429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}) from None
+        if isinstance(error, InputError):
+            raise RequestError(400, str(error), param=self._name) from None
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The ASGI application of a ``service``."""
+    page = resources.files("specjax.serving.http").joinpath("page.html").read_bytes()
+
+    async def answer_page(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def health(request: Request) -> Response:
+        if service.is_draining or service.has_failed:
+            state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
+            raise RequestError(503, state, headers={"Retry-After": "10"})
+        return _json({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [_model(service, name) for name in service.limits.names]})
+
+    async def model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in service.limits.names:
+            message = f"model={name[:80]!r}: not served here; the model is {service.limits.names[0]!r}"
+            raise RequestError(404, message, param="model", code="model_not_found")
+        return _json(_model(service, name))
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenize(request: Request) -> Response:
+        asked = requests.read_tokenize(await read_body(request, service.options), service.limits)
+        tokens = await asyncio.to_thread(service.encode, asked.prompt, asked.param)
+        return _json({"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens})
+
+    async def completions(request: Request) -> Any:
+        return _Generation(service, requests.read_completion(await read_body(request, service.options), service.limits))
+
+    async def chat(request: Request) -> Any:
+        return _Generation(service, requests.read_chat(await read_body(request, service.options), service.limits))
+
+    return Starlette(
+        routes=[
+            Route("/", answer_page),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+        ],
+        middleware=[Middleware(_Guard, service=service)],
+        exception_handlers={
+            RequestError: _answer_error,
+            HTTPException: _answer_http_error,
+            EngineError: _answer_engine_error,
+            TextCancelledError: _answer_cancelled,
+            ClientDisconnect: _answer_nobody,
+            Exception: _answer_unexpected,
+        },
+    )
+
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cache-Control": "no-cache",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "specjax",
+        "root": service.limits.names[0],
+        "max_model_len": service.engine.capacity,
+    }
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+class _Generation:
+    """The answer to a request for texts, an ASGI application of its own."""
+
+    def __init__(self, service: Service, asked: TextRequest) -> None:
+        self._service, self._asked = service, asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_listened_to(self._answer(scope, receive, send), receive)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, asked = self._service, self._asked
+        submission = service.begin()
+        try:
+            # A cancelled thread goes on: what it submits then is cancelled by the submission, which is over.
+            prompts = await asyncio.to_thread(service.submit, asked, submission)
+            handles = submission.handles
+            for index, handle in enumerate(handles):
+                service.metrics.watch(handle, len(prompts[index // asked.n]))
+            answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
+            if asked.stream:
+                await _stream(answer, send)
+            else:
+                pieces = await together([_pieces(handle) for handle in handles])
+                await _json(answer.whole(pieces))(scope, receive, send)
+        finally:
+            service.end(submission)
+
+
+async def _pieces(handle: Handle) -> list[Piece]:
+    return [piece async for piece in handle]
+
+
+async def _stream(answer: responses.Answer, send: Send) -> None:
+    """Server-sent events. A chunk is sent when the one before has been taken: what a slow reader has not read is not kept."""
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+
+    async def put(data: bytes) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def put_choice(index: int) -> None:
+        handle, is_first = answer.handles[index], True
+        async for piece in handle:
+            if is_first and (chunk := answer.first(index)) is not None:
+                await put(responses.event(chunk))
+            is_first = False
+            if (chunk := answer.piece(index, piece)) is not None:
+                await put(responses.event(chunk))
+        if is_first and (chunk := answer.first(index)) is not None:
+            await put(responses.event(chunk))
+        await put(responses.event(answer.last(index)))
+
+    try:
+        await together([put_choice(index) for index in range(len(answer.handles))])
+        if answer.asked.include_usage:
+            await put(responses.event(answer.total()))
+        await put(responses.DONE)
+    except TextCancelledError:
+        await put(responses.event(error_object(503, "the server is shutting down")))
+    except EngineError as error:
+        await put(responses.event(error_object(500, _engine_message(error))))
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def while_listened_to(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do ``work`` until it is done or the client is gone. Afterwards it is not being done any more."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        await _end((working, leaving))
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of all of ``work``. When one of it fails, the others are ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence["asyncio.Future[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- who may ask, and for how long -----------------------------------------------------------------------------------
+
+
+class _Guard:
+    """Before anything is read: whether the client may ask at all."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            await _error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        options, headers = self._service.options, dict(scope["headers"])
+        if options.only_loopback and not _is_loopback(headers.get(b"host", b"").decode("latin-1")):
+            message = "Host: this server is for this machine alone, under the names localhost and 127.0.0.1"
+            return RequestError(403, message, code="host_not_allowed")
+        if scope["path"] not in _OPEN_PATHS:
+            if options.api_key is not None and not _has_key(headers.get(b"authorization", b""), options.api_key):
+                message = "Authorization: missing or wrong; send the header 'Authorization: Bearer KEY'"
+                return RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            if scope["method"] == "POST" and self._service.is_draining:
+                message = "the server is shutting down; try another one"
+                return RequestError(503, message, code="draining", headers={"Retry-After": "10"} | _CLOSE)
+        if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
+            return RequestError(415, "Content-Type: must be application/json", code="not_json")
+        return None
+
+
+def _has_key(given: bytes, key: str) -> bool:
+    scheme, _, value = given.partition(b" ")
+    is_same = hmac.compare_digest(value.strip(), key.encode())
+    return is_same and scheme.lower() == b"bearer"
+
+
+def _is_json(content_type: bytes) -> bool:
+    return content_type.partition(b";")[0].strip().lower() == b"application/json"
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine: localhost, or an address of its own."""
+    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+async def read_body(request: Request, options: AppOptions) -> bytes:
+    """The body of a request, unless it is too long or takes too long."""
+    too_long = RequestError(413, f"the body is longer than {options.max_body} bytes; send less", code="body_too_long")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and (len(length) > 12 or int(length) > options.max_body):
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(options.body_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > options.max_body:
+                    raise too_long
+    except TimeoutError:
+        message = f"the body did not come within {options.body_seconds:g} seconds"
+        raise RequestError(408, message, code="timeout", headers=_CLOSE) from None
+    return bytes(body)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def _json(value: Any, status: int = 200, headers: Any = None) -> Response:
+    return Response(responses.encode(value), status, headers, media_type="application/json")
+
+
+def _error_response(error: RequestError) -> Response:
+    return _json(error.object, error.status, error.headers)
+
+
+async def _answer_error(request: Request, error: Any) -> Response:
+    return _error_response(error)
+
+
+async def _answer_http_error(request: Request, error: Any) -> Response:
+    """What the router says: a path or a method that is none."""
+    path, headers = request.url.path[:200], error.headers
+    if error.status_code == 404:
+        message = (
+            f"{path}: no such path; there are /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /metrics, /health"
+        )
+    elif error.status_code == 405:
+        message = f"{path}: not by {request.method[:20]}, but by {(headers or {}).get('Allow')}"
+    else:
+        message = str(error.detail)
+    return _json(error_object(error.status_code, message), error.status_code, headers)
+
+
+def _engine_message(error: EngineError) -> str:
+    return f"{error}: {type(error.__cause__).__name__}" if error.__cause__ else str(error)
+
+
+async def _answer_engine_error(request: Request, error: Any) -> Response:
+    return _json(error_object(500, _engine_message(error), code="engine_error"), 500)
+
+
+async def _answer_cancelled(request: Request, error: Any) -> Response:
+    return _json(error_object(503, "the server is shutting down"), 503, {"Retry-After": "10"} | _CLOSE)
+
+
+async def _answer_nobody(request: Request, error: Any) -> Response:
+    return Response(status_code=400)
+
+
+async def _answer_unexpected(request: Request, error: Any) -> Response:
+    return _json(error_object(500, "an error of the server; its log says more", code="internal_error"), 500)

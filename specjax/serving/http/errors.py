@@ -1,0 +1,65 @@
+"""What goes wrong with a request, as OpenAI's error object: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+"""The ``type`` of the object, by the status of the answer."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error.
+
+    Attributes:
+        status: of the answer.
+        message: what is wrong, and what to do.
+        param: the parameter that it is about; None: none of them.
+        code: a word for programs.
+        headers: of the answer.
+
+    Examples:
+        >>> from specjax.serving.http.errors import RequestError
+        >>> RequestError(400, "n=0: must be from 1 to 16", param="n").object["error"]["param"]
+        'n'
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def object(self) -> dict[str, Any]:
+        """What is answered."""
+        return error_object(self.status, self.message, param=self.param, code=self.code)
+
+
+def error_object(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object.
+
+    Examples:
+        >>> from specjax.serving.http.errors import error_object
+        >>> error_object(404, "no such path")["error"]["type"]
+        'not_found_error'
+    """
+    return {"error": {"message": message, "type": KINDS.get(status, "server_error"), "param": param, "code": code}}

@@ -1,0 +1,611 @@
+"""From the bytes of a request to what `specjax.serving.Engine.submit` takes. What cannot be used is refused by its name.
+
+A body is taken apart twice: its names first, each of which must be known, then the value of each name, which must be of that
+name's type. So every error can say which parameter it is about.
+"""
+
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from specjax.serving.http.errors import RequestError
+from specjax.text import Messages
+
+MAX_PROMPTS = 64
+"""Prompts of a request."""
+
+MAX_CHOICES = 16
+"""Texts for a prompt, ``n``."""
+
+MAX_TEXTS = 128
+"""Texts of a request: prompts times ``n``."""
+
+MAX_MESSAGES = 1024
+"""Messages of a chat."""
+
+MAX_STOPS = 16
+"""Stop strings."""
+
+MAX_STOP_CHARACTERS = 256
+"""Characters of a stop string."""
+
+MAX_ENDS = 8
+"""Token ids that end a text: those of ``stop_token_ids`` and the model's own."""
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens that may be asked for."""
+
+
+# --- what is asked for -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model can do.
+
+    Attributes:
+        names: of the model, the first of which is the one it goes by.
+        vocab_size: its token ids are below it.
+        max_logprobs: most likeliest tokens that the engine reports.
+        max_prediction: whether predictions may be given: more than 0.
+        has_chat: whether its tokenizer has a chat template.
+        own_ends: its own end-of-sequence ids.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits
+        >>> Limits(names=("tiny",), vocab_size=3072).names[0]
+        'tiny'
+    """
+
+    names: tuple[str, ...]
+    vocab_size: int
+    max_logprobs: int = MAX_LOGPROBS
+    max_prediction: int = 16
+    has_chat: bool = True
+    own_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A completion or a chat completion that is asked for.
+
+    Attributes:
+        is_chat: which of the two.
+        model: by which of its names.
+        prompts: texts, token ids, or one chat.
+        n: texts for each prompt.
+        max_tokens: of each text; None: as many as fit.
+        min_tokens: before which no text ends.
+        temperature: this and the next three as in `specjax.pipeline.settings`.
+        top_p: in (0, 1].
+        top_k: 0 is no limit.
+        min_p: in [0, 1].
+        seed: None: any.
+        stop: strings before the first of which a text ends.
+        ends: token ids that end a text; None: the model's own.
+        logprobs: how many of the likeliest tokens to report for each token; None: nothing.
+        echo: whether the prompt comes first.
+        prediction: what the text is expected to be.
+        stream: whether the answer comes piece by piece.
+        include_usage: whether the stream ends with the usage.
+        include_accepted: whether the stream tells which of its text was accepted from drafts.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_completion
+        >>> limits = Limits(names=("tiny",), vocab_size=3072)
+        >>> asked = read_completion(b'{"model": "tiny", "prompt": ["a", "b"], "n": 2}', limits)
+        >>> asked.prompts, asked.n, asked.max_tokens
+        (('a', 'b'), 2, 16)
+    """
+
+    is_chat: bool
+    model: str
+    prompts: tuple[Any, ...]
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ends: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    echo: bool = False
+    prediction: str | None = None
+    stream: bool = False
+    include_usage: bool = False
+    include_accepted: bool = False
+
+
+@dataclass(frozen=True)
+class TokenizeRequest:
+    """A text or a chat of which the token ids are asked for.
+
+    Attributes:
+        prompt: it.
+        param: what it was called in the request.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_tokenize
+        >>> read_tokenize(b'{"prompt": "import os"}', Limits(names=("tiny",), vocab_size=3072)).prompt
+        'import os'
+    """
+
+    prompt: str | Messages
+    param: str
+
+
+# --- names and types -------------------------------------------------------------------------------------------------
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A message of a chat."""
+
+    role: str
+    content: str | list[_Part]
+    name: str | None = None
+
+
+class _Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What a text is expected to be."""
+
+    type: str
+    content: str | list[_Part]
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What comes with a stream beside its text."""
+
+    include_usage: bool | None = None
+    include_accepted: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+_SHARED: Mapping[str, Any] = {
+    "model": str,
+    "n": int | None,
+    "best_of": int | None,
+    "max_tokens": int | None,
+    "min_tokens": int | None,
+    "temperature": float | None,
+    "top_p": float | None,
+    "top_k": int | None,
+    "min_p": float | None,
+    "seed": int | None,
+    "stop": str | list[str] | None,
+    "stop_token_ids": list[int] | None,
+    "ignore_eos": bool | None,
+    "prediction": _Prediction | None,
+    "stream": bool | None,
+    "stream_options": _StreamOptions | None,
+}
+
+_COMPLETION: Mapping[str, Any] = {
+    **_SHARED,
+    "prompt": str | list[int | str | list[int]],
+    "logprobs": int | None,
+    "echo": bool | None,
+}
+
+_CHAT: Mapping[str, Any] = {
+    **_SHARED,
+    "messages": list[_Message],
+    "max_completion_tokens": int | None,
+    "logprobs": bool | None,
+    "top_logprobs": int | None,
+}
+
+_TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message]}
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_decoding_backend": ("",),
+    "guided_whitespace_pattern": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_token_strs": (False,),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": ("medium",),
+    "moderation": (),
+    "logits_processors": ([],),
+    "prompt_embeds": (),
+    "mm_processor_kwargs": ({},),
+    "top_a": (0,),
+    "typical_p": (1,),
+    "mirostat_mode": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+}
+"""Parameters that would change the answer and are not supported: the values with which they change nothing, beside null."""
+
+IGNORED = frozenset(
+    (
+        *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
+        *("safety_identifier", "request_id", "priority", "cache_salt"),
+    )
+)
+"""Parameters that do not change the text: they are taken, and not read."""
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_completion(body: bytes, limits: Limits) -> TextRequest:
+    """The body of ``/v1/completions``.
+
+    Raises:
+        RequestError: it cannot be used; names the parameter and its value.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_completion
+        >>> limits = Limits(names=("tiny",), vocab_size=3072)
+        >>> read_completion(b'{"model": "tiny", "prompt": "a", "n": 0}', limits)
+        Traceback (most recent call last):
+        specjax.serving.http.errors.RequestError: n=0: must be from 1 to 16
+    """
+    values = _values(body, _COMPLETION, limits)
+    prompts = _prompts(values, limits)
+    logprobs = values.get("logprobs")
+    if logprobs is not None:
+        logprobs = _whole("logprobs", logprobs, 0, limits.max_logprobs)
+    echo = bool(values.get("echo"))
+    max_tokens = values.get("max_tokens")
+    max_tokens = 16 if max_tokens is None else _whole("max_tokens", max_tokens, 0, _MOST)
+    if max_tokens == 0 and not echo:
+        raise RequestError(
+            400, "max_tokens=0: only with echo, for the prompt's own logprobs; give at least 1", param="max_tokens"
+        )
+    if max_tokens == 0 and logprobs is None:
+        raise RequestError(
+            400, "max_tokens=0: with echo, give logprobs too; there is nothing else to compute", param="max_tokens"
+        )
+    return _request(values, limits, is_chat=False, prompts=prompts, logprobs=logprobs, echo=echo, max_tokens=max_tokens)
+
+
+def read_chat(body: bytes, limits: Limits) -> TextRequest:
+    """The body of ``/v1/chat/completions``.
+
+    Raises:
+        RequestError: it cannot be used; names the parameter and its value.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_chat
+        >>> limits = Limits(names=("tiny",), vocab_size=3072)
+        >>> body = b'{"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}'
+        >>> asked = read_chat(body, limits)
+        >>> asked.prompts, asked.max_tokens
+        (([{'role': 'user', 'content': 'Hello'}],), None)
+    """
+    values = _values(body, _CHAT, limits)
+    prompts = (_messages(values, limits),)
+    likeliest = values.get("top_logprobs")
+    if likeliest is not None:
+        likeliest = _whole("top_logprobs", likeliest, 0, limits.max_logprobs)
+        if not values.get("logprobs") and likeliest:
+            raise RequestError(400, f"top_logprobs={likeliest}: needs logprobs=true", param="top_logprobs")
+    logprobs = (likeliest or 0) if values.get("logprobs") else None
+    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
+    max_tokens = values.get(name)
+    if max_tokens is not None:
+        max_tokens = _whole(name, max_tokens, 1, _MOST)
+    return _request(values, limits, is_chat=True, prompts=prompts, logprobs=logprobs, echo=False, max_tokens=max_tokens)
+
+
+def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
+    """The body of ``/tokenize``: a prompt or messages.
+
+    Raises:
+        RequestError: it cannot be used; names the parameter and its value.
+
+    Examples:
+        >>> from specjax.serving.http.requests import Limits, read_tokenize
+        >>> limits = Limits(names=("tiny",), vocab_size=3072, has_chat=False)
+        >>> read_tokenize(b'{"messages": []}', limits)
+        Traceback (most recent call last):
+        specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
+    """
+    values = _values(body, _TOKENIZE, limits)
+    if ("prompt" in values) == ("messages" in values):
+        raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
+    if "messages" in values:
+        return TokenizeRequest(_messages(values, limits), "messages")
+    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt")
+
+
+_MOST = 2**31 - 1
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_DECODERS: dict[Any, Callable[[Any], Any]] = {}
+
+
+def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
+    """The values of a body's parameters. Those of the model are checked, too: nothing else is said about another model."""
+    try:
+        raw = _NAMES.decode(body)
+    except msgspec.ValidationError:
+        raise RequestError(400, "the body must be a JSON object") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is no JSON: {_reason(error)}") from None
+    for name, value in raw.items():
+        if name in types or name in IGNORED:
+            continue
+        if name not in UNSUPPORTED:
+            raise RequestError(
+                400, f"{_shown(name)}: unknown parameter; leave it out", param=name[:64], code="unknown_parameter"
+            )
+        _check_neutral(name, value)
+    values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
+    model = values.get("model", limits.names[0] if types is _TOKENIZE else None)
+    if model is None:
+        raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
+    if model not in limits.names:
+        message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
+        raise RequestError(404, message, param="model", code="model_not_found")
+    return values
+
+
+def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
+    if kind not in _DECODERS:
+        _DECODERS[kind] = msgspec.json.Decoder(kind).decode
+    try:
+        return _DECODERS[kind](raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"{name}: {_reason(error)}", param=name) from None
+
+
+def _check_neutral(name: str, raw: msgspec.Raw) -> None:
+    """Refuse a parameter that is not supported, unless it has a value with which it changes nothing."""
+    value = _value(name, raw, Any)
+    neutral = UNSUPPORTED[name]
+    if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+        return
+    allowed = " or ".join(msgspec.json.encode(each).decode() for each in (*neutral, None))
+    message = f"{name}={_shown(value)}: not supported; leave it out, or give {allowed}"
+    raise RequestError(400, message, param=name, code="unsupported_parameter")
+
+
+def _reason(error: BaseException) -> str:
+    """What a decoder says, in a short line of text that is Unicode."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 ({error.reason} at byte {error.start})"
+    return str(error)[:200].encode(errors="replace").decode()
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = 80
+
+
+def _shown(value: Any) -> str:
+    return _BRIEF.repr(value)
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, ...], **chosen: Any) -> TextRequest:
+    """What completions and chats have in common."""
+    n = _or(values, "n", 1)
+    _whole("n", n, 1, MAX_CHOICES)
+    if n * len(prompts) > MAX_TEXTS:
+        raise RequestError(
+            400, f"n={n}: with {len(prompts)} prompts more than {MAX_TEXTS} texts; ask for fewer at a time", param="n"
+        )
+    if values.get("best_of") not in (None, n):
+        raise RequestError(400, f"best_of={values['best_of']}: not supported; leave it out, or give n={n}", param="best_of")
+    top_k = _or(values, "top_k", 0)
+    top_p = _number("top_p", _or(values, "top_p", 1.0), 0.0, 1.0)
+    if top_p == 0:
+        raise RequestError(400, "top_p=0: must be above 0; for the likeliest token give temperature 0", param="top_p")
+    max_tokens = chosen["max_tokens"]
+    min_tokens = _whole("min_tokens", _or(values, "min_tokens", 0), 0, _MOST)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(400, f"min_tokens={min_tokens}: more than max_tokens={max_tokens}", param="min_tokens")
+    stream, options = bool(values.get("stream")), values.get("stream_options")
+    if options is not None and not stream:
+        raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
+    options = options or _StreamOptions()
+    if options.continuous_usage_stats:
+        message = "stream_options.continuous_usage_stats: not supported; leave it out, or give false"
+        raise RequestError(400, message, param="stream_options", code="unsupported_parameter")
+    return TextRequest(
+        model=values["model"],
+        prompts=prompts,
+        n=n,
+        min_tokens=min_tokens,
+        temperature=_number("temperature", _or(values, "temperature", 1.0), 0.0, _LARGEST),
+        top_p=top_p,
+        top_k=0 if top_k == -1 else _whole("top_k", top_k, 0, _MOST),
+        min_p=_number("min_p", _or(values, "min_p", 0.0), 0.0, 1.0),
+        seed=_seed(values.get("seed")),
+        stop=_stop(values),
+        ends=_ends(values, limits),
+        prediction=_prediction(values, limits),
+        stream=stream,
+        include_usage=bool(options.include_usage),
+        include_accepted=bool(options.include_accepted),
+        **chosen,
+    )
+
+
+_LARGEST = 3.4028234663852886e38  # a float32 has to hold it
+
+
+def _or(values: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = values.get(name)
+    return default if value is None else value
+
+
+def _whole(name: str, value: int, least: int, most: int) -> int:
+    if not least <= value <= most:
+        raise RequestError(400, f"{name}={_shown(value)}: must be from {least} to {most}", param=name)
+    return value
+
+
+def _number(name: str, value: float, least: float, most: float) -> float:
+    if not (math.isfinite(value) and least <= value <= most):
+        raise RequestError(400, f"{name}={_shown(value)}: must be from {least:g} to {most:g}", param=name)
+    return value
+
+
+def _seed(seed: int | None) -> int | None:
+    """A seed of 64 bits, with a sign or without: -1 is 2**63 - 1, -2 is 2**63 - 2 and so on: its lower 63 bits."""
+    if seed is None:
+        return None
+    if not -(2**63) <= seed < 2**63:
+        raise RequestError(400, f"seed={_shown(seed)}: must be from -2**63 to 2**63 - 1", param="seed")
+    return seed & (2**63 - 1)
+
+
+def _stop(values: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = _or(values, "stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if len(stop) > MAX_STOPS:
+        raise RequestError(400, f"stop: {len(stop)} strings; give at most {MAX_STOPS}", param="stop")
+    for each in stop:
+        if not 1 <= len(each) <= MAX_STOP_CHARACTERS:
+            message = f"stop={_shown(each)}: {len(each)} characters; give from 1 to {MAX_STOP_CHARACTERS}"
+            raise RequestError(400, message, param="stop")
+    return tuple(stop)
+
+
+def _ends(values: Mapping[str, Any], limits: Limits) -> tuple[int, ...] | None:
+    """The ids that end a text; None: the model's own."""
+    asked = _or(values, "stop_token_ids", [])
+    own = () if values.get("ignore_eos") else limits.own_ends
+    if not asked and own:
+        return None
+    if len(asked) > MAX_TEXTS:  # the same id may be named twice, and not a million times
+        raise RequestError(400, f"stop_token_ids: {len(asked)} ids; give at most {MAX_ENDS}", param="stop_token_ids")
+    _check_tokens("stop_token_ids", asked, limits)
+    ends = tuple(dict.fromkeys((*own, *asked)))
+    if len(ends) > MAX_ENDS:
+        message = f"stop_token_ids: {len(ends)} ids, {len(own)} of the model among them; give at most {MAX_ENDS - len(own)}"
+        raise RequestError(400, message, param="stop_token_ids")
+    return ends
+
+
+def _prediction(values: Mapping[str, Any], limits: Limits) -> str | None:
+    prediction = values.get("prediction")
+    if prediction is None:
+        return None
+    if prediction.type != "content":
+        raise RequestError(400, f"prediction.type={_shown(prediction.type)}: must be 'content'", param="prediction")
+    if limits.max_prediction < 1:
+        raise RequestError(400, "prediction: this server takes none (--max-prediction 0); leave it out", param="prediction")
+    return _joined("prediction", prediction.content) or None
+
+
+def _prompts(values: Mapping[str, Any], limits: Limits) -> tuple[str | list[int], ...]:
+    """One or several prompts, each text or token ids."""
+    if "prompt" not in values:
+        raise RequestError(400, "prompt: missing; give text, token ids, or a list of either", param="prompt")
+    given: Any = values["prompt"]
+    if isinstance(given, str):
+        return (_text("prompt", given),)
+    kinds = set(map(type, given))
+    if not given or len(kinds) > 1:
+        raise RequestError(
+            400, "prompt: give text, token ids, a list of texts, or a list of lists of token ids", param="prompt"
+        )
+    if kinds == {int}:
+        _check_tokens("prompt", given, limits)
+        return (given,)
+    if len(given) > MAX_PROMPTS:
+        raise RequestError(400, f"prompt: {len(given)} prompts; give at most {MAX_PROMPTS}", param="prompt")
+    for each in given:
+        if isinstance(each, str):
+            _text("prompt", each)
+        elif not each:
+            raise RequestError(400, "prompt=[]: empty; give at least one token id", param="prompt")
+        else:
+            _check_tokens("prompt", each, limits)
+    return tuple(given)
+
+
+def _text(name: str, text: str) -> str:
+    if not text:
+        raise RequestError(400, f"{name}='': empty; give at least one character", param=name)
+    return text
+
+
+def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
+    if tokens and not 0 <= min(tokens) <= max(tokens) < limits.vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocab_size)
+        message = f"{name}: token id {_shown(wrong)} is none; the model's are from 0 to {limits.vocab_size - 1}"
+        raise RequestError(400, message, param=name)
+
+
+def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
+    """The chat. What roles there are, and their order, is for the model's template to say."""
+    if not limits.has_chat:
+        message = "messages: this model has no chat template; give text to /v1/completions"
+        raise RequestError(400, message, param="messages", code="no_chat_template")
+    messages: list[_Message] | None = values.get("messages")
+    if not messages:
+        raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
+    made = []
+    for each in messages:
+        message = {"role": each.role, "content": _joined("messages", each.content)}
+        made.append(message if each.name is None else message | {"name": each.name})
+    return made
+
+
+def _joined(name: str, content: str | list[_Part]) -> str:
+    """The text of a content, which may come in parts: a line each."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type != "text":
+            raise RequestError(400, f"{name}: a part of type {_shown(part.type)}; give parts of type 'text'", param=name)
+    return "\n".join(part.text for part in content)

@@ -1,0 +1,128 @@
+"""Serve until a signal comes: listen, answer, and end in good order."""
+
+import ipaddress
+import signal
+import socket
+import time
+from types import FrameType
+
+import uvicorn
+
+from specjax.errors import InputError
+from specjax.serving.http.app import Service, make_app
+from specjax.serving.http.protocol import Protocol
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for ``host`` and ``port``, 0 being any that is free. Nobody is answered before `serve`.
+
+    Raises:
+        InputError: there is no such address, or somebody else has it.
+
+    Examples:
+        >>> from specjax.serving.http.run import bind
+        >>> bound = bind("127.0.0.1", 0)
+        >>> bound.getsockname()[0]
+        '127.0.0.1'
+        >>> bound.close()
+    """
+    if not 0 <= port <= 65535:
+        raise InputError(f"port={port}: must be from 0 to 65535; 0 is any that is free")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"host={host!r}: no such host ({error}); give a name or an address of this machine") from None
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit it
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise InputError(f"host={host!r}, port={port}: cannot listen there ({error.strerror}); give another one") from None
+    return bound
+
+
+def is_loopback(bound: socket.socket) -> bool:
+    """Whether only this machine reaches a socket.
+
+    Examples:
+        >>> from specjax.serving.http.run import bind, is_loopback
+        >>> with bind("localhost", 0) as bound:
+        ...     is_loopback(bound)
+        True
+    """
+    return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def address(bound: socket.socket) -> str:
+    """What to type into a browser.
+
+    Examples:
+        >>> from specjax.serving.http.run import address, bind
+        >>> with bind("127.0.0.1", 0) as bound:
+        ...     address(bound).startswith("http://127.0.0.1:")
+        True
+    """
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(service: Service, bound: socket.socket, *, drain_seconds: float = 30.0, message: str = "") -> int:
+    """Answer requests until SIGTERM or SIGINT. Then no new ones are taken, and those that run may end.
+
+    Args:
+        service: the engine and how requests are taken.
+        bound: where.
+        drain_seconds: after which requests that still run are cancelled.
+        message: printed when requests are answered.
+
+    Returns:
+        The exit status: 0, or 128 and the signal's number where a second signal cut it short.
+    """
+    config = uvicorn.Config(
+        make_app(service),
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=5,
+    )
+    server = _Server(config, service, drain_seconds, message)
+    server.run(sockets=[bound])
+    return server.status
+
+
+class _Server(uvicorn.Server):
+    """Keeps listening while it drains, so that whoever comes is told; uvicorn would close the door at once."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, message: str) -> None:
+        super().__init__(config)
+        self.status = 0
+        self._service, self._drain_seconds, self._message = service, drain_seconds, message
+        self._until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one drains, the second one ends."""
+        if self._until is None:
+            self._until = time.monotonic() + self._drain_seconds
+            self._service.is_draining = True
+            return
+        self.status = 128 + signal.Signals(sig)
+        self.should_exit = self.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is over."""
+        if self._message:
+            print(self._message, flush=True)
+            self._message = ""
+        if self._until is not None and (not self._service.is_busy or time.monotonic() >= self._until):
+            self.should_exit = True
+        if self.should_exit:
+            self._service.cancel_all()
+        return await super().on_tick(counter)
