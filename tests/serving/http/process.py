@@ -57,6 +57,13 @@ class Server:
         assert found, f"there is no {name}"
         return sum(map(float, found))
 
+    def wait_until_idle(self, seconds: float = 10) -> None:
+        """Until no text is being generated, and none waits."""
+        deadline = time.monotonic() + seconds
+        while self.metric("vllm:num_requests_running") or self.metric("vllm:num_requests_waiting"):
+            assert time.monotonic() < deadline, self.get("/metrics")
+            time.sleep(0.1)
+
     def resident(self) -> int:
         """Bytes of memory that it has."""
         return int(re.search(r"^VmRSS:\s+(\d+) kB", Path(f"/proc/{self.process}/status").read_text(), re.MULTILINE)[1]) * 1024
