@@ -230,6 +230,7 @@ class Run:
 def settings(
     *,
     max_new_tokens: Any = 128,
+    min_new_tokens: Any = 0,
     temperature: Any = 0.0,
     top_k: Any = 0,
     top_p: Any = 1.0,
@@ -243,6 +244,7 @@ def settings(
 
     Args:
         max_new_tokens: most tokens to generate; one number, or one a row.
+        min_new_tokens: as many tokens are generated before an end-of-sequence token may come; one number, or one a row.
         temperature: 0 is greedy: the likeliest token every time. This and the next three: one number, or one a row.
         top_k: 0 is no limit.
         top_p: in (0, 1].
@@ -266,6 +268,7 @@ def settings(
     _check_size("temperature", temperature, float(np.finfo(np.float32).max))
     return GenerationOptions(
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         sampling=Sampling(temperature, top_k, top_p, min_p),
         key=make_key(seed) if key is None else key,
         eos_token_ids=eos_token_ids,

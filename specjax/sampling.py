@@ -63,6 +63,8 @@ class RowSampling:
         greedy: known before tracing that every row is greedy: no distribution is ever formed.
         truncated: known before tracing that some row has a top_k, top_p or min_p: without one, no threshold is looked for.
         rule: known before tracing, of all rows.
+        ends: ``[B, E]`` int32 end-of-sequence ids, -1 is none; None where ``no_end`` is None.
+        no_end: ``[B]`` int32, so many of the tokens that come next must be none of ``ends``; None: no row asks for that.
     """
 
     temperature: jax.Array
@@ -72,6 +74,8 @@ class RowSampling:
     greedy: bool = struct.field(pytree_node=False)
     truncated: bool = struct.field(pytree_node=False)
     rule: Rule = struct.field(pytree_node=False, default="independent")
+    ends: jax.Array | None = None
+    no_end: jax.Array | None = None
 
     @property
     def coupled(self) -> bool:
@@ -188,6 +192,45 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     nothing = jnp.full((*scaled.shape[:-1], 1), -jnp.inf, scaled.dtype)
     threshold = jax.lax.cond(asked, by_device, lambda *_: nothing, scaled, sampling)
     return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
+
+
+def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None) -> jax.Array:
+    """The logits ``[B, …, V]`` with -inf for end-of-sequence tokens, where it is too early for one.
+
+    It comes before all else that makes a distribution of logits, for target and drafter alike.
+
+    Args:
+        logits: of tokens below nodes of ``depth``.
+        sampling: the rows' settings. Where none asks for it, nothing is computed.
+        depth: of the nodes, 0 being the root: a scalar, or for each of the axes between, ``[…]`` or ``[B, …]``.
+        ids: ``[V]`` the target's ids of the tokens, where the logits are of another vocabulary.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from specjax.sampling import without_ends
+        >>> ends, no_end = jnp.array([[2]]), jnp.array([1])  # 2 ends the text, and must not come next
+        >>> sampling = replace(specjax.Sampling().rows(1), ends=ends, no_end=no_end)
+        >>> without_ends(jnp.zeros((1, 2, 3)), sampling, depth=jnp.array([0, 1]))[0]
+        Array([[  0.,   0., -inf],
+               [  0.,   0.,   0.]], dtype=float32)
+    """
+    if sampling.no_end is None or sampling.ends is None:
+        return logits
+    shape = logits.shape[:-1]
+    is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+
+    def mask(logits: jax.Array) -> jax.Array:
+        known = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
+        is_end = jnp.any(known[None, :, None] == sampling.ends[:, None], axis=-1)
+        return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
+
+    # In a server any row may ask for it, and most often none does.
+    return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
+
+
+def _between(values: jax.Array, like: jax.Array) -> jax.Array:
+    """``values [B, V]`` as ``[B, 1, …, 1, V]``, with as many axes as ``like``."""
+    return values.reshape(values.shape[0], *(1,) * (like.ndim - 2), values.shape[-1])
 
 
 def _by_row(values: jax.Array, like: jax.Array) -> jax.Array:

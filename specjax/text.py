@@ -145,6 +145,23 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     return list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
 
 
+def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
+    """Token ids of a text that stands behind another one: without the tokens that begin a text.
+
+    Raises:
+        InputError: it is no Unicode text.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
+        >>> tokens = specjax.text.encode_continuation(tokenizer, "import os")
+        >>> tokenizer.decode(tokens)
+        'import os'
+    """
+    _check_unicode(continuation)
+    return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of a chat in the model's own template, up to where its answer begins.
 
@@ -415,9 +432,10 @@ class GrowingText:
         ('os', True)
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        """Of a ``prompt`` of token ids, with strings before the first of which the text ends."""
-        self._tokenizer, self._prompt, self._strings = tokenizer, prompt, stop
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0) -> None:
+        """Of a ``prompt`` of token ids, with strings before the first of which the text ends. They are looked for behind the
+        first ``stop_after`` tokens."""
+        self._tokenizer, self._prompt, self._strings, self._stop_after = tokenizer, prompt, stop, stop_after
         self._text, self._stop = TextStream(tokenizer, prompt), StopStrings(stop)
         self._said = 0  # generated tokens that have become text
         self.length = len(prompt)
@@ -447,7 +465,7 @@ class GrowingText:
 
     def _take(self, piece: str, last: bool = False) -> str:
         """What may be given out of ``piece``, which is what the newest tokens add to the text."""
-        given = self._stop.push(piece, last)
+        given = self._stop.push(piece, last) if len(self.tokens) > self._stop_after else piece
         self.pieces.append(given)
         if self.stopped:
             self._drop_held()

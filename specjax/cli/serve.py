@@ -10,8 +10,6 @@ import jax
 from specjax import pipeline
 from specjax.errors import InputError
 from specjax.serving import Engine
-from specjax.serving.http import run
-from specjax.serving.http.app import AppOptions, Service
 from specjax.sharding import make_mesh
 
 
@@ -41,6 +39,8 @@ class ServeConfig:
         max_prediction: longest draft that is copied from a predicted output; 0: no predictions.
         per_request_spec_decode_metrics: tell in each answer how its drafts fared.
         drain_seconds: that requests have to end after SIGTERM.
+        reader_seconds: after which a client is dropped that takes nothing of what is sent to it.
+        max_connections: at a time.
     """
 
     target: str = "embedded"
@@ -64,10 +64,16 @@ class ServeConfig:
     max_prediction: int = 16
     per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
     drain_seconds: float = 30.0
+    reader_seconds: float = 60.0
+    max_connections: int = 1024
 
 
 def run_serve(config: ServeConfig) -> int:
     """``specjax serve``."""
+    from specjax.serving.http import run  # what no other command needs
+    from specjax.serving.http.app import AppOptions, Service
+    from specjax.serving.http.protocol import Bounds
+
     key = read_key(config)
     names = config.served_model_name or (config.target,)
     with run.bind(config.host, config.port) as bound:
@@ -86,7 +92,9 @@ def run_serve(config: ServeConfig) -> int:
                 with_acceptance=config.per_request_spec_decode_metrics != "none",
             )
             message = f"{run.address(bound)} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
-            return run.serve(Service(engine, options), bound, drain_seconds=config.drain_seconds, message=message)
+            bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
+            service = Service(engine, options)
+            return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message)
 
 
 def make_engine(config: ServeConfig) -> Engine:

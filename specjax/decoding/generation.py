@@ -52,6 +52,7 @@ def generate(
     lengths: Any = None,
     *,
     max_new_tokens: Any = 64,
+    min_new_tokens: Any = 0,
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
@@ -65,6 +66,7 @@ def generate(
         tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
         lengths: ``[B]`` prompt lengths; None: all are P.
         max_new_tokens: most tokens to emit; one number, or one a row.
+        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row.
         sampling: how to draw; the default is greedy.
         key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
             key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.
@@ -90,7 +92,7 @@ def generate(
         Traceback (most recent call last):
         specjax.errors.InputError: tokens: id 99 is outside the vocabulary of 16 tokens; is it the target's tokenizer?
     """
-    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     drafter, state = start(target, drafter, tokens, lengths, options)
     state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max)
     return _result(target, state, _width(tokens, max_new_tokens))
@@ -103,6 +105,7 @@ def stream(
     lengths: Any = None,
     *,
     max_new_tokens: Any = 64,
+    min_new_tokens: Any = 0,
     sampling: Sampling = Sampling(temperature=0.0),
     key: jax.Array | None = None,
     eos_token_ids: Sequence[Any] | None = None,
@@ -121,7 +124,7 @@ def stream(
     """
     if steps < 1:
         raise InputError(f"steps={steps}: must be at least 1")
-    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule)
+    options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     started = start(target, drafter, tokens, lengths, options)
     width = _width(tokens, max_new_tokens)
 
@@ -199,10 +202,12 @@ def start(
         checked.keys,
         jnp.asarray(checked.eos),
         replace(rows, **_ANY_SAMPLING),
+        jnp.asarray((lengths + checked.least).astype(np.int32)),
         capacity=capacity,
     )
     known = {name: getattr(rows, name) for name in _ANY_SAMPLING}
-    return drafter, replace(state, sampling=replace(state.sampling, **known))
+    min_lengths = state.min_lengths if mixed or checked.least.any() else None
+    return drafter, replace(state, sampling=replace(state.sampling, **known), min_lengths=min_lengths)
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from specjax import sharding
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.state import DecodeState, place_rows
-from specjax.decoding.stats import StepInfo
+from specjax.decoding.stats import Logprobs, StepInfo
 from specjax.decoding.verification import CHAIN_RULES, verify
 from specjax.drafters.base import Committed, Drafter, append_tokens
 from specjax.drafts.draft import Draft, Verdict
@@ -26,8 +26,10 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import position_keys, split_keys
 
 
-def step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+def step(target: Target, drafter: Drafter, state: DecodeState, logprobs: int | None = None) -> tuple[DecodeState, StepInfo]:
     """Draft, score, verify, keep: one forward of the target, at least one token for every row that is not done.
+
+    With ``logprobs``, see `advance`.
 
     Examples:
         >>> from specjax import decoding
@@ -37,7 +39,7 @@ def step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[DecodeSt
         True
     """
     draft, state = propose_step(target, drafter, state)
-    return advance(target, drafter, state, draft)
+    return advance(target, drafter, state, draft, logprobs)
 
 
 def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[Draft, DecodeState]:
@@ -53,7 +55,8 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     _, draft_keys, _ = _keys_of_step(state, drafter.draft_shape.depth)
     reads = drafter.reads(target.config)
     given = {"cache": state.cache.of_layers(reads)} if reads else {}
-    draft, drafter_state = drafter.propose(target, state.drafter, state.roots, state.sampling, draft_keys, ~state.done, **given)
+    sampling = state.next_sampling
+    draft, drafter_state = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **given)
     return draft, replace(state, drafter=drafter_state)
 
 
@@ -89,12 +92,17 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
     return keys, split_keys(draft_keys, depth), verify_keys
 
 
-def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) -> tuple[DecodeState, StepInfo]:
+def advance(
+    target: Target, drafter: Drafter, state: DecodeState, draft: Draft, logprobs: int | None = None
+) -> tuple[DecodeState, StepInfo]:
     """Score ``draft``, verify it and keep what was accepted.
 
     The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
     what it needs in ``absorb`` alone, or has proposed nothing in this step. A draft may be of any shape, and shallower than
     those that the state was started for, down to a root alone.
+
+    With ``logprobs``, the step's `StepInfo` has the target's own log-probabilities of the emitted tokens, and of as many of the
+    likeliest ones in their places.
 
     Returns:
         The next state, and what happened; of both the shapes depend on ``state`` alone, but for the draft itself.
@@ -126,7 +134,7 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         advice = "" if draft.grown is None or draft.levels is not None else "; give the draft's levels"
         raise InputError(f"draft: {draft.depth} deep, but the state was started for drafts of depth {room}{advice}")
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
-    scored = _score(target, drafter, draft, state, verify_keys)
+    scored = _score(target, drafter, draft, state, verify_keys, logprobs)
     accepted = scored.verdict.count - 1
     verdict, done = _cut(scored.verdict, scored.emitted, state)
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
@@ -147,7 +155,9 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         scored=jnp.where(state.done, 0, scored.nodes),
         draft=draft,
         path=_pad(verdict.path, room + 1),
+        logprobs=scored.logprobs,
     )
+    is_accepted = jnp.arange(draft.depth + 1)[None] < info.accepted[:, None]
     return replace(
         state,
         tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
@@ -157,6 +167,7 @@ def advance(target: Target, drafter: Drafter, state: DecodeState, draft: Draft) 
         cache=cache,
         drafter=drafter.update(target, state.drafter, draft, verdict, committed),
         stats=state.stats.add(info),
+        accepted=append_tokens(state.accepted, state.lengths, is_accepted, verdict.count),
     ), info
 
 
@@ -170,6 +181,7 @@ class _Scored:
         output: the target's along the accepted path, ``[B, D+1, …]``.
         entries: each layer's, along the accepted path: ``[B, heads, D+1, dim]`` each part.
         nodes: scalar, how many nodes the pass had.
+        logprobs: of the emitted tokens, ``[B, D+1]``, where they are asked for.
     """
 
     verdict: Verdict
@@ -177,16 +189,19 @@ class _Scored:
     output: States
     entries: tuple[Entry, ...]
     nodes: jax.Array
+    logprobs: Logprobs | None
 
 
-def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array) -> _Scored:
+def _score(
+    target: Target, drafter: Drafter, draft: Draft, state: DecodeState, keys: jax.Array, logprobs: int | None
+) -> _Scored:
     """One pass of the target over the draft, and the verdict.
 
     Drafts may be shorter than their shape has room for: on a CPU the pass runs at the smallest compiled number of nodes that
     holds every row's draft, but for rows that are done. Elsewhere a few nodes more cost nothing, and one width is compiled. The
     cache is only read in here, because XLA copies what a branch of a conditional writes.
     """
-    cache, taps = state.cache, drafter.taps(target.config)
+    cache, taps, sampling = state.cache, drafter.taps(target.config), state.next_sampling
     # A long context of a row that is done is not read on.
     readable = replace(cache, length=jnp.where(state.done, 0, cache.length))
 
@@ -194,7 +209,7 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
         shorter = draft.first(nodes) if nodes < draft.tokens.shape[1] else draft
         positions = cache.length[:, None] + shorter.depths
         output, new = target.score(shorter.tokens, readable, positions=positions, mask=shorter.mask, taps=taps)
-        verdict = verify(shorter, output.logits, state.sampling, keys)
+        verdict = verify(shorter, output.logits, sampling, keys)
 
         def along_path(leaf: jax.Array) -> jax.Array:  # [B, nodes, …] -> [B, D+1, …]
             if shorter.is_chain:
@@ -202,13 +217,15 @@ def _score(target: Target, drafter: Drafter, draft: Draft, state: DecodeState, k
             return jnp.take_along_axis(leaf, verdict.path.reshape(*verdict.path.shape, *(1,) * (leaf.ndim - 2)), axis=1)
 
         widen = partial(_pad, size=draft.depth + 1)
+        emitted = widen(verdict.emitted(shorter))
 
         return _Scored(
             verdict=replace(verdict, path=widen(verdict.path)),
-            emitted=widen(verdict.emitted(shorter)),
+            emitted=emitted,
             output=jax.tree.map(along_path, output.states),
             entries=jax.tree.map(partial(widen, axis=2), new) if shorter.is_chain else gather_entries(new, verdict.path),
             nodes=jnp.asarray(nodes, jnp.int32),
+            logprobs=None if logprobs is None else Logprobs.of(along_path(output.logits), emitted, logprobs),
         )
 
     full = draft.tokens.shape[1]
@@ -276,23 +293,37 @@ def decode(
         >>> state.done.tolist(), state.lengths.tolist()
         ([True, True], [14, 14])
     """
-    return place_rows(run_steps(target, drafter, state, max_steps, until_any_done), target)
+    state, _ = run_steps(target, drafter, state, max_steps, until_any_done)
+    return place_rows(state, target)
 
 
 def run_steps(
-    target: Target, drafter: Drafter, state: DecodeState, max_steps: ArrayLike, until_any_done: ArrayLike
-) -> DecodeState:
-    """What `decode` does, to be traced as a part of another program."""
-    done_before = state.done
+    target: Target,
+    drafter: Drafter,
+    state: DecodeState,
+    max_steps: ArrayLike,
+    until_any_done: ArrayLike,
+    logprobs: Logprobs | None = None,
+) -> tuple[DecodeState, Logprobs | None]:
+    """What `decode` does, to be traced as a part of another program.
 
-    def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-        steps, state = carry
+    With ``logprobs`` ``[B, R]``, from `Logprobs.zeros`, also the target's log-probabilities of the first R emitted tokens.
+    """
+    done_before, lengths_before = state.done, state.lengths
+    top = None if logprobs is None else logprobs.top
+
+    def unfinished(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> jax.Array:
+        steps, state, _ = carry
         ended = jnp.asarray(until_any_done) & jnp.any(state.done & ~done_before)
         return (steps < max_steps) & ~jnp.all(state.done) & ~ended
 
-    def body(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
-        steps, state = carry
-        return steps + 1, step(target, drafter, state)[0]
+    def body(carry: tuple[jax.Array, DecodeState, Logprobs | None]) -> tuple[jax.Array, DecodeState, Logprobs | None]:
+        steps, before, kept = carry
+        state, info = step(target, drafter, before, top)
+        if kept is not None:
+            places = before.lengths - lengths_before
+            kept = jax.tree.map(lambda room, new: append_tokens(room, places, new, info.emitted), kept, info.logprobs)
+        return steps + 1, state, kept
 
-    _, state = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))
-    return state
+    _, state, logprobs = jax.lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state, logprobs))
+    return state, logprobs

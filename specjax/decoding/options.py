@@ -29,6 +29,8 @@ class GenerationOptions:
             the target's own (`ModelConfig.eos_token_ids`); ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
             "block" and "rejection" are for chains alone.
+        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come: until then the target's
+            distribution, and the drafter's, is that of the other tokens. One number, or one a row.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -42,13 +44,16 @@ class GenerationOptions:
     key: jax.Array | None = None
     eos_token_ids: Sequence[Any] | None = None
     rule: Rule | None = None
+    min_new_tokens: Any = 0
 
     def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
         """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
         if self.rule not in (None, *RULES):
             raise InputError(f"rule={self.rule!r}: must be one of {', '.join(RULES)}")
+        limits = self._limits(batch)
         return CheckedOptions(
-            limits=self._limits(batch),
+            limits=limits,
+            least=self._least(batch, limits),
             keys=self._row_keys(batch),
             eos=self._end_tokens(config, batch),
         )
@@ -70,6 +75,15 @@ class GenerationOptions:
                 f"the {batch} rows"
             )
         return np.broadcast_to(limits, (batch,)).astype(np.int64)
+
+    def _least(self, batch: int, limits: np.ndarray) -> np.ndarray:
+        least = np.asarray(self.min_new_tokens)
+        if least.dtype.kind not in "iu" or least.shape not in ((), (batch,)) or np.any(least < 0) or np.any(least > limits):
+            raise InputError(
+                f"min_new_tokens={self.min_new_tokens}: must be from 0 to max_new_tokens={self.max_new_tokens}, one number, or "
+                f"one for each of the {batch} rows"
+            )
+        return np.broadcast_to(least, (batch,)).astype(np.int64)
 
     def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
         ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
@@ -116,11 +130,13 @@ class CheckedOptions:
 
     Attributes:
         limits: ``[B]`` int64 most tokens to emit.
+        least: ``[B]`` int64 tokens before which a row does not end.
         keys: ``[B]`` random keys.
         eos: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
     """
 
     limits: np.ndarray
+    least: np.ndarray
     keys: jax.Array
     eos: np.ndarray
 

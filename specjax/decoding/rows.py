@@ -7,6 +7,7 @@ lie in pages (`specjax.models.cache.PagedCache`). The host decides who has which
 Everything here is compiled for a number of rows and a shape of draft: whatever comes, nothing is compiled again.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,9 +22,10 @@ from jax.typing import ArrayLike
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import run_steps
 from specjax.decoding.state import DecodeState, place_rows
-from specjax.decoding.stats import Stats
+from specjax.decoding.stats import Logprobs, Stats
 from specjax.drafters.base import Committed, Drafter
-from specjax.drafters.pausable import Pausable, PausableState
+from specjax.drafters.pausable import Pausable
+from specjax.drafters.with_prediction import WithPrediction
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -48,6 +50,9 @@ class Text:
         top_k: scalar.
         top_p: scalar.
         min_p: scalar.
+        min_length: scalar int32, tokens of prompt and output before which it does not end.
+        prediction: ``[S]`` int32, what its output is expected to be, for `WithPrediction`; None: there is none.
+        predicted: scalar int32, tokens of the prediction.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -73,6 +78,9 @@ class Text:
     top_k: Any
     top_p: Any
     min_p: Any
+    min_length: Any = 0
+    prediction: Any = None
+    predicted: Any = None
 
 
 @struct.dataclass
@@ -84,12 +92,18 @@ class Progress:
         lengths: ``[B]``.
         done: ``[B]``.
         stats: since each row's text was admitted.
+        accepted: ``[B, S]`` as `DecodeState.accepted`.
+        matched: ``[B]`` tokens that came as predicted since each row's text was admitted; None: no drafter looks for that.
+        logprobs: of the tokens that this call emitted, ``[width, R]``, where they were asked for.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     done: jax.Array
     stats: Stats
+    accepted: jax.Array
+    matched: jax.Array | None
+    logprobs: Logprobs | None
 
 
 @partial(jax.jit, static_argnames=("rows", "capacity", "pages", "page", "ends", "depth"))
@@ -147,6 +161,8 @@ def empty(
         cache=cache,
         drafter=own,
         stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
+        accepted=jnp.zeros((rows, capacity), bool),
+        min_lengths=jnp.zeros(rows, jnp.int32),
     )
     return place_rows(state, target)
 
@@ -236,13 +252,18 @@ def admit(
         cache=replace(cache, layers=(), table=cache.table[0], length=cached),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
+        accepted=jnp.zeros(capacity, bool),
+        min_lengths=text.min_length,
     )
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
-    one = replace(one, drafter=_without_pools(drafter.from_border(fresh, kept)))
+    own = drafter.from_border(fresh, kept)
+    if isinstance(drafter, WithPrediction) and text.prediction is not None:
+        own = drafter.predict(own, *(jnp.asarray(leaf, jnp.int32)[None] for leaf in (text.prediction, text.predicted)))
+    one = replace(one, drafter=_without_pools(own))
     return put_rows(state, one, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
 
 
-@partial(jax.jit, static_argnames="width", donate_argnames="state")
+@partial(jax.jit, static_argnames=("width", "logprobs"), donate_argnames="state")
 def read_chunk(
     target: Target,
     drafter: Drafter,
@@ -253,7 +274,8 @@ def read_chunk(
     is_last: HostOrDevice,
     *,
     width: int,
-) -> tuple[DecodeState, Any]:
+    logprobs: int | None = None,
+) -> tuple[DecodeState, Any, Logprobs | None]:
     """Read the next tokens of a prompt: of one row, or on a mesh of one row of each group.
 
     Args:
@@ -266,9 +288,11 @@ def read_chunk(
         is_last: ``[G]`` bool, afterwards the whole prompt has been read but its last token, and the row is decoded. (The first
             step of decoding reads the last token, which is the first root.)
         width: tokens that are computed.
+        logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place.
 
     Returns:
-        The state, and what the drafter knows at the end of the chunk, for `admit`.
+        The state; what the drafter knows at the end of the chunk, for `admit`; and where they are asked for, the
+        log-probabilities ``[G, width]`` of the token that comes after each of the chunk's.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -291,7 +315,7 @@ def read_chunk(
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
-        >>> state, _ = rows.read_chunk(
+        >>> state, _, _ = rows.read_chunk(
         ...     target, drafter, state, table, row, count, is_last, width=8
         ... )
         >>> state.cache.length.tolist(), state.done.tolist()
@@ -322,7 +346,29 @@ def read_chunk(
     border = _without_pools(drafter.at_border(own))
     own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
-    return place_rows(put_rows(state, part, put), target), border
+    said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
+    return place_rows(put_rows(state, part, put), target), border, said
+
+
+_SCORED_AT_ONCE = 64
+"""Tokens of a prompt whose logits are there at a time: for 128,000 tokens a vocabulary 32 MB."""
+
+
+def _read_logprobs(target: Target, hidden: jax.Array, following: jax.Array, top: int) -> Logprobs:
+    """Of the tokens ``following [G, T]`` those whose states are ``hidden [G, T, H]``, a few at a time."""
+    size = math.gcd(following.shape[1], _SCORED_AT_ONCE)
+
+    def split(values: jax.Array) -> jax.Array:  # [G, T, …] -> [T / size, G, size, …]
+        return jnp.moveaxis(values.reshape(values.shape[0], -1, size, *values.shape[2:]), 1, 0)
+
+    def score(part: tuple[jax.Array, jax.Array]) -> Logprobs:
+        states, tokens = part
+        return Logprobs.of(target.head(states), tokens, top)
+
+    def join(values: jax.Array) -> jax.Array:
+        return jnp.moveaxis(values, 0, 1).reshape(following.shape[0], -1, *values.shape[3:])
+
+    return jax.tree.map(join, jax.lax.map(score, (split(hidden), split(following))))
 
 
 def _prompts_read(
@@ -346,7 +392,9 @@ def rows_of_call(drafter: Drafter, width: int, **_: Any) -> int:
     return width * drafter.draft_shape.nodes
 
 
-@by_rows(rows_of_call, models=("target", "drafter"), static_argnames="width", donate_argnames="state")
+@by_rows(
+    rows_of_call, models=("target", "drafter"), static_argnames=("width", "logprobs", "most_steps"), donate_argnames="state"
+)
 def decode_rows(
     target: Target,
     drafter: Drafter,
@@ -357,6 +405,8 @@ def decode_rows(
     until_any_done: ArrayLike,
     *,
     width: int,
+    logprobs: int | None = None,
+    most_steps: int = 0,
 ) -> tuple[DecodeState, Progress]:
     """`decode` the first rows of a state.
 
@@ -369,6 +419,9 @@ def decode_rows(
         max_steps: scalar.
         until_any_done: scalar bool: end when a row is done.
         width: how many rows. The others stay as they are. Fewer rows take less time.
+        logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place. It is
+            another program.
+        most_steps: what ``max_steps`` is at most; read where there are ``logprobs``, which need room.
 
     Returns:
         The state, and what its rows have come to.
@@ -394,7 +447,7 @@ def decode_rows(
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
-        >>> state, _ = rows.read_chunk(
+        >>> state, _, _ = rows.read_chunk(
         ...     target, drafter, state, table, row, count, is_last, width=8
         ... )
         >>> free = np.array([True, False, True, True])
@@ -405,17 +458,24 @@ def decode_rows(
         True
     """
     state = retire(with_table(state, table), free)
-    part = run_steps(target, drafter, _first_rows(state, width), max_steps, until_any_done)
+    said = None
+    if logprobs is not None:
+        said = Logprobs.zeros(width, most_steps * (drafter.draft_shape.depth + 1), logprobs)
+    part, said = run_steps(target, drafter, _first_rows(state, width), max_steps, until_any_done, said)
     state = put_rows(state, part, _put_first)
-    return place_rows(state, target), Progress(state.tokens, state.lengths, state.done, state.stats)
+    matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
+    progress = Progress(state.tokens, state.lengths, state.done, state.stats, state.accepted, matched, said)
+    return place_rows(state, target), progress
 
 
 @partial(jax.jit, static_argnames="width", donate_argnames="state")
-def catch_up(target: Target, drafter: Pausable, state: DecodeState, table: HostOrDevice, *, width: int) -> DecodeState:
+def catch_up(
+    target: Target, drafter: Pausable | WithPrediction, state: DecodeState, table: HostOrDevice, *, width: int
+) -> DecodeState:
     """Tell the drafter what it is owed, in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
     part = _first_rows(state, width)
-    own: PausableState = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
+    own = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
     part = replace(part, drafter=own)
     state = put_rows(state, part, _put_first)
     return place_rows(state, target)

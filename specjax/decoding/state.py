@@ -33,6 +33,8 @@ class DecodeState:
             (`specjax.decoding.rows`).
         drafter: the drafter's own state.
         stats: so far.
+        accepted: ``[B, S]`` bool, the tokens that were drafted and accepted.
+        min_lengths: ``[B]`` committed tokens before which a row must not end; None: no row asks for that.
 
     Examples:
         >>> from specjax import decoding
@@ -51,11 +53,20 @@ class DecodeState:
     cache: KVCache | PagedCache
     drafter: Any
     stats: Stats
+    accepted: jax.Array
+    min_lengths: jax.Array | None = None
 
     @property
     def roots(self) -> jax.Array:
         """``[B]`` each row's newest committed token."""
         return jnp.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)[:, 0]
+
+    @property
+    def next_sampling(self) -> RowSampling:
+        """The rows' settings for the tokens below the roots."""
+        if self.min_lengths is None:
+            return self.sampling
+        return replace(self.sampling, ends=self.eos, no_end=self.min_lengths - self.lengths)
 
 
 PREFILL_CHUNK = 512
@@ -72,6 +83,7 @@ def prefill(
     keys: jax.Array,
     eos: jax.Array,
     sampling: RowSampling,
+    min_lengths: jax.Array | None = None,
     *,
     capacity: int,
 ) -> DecodeState:
@@ -106,6 +118,8 @@ def prefill(
         cache=cache,
         drafter=drafter_state,
         stats=Stats.zeros(batch, drafter.draft_shape.depth),
+        accepted=jnp.zeros((batch, capacity), bool),
+        min_lengths=min_lengths,
     )
     return place_rows(state, target)
 

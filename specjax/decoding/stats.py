@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from specjax.sampling import likeliest
+
 
 @struct.dataclass
 class Stats:
@@ -76,6 +78,7 @@ class StepInfo:
         scored: ``[B]`` nodes that the target's pass was wide.
         draft: what was proposed, a `specjax.drafters.Draft`.
         path: ``[B, D+1]`` the nodes that were accepted of it, the root first; the first ``emitted`` of them.
+        logprobs: of the emitted tokens, ``[B, D+1]``, where they were asked for.
 
     Examples:
         >>> from specjax import decoding
@@ -93,3 +96,47 @@ class StepInfo:
     scored: jax.Array
     draft: Any
     path: jax.Array
+    logprobs: "Logprobs | None" = None
+
+
+@struct.dataclass
+class Logprobs:
+    """The target's own log-probabilities in some places of its texts: of its logits as they are, before temperature, truncation
+    and ``min_new_tokens``.
+
+    Attributes:
+        chosen: ``[B, T]`` float32, of the tokens that stand there.
+        ids: ``[B, T, K]`` int32, the K likeliest tokens in each place, descending.
+        values: ``[B, T, K]`` float32, theirs.
+
+    Examples:
+        >>> from specjax.decoding.stats import Logprobs
+        >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))  # one row, one place
+        >>> logprobs = Logprobs.of(logits, jnp.array([[1]]), top=2)
+        >>> jnp.exp(logprobs.chosen).round(2).tolist(), logprobs.ids.tolist()
+        ([[0.3]], [[[0, 1]]])
+    """
+
+    chosen: jax.Array
+    ids: jax.Array
+    values: jax.Array
+
+    @classmethod
+    def zeros(cls, batch: int, places: int, top: int) -> "Logprobs":
+        """Room for so many places."""
+        room = jnp.zeros((batch, places, top))
+        return cls(chosen=jnp.zeros((batch, places)), ids=room.astype(jnp.int32), values=room)
+
+    @classmethod
+    def of(cls, logits: jax.Array, tokens: jax.Array, top: int) -> "Logprobs":
+        """Of ``tokens [B, T]``, by the ``logits [B, T, V]`` that they were drawn from."""
+        logits = logits.astype(jnp.float32)
+        total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        values, ids = likeliest(logits, top)
+        chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1) - total
+        return cls(chosen=chosen[..., 0], ids=ids, values=values - total)
+
+    @property
+    def top(self) -> int:
+        """How many of the likeliest tokens there are in each place, K. Static."""
+        return self.ids.shape[-1]

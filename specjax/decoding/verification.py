@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import RowSampling, argmax, draw, noise_of_rows, perturbed, probabilities, split_keys
+from specjax.sampling import RowSampling, argmax, draw, noise_of_rows, perturbed, probabilities, split_keys, without_ends
 from specjax.shape_checks import shape_checked
 
 NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -37,14 +37,14 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         keys: ``[B]``; where ``sampling.coupled``, ``[D + 1, B]`` those of the positions below nodes of each depth.
     """
     if sampling.greedy:
-        return follow_argmax(draft, argmax(logits))
+        return follow_argmax(draft, argmax(without_ends(logits, sampling, draft.depths)))
     if sampling.coupled:
         return coupled(draft, logits, sampling, keys)
     if draft.q is None:
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    p = probabilities(logits, sampling)
+    p = probabilities(without_ends(logits, sampling, draft.depths), sampling)
     x, drafted = draft.tokens[:, 1:], jnp.cumprod(draft.drafted, axis=1).astype(bool)
     # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
     # max(0, p - q) is p itself there, and the bonus token falls out of it.
@@ -90,7 +90,8 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
-        return _holding(draft, node, argmax(perturbed(_at(logits, node), sampling, noise)))
+        allowed = without_ends(_at(logits, node), sampling, depth)
+        return _holding(draft, node, argmax(perturbed(allowed, sampling, noise)))
 
     return descend(draft, visit)
 
@@ -155,7 +156,8 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return rule(draft, node, probabilities(_at(logits, node), sampling), _fold_in(keys, depth))
+        p = probabilities(without_ends(_at(logits, node), sampling, depth), sampling)
+        return rule(draft, node, p, _fold_in(keys, depth))
 
     return visit
 

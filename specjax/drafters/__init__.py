@@ -13,6 +13,7 @@ from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.trained import TrainedDrafter
+from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft, Verdict
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "Streaming",
     "TrainedDrafter",
     "Verdict",
+    "WithPrediction",
     "check_vocabulary",
 ]

@@ -19,7 +19,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, FixedShape, SampledTree
 from specjax.models.cache import Cache, Entry, place_entries, slots_of
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities
+from specjax.sampling import RowSampling, argmax, draw, likeliest, noise_of_rows, perturbed, probabilities, without_ends
 
 
 @struct.dataclass
@@ -150,6 +150,7 @@ def expand(
         frontier before, which is also the only place that it has visible. Beside it candidate 0 is read as a filler.
         """
         logits, count = logits.astype(jnp.float32), logits.shape[1]
+        logits = without_ends(logits, sampling, growth.depth, None if vocabulary is None else vocabulary.ids)
         if sampling.coupled:
             # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
             # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.

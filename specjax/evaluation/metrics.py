@@ -39,6 +39,8 @@ class Acceptance:
         acceptance_rate: accepted share of the drafted tokens; None where nothing was drafted.
         by_position: for each depth, the share of the steps that drafted there in which a token of it was emitted.
         histogram: number of steps by emitted tokens, from 0 to D + 1.
+        drafted_at: for each depth, the steps that drafted there.
+        accepted_at: for each depth, those of them in which a token of it was emitted.
 
     Examples:
         >>> from specjax.evaluation.metrics import summarise
@@ -56,6 +58,8 @@ class Acceptance:
     acceptance_rate: float | None
     by_position: tuple[float | None, ...]
     histogram: tuple[int, ...]
+    drafted_at: tuple[int, ...]
+    accepted_at: tuple[int, ...]
 
 
 def summarise(stats: Stats, row: int | None = None) -> Acceptance:
@@ -87,4 +91,6 @@ def summarise(stats: Stats, row: int | None = None) -> Acceptance:
         acceptance_rate=ratio(int(total["accepted"]), int(total["drafted"])),
         by_position=tuple(map(ratio, total["accepted_at"].tolist(), total["drafted_at"].tolist())),
         histogram=tuple(total["histogram"].tolist()),
+        drafted_at=tuple(total["drafted_at"].tolist()),
+        accepted_at=tuple(total["accepted_at"].tolist()),
     )

@@ -59,11 +59,33 @@ class _Measured:
         self.emitted[:known] = self.emitted[:known] * kept + emitted
 
 
+@dataclass(frozen=True)
+class Copies:
+    """A draft of which some rows copy from a prediction, and the others draft as always.
+
+    Attributes:
+        longest: most tokens that are copied.
+        beside: the number of the draft of the other rows; None: they have none.
+    """
+
+    longest: int
+    beside: int | None
+
+    @property
+    def depth(self) -> int:
+        """As of other drafts."""
+        return self.longest
+
+    def __str__(self) -> str:
+        """In a few words."""
+        return f"copies of {self.longest}"
+
+
 class DraftChoice:
     """Chooses among a few drafts before every decode call, and is told what came of it.
 
     Attributes:
-        drafts: to choose from; None is plain decoding.
+        drafts: to choose from; None is plain decoding. `Copies` are for calls in which some row has a prediction.
         seconds: of a step, by number of rows and number of draft.
         decisions: how often each draft was taken, likewise.
 
@@ -78,7 +100,7 @@ class DraftChoice:
         2.56
     """
 
-    def __init__(self, drafts: Sequence[DraftShape | None], seconds: Mapping[tuple[int, int], float]) -> None:
+    def __init__(self, drafts: Sequence[DraftShape | Copies | None], seconds: Mapping[tuple[int, int], float]) -> None:
         """Of ``drafts``, None being plain decoding, and the ``seconds`` of a step by number of rows and number of draft."""
         self.drafts = tuple(drafts)
         self.seconds = dict(seconds)
@@ -86,42 +108,51 @@ class DraftChoice:
         survival = _EXPECTED ** np.arange(1 + max(_depth(draft) for draft in drafts))
         self._measured = [_Measured.expected(survival[: 1 + _depth(draft)].sum(keepdims=True)) for draft in drafts]
         self._chains = _Measured.expected(survival[1:])  # by depth
-        self._current: dict[int, int] = {}  # by width
+        self._current: dict[tuple[int, bool], int] = {}  # by width, and whether some row has a prediction
         # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
         self._clock = 0.0
         self._last_taken = [0.0] * len(self.drafts)
 
-    def tokens_a_step(self, number: int) -> float:
-        """E, the tokens that a step of a row is expected to emit with a draft, by its number."""
+    def tokens_a_step(self, number: int, predicted: float = 1.0) -> float:
+        """E, the tokens that a step of a row is expected to emit with a draft, by its number.
+
+        ``predicted`` is the share of the rows that have a prediction. Of other drafts than `Copies` it changes nothing.
+        """
         draft = self.drafts[number]
         if draft is None:
             return 1.0
+        if isinstance(draft, Copies):
+            copied = float(self._measured[number].emitted[0] / self._measured[number].steps[0])
+            others = 1.0 if draft.beside is None else self.tokens_a_step(draft.beside)
+            return predicted * copied + (1 - predicted) * others
         if _is_plain_chain(draft):  # of one chain every other one's beginning is known
             return 1.0 + float((self._chains.emitted / self._chains.steps)[: draft.depth].sum())
         measured = self._measured[number]
         return float(measured.emitted[0] / measured.steps[0])
 
-    def rate(self, width: int, number: int) -> float:
+    def rate(self, width: int, number: int, predicted: float = 1.0) -> float:
         """E / S: tokens a second of each of the running rows."""
-        return self.tokens_a_step(number) / self.seconds[width, number]
+        return self.tokens_a_step(number, predicted) / self.seconds[width, number]
 
-    def choose(self, width: int) -> int:
-        """The number of the draft to decode with, when so many rows are computed."""
-        numbers = range(len(self.drafts))
-        best = max(numbers, key=lambda number: self.rate(width, number))
-        current = self._current.get(width, best)
-        if self.rate(width, best) > BETTER * self.rate(width, current):
+    def choose(self, width: int, predicted: float = 0.0) -> int:
+        """The number of the draft to decode with, when so many rows are computed, of which the share ``predicted`` has a
+        prediction."""
+        numbers = [number for number, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
+        rates = {number: self.rate(width, number, predicted) for number in numbers}
+        best = max(numbers, key=lambda number: rates[number])
+        current = self._current.get((width, predicted > 0), best)
+        if rates[best] > BETTER * rates[current]:
             current = best
-        self._current[width] = current
-        taken = self._trial(width, current)
+        self._current[width, predicted > 0] = current
+        taken = self._trial(width, current, numbers)
         self._clock += self.seconds[width, taken]
         self._last_taken[taken] = self._clock
         self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
         return taken
 
-    def _trial(self, width: int, current: int) -> int:
-        """The draft that it is time to try, or else the ``current`` one."""
-        others = [number for number in range(len(self.drafts)) if number != current]
+    def _trial(self, width: int, current: int, numbers: Sequence[int]) -> int:
+        """The one of ``numbers`` that it is time to try, or else the ``current`` one."""
+        others = [number for number in numbers if number != current]
         due = [
             number
             for number in others
@@ -147,8 +178,8 @@ class DraftChoice:
             number: of the draft.
             seconds: of the call; None: not known.
             steps: of the loop.
-            row_steps: of all rows together.
-            emitted: tokens.
+            row_steps: of all rows together; with `Copies`, of those that have a prediction.
+            emitted: their tokens.
             accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
         """
         if steps and seconds is not None:
@@ -178,9 +209,9 @@ class DraftChoice:
         ]
 
 
-def _depth(draft: DraftShape | None) -> int:
+def _depth(draft: DraftShape | Copies | None) -> int:
     return 0 if draft is None else draft.depth
 
 
-def _is_plain_chain(draft: DraftShape) -> bool:
+def _is_plain_chain(draft: DraftShape | Copies) -> bool:
     return isinstance(draft, Chain) and not draft.stop_below

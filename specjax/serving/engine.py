@@ -22,14 +22,15 @@ from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
+from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.progress import track
-from specjax.serving.choice import DraftChoice
-from specjax.serving.handle import EngineError, Handle
+from specjax.serving.choice import Copies, DraftChoice
+from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
 USUAL_CAPACITY = 4096
@@ -58,6 +59,12 @@ class EngineStatistics:
         prompt_tokens_shared: tokens of prompts that another request's pages held already.
         put_back: how often a text had to give up its row for lack of pages.
         decode_calls: so far.
+        generated: tokens.
+        drafted_steps: steps of rows in which something was drafted.
+        drafted: tokens.
+        accepted: of those, emitted.
+        accepted_at: of those, by depth: the first is below the root.
+        draft: the one that was used last.
         drafts: what the choice of drafts goes by, `DraftChoice.table`.
 
     Examples:
@@ -77,6 +84,12 @@ class EngineStatistics:
     prompt_tokens_shared: int
     put_back: int
     decode_calls: int
+    generated: int
+    drafted_steps: int
+    drafted: int
+    accepted: int
+    accepted_at: tuple[int, ...]
+    draft: str
     drafts: list[dict[str, object]]
 
 
@@ -114,6 +127,8 @@ class Engine:
         max_waiting: int | None = None,
         tokenizer: Any = None,
         widths: Sequence[int] | None = None,
+        max_logprobs: int = 0,
+        max_prediction: int = 0,
     ) -> None:
         """Compile everything, time it, and begin to wait for requests.
 
@@ -134,6 +149,9 @@ class Engine:
             tokenizer: for a target alone, where prompts are text.
             widths: numbers of rows to compile for, the largest being ``rows``: the smallest that holds the running rows is
                 computed. By default powers of two on a CPU, where fewer rows take less time, and else ``rows`` alone.
+            max_logprobs: most likeliest tokens that a request may ask for in each place. With 0 it may ask for no
+                log-probabilities at all: they take programs of their own, which then are not compiled.
+            max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -154,6 +172,7 @@ class Engine:
         self.chunk = chunk or max(self.page, 64 if on_cpu else 512)
         self.capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         self.rows, self.steps = rows, steps
+        self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
         self.target, self.tokenizer = target, tokenizer
         self._groups = groups_of(mesh)
         self._check(positions)
@@ -163,8 +182,8 @@ class Engine:
             pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
             pages = max(pages, -(-self.capacity // self.page))
         self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
-        self._drafters = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
-        self._paused = next((each for each in self._drafters if isinstance(each, Pausable) and each.paused), None)
+        choices, self._drafters = _drafters(target, drafter, shapes, max_prediction)
+        self._paused = next((each for each in self._drafters if _is_paused(each)), None)
         self._depth = max(each.draft_shape.depth for each in self._drafters)
         tail = max(self.chunk // 4, 1)
         self._sizes = {"capacity": self.capacity, "pages": pages, "page": self.page}
@@ -182,9 +201,12 @@ class Engine:
             max_waiting=max_waiting,
             shares_prefixes=self._shares_prefixes(),
         )
-        self._choice = DraftChoice(shapes, self._warm_up())
+        self._choice = DraftChoice(choices, self._warm_up())
+        self._draft = str(choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
-        self._undelivered: list[tuple[Handle, list[int], bool]] = []
+        self._undelivered: list[tuple[Handle, News]] = []
+        self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
+        self._total = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
         self._debt = 0.0  # seconds that catching up took, not charged yet
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
@@ -202,6 +224,7 @@ class Engine:
         prompt: str | text.Messages | Sequence[int],
         *,
         max_new_tokens: int = 128,
+        min_new_tokens: int = 0,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -211,12 +234,17 @@ class Engine:
         key: jax.Array | None = None,
         eos_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
+        prediction: str | Sequence[int] | None = None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        spans: bool = False,
     ) -> Handle:
         """Ask for a text. Returns at once.
 
         Args:
             prompt: text, a chat, or token ids ``[P]``.
-            max_new_tokens: most tokens to generate.
+            max_new_tokens: most tokens to generate; with ``echo`` it may be 0.
+            min_new_tokens: as many tokens are generated before an end-of-sequence token or a stop string may end the text.
             temperature: this and the next three as in `specjax.pipeline.settings`.
             top_k: 0 is no limit.
             top_p: in (0, 1].
@@ -227,6 +255,12 @@ class Engine:
             key: a random key instead of seed and choice: the text's own, as in ``key [B]`` of `specjax.generate`.
             eos_token_ids: ids that end the text, at most 8; None: the target's own, ``()``: none.
             stop: strings before the first of which the text ends.
+            prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
+                changes the time that the text takes, not the text.
+            logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
+                each place: `Piece.logprobs`.
+            echo: with ``logprobs``, those of the prompt too: `Handle.prompt_logprobs`. All of the prompt is computed then.
+            spans: `Piece.spans` are wanted.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -241,9 +275,11 @@ class Engine:
             raise InputError(f"prompt={prompt!r}: give text, a chat, or token ids")
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
-        tokens = self._encode(prompt)
+        self._check_wanted(max_new_tokens, logprobs, echo, spans)
+        tokens, expected = self.encode(prompt), self._encode_prediction(prediction)
         options = pipeline.settings(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=max(max_new_tokens, 1),
+            min_new_tokens=min_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
@@ -251,19 +287,32 @@ class Engine:
             seed=seed,
             eos_token_ids=eos_token_ids,
         )
-        settings = self._settings(options, choice, key)
+        settings = self._settings(options, choice, key, len(tokens), expected)
         text.check_stop(stop)
-        growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop)
+        growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
+        wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             if self._error is not None:
                 raise EngineError("the engine could not go on") from self._error
             if self._closing:
                 raise InputError("the engine is closed")
-            ticket = self._scheduler.submit(tokens, int(max_new_tokens))
-            handle = Handle(self._cancel, ticket, settings, growing)
+            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=not echo)
+            handle = Handle(self._cancel, ticket, settings, growing, wanted)
             self._handles[ticket] = handle
             self._wake.notify_all()
         return handle
+
+    def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
+        """The token ids of what `submit` takes as a prompt.
+
+        Raises:
+            InputError: it cannot be used; says why.
+        """
+        if not _is_tokens(prompt):
+            return pipeline.TextGenerator(self.target, self.tokenizer).encode(prompt)  # pyright: ignore[reportArgumentType]
+        tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
+        check_prompts([tokens], None, self.target.config.vocab_size)
+        return tokens
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -279,6 +328,12 @@ class Engine:
                 prompt_tokens_shared=self._counts["shared"],
                 put_back=scheduler.times_put_back,
                 decode_calls=self._counts["calls"],
+                generated=int(self._total.histogram[0] @ np.arange(self._depth + 2)),
+                drafted_steps=int(self._total.drafted_at[0].max(initial=0)),
+                drafted=int(self._total.drafted[0]),
+                accepted=int(self._total.accepted[0]),
+                accepted_at=tuple(self._total.accepted_at[0].tolist()),
+                draft=self._draft,
                 drafts=self._choice.table(),
             )
 
@@ -316,7 +371,7 @@ class Engine:
             raise
         finally:
             with self._wake:
-                handles = [*self._handles.values(), *(handle for handle, _, _ in self._undelivered)]
+                handles = [*self._handles.values(), *(handle for handle, _ in self._undelivered)]
                 for ticket in self._handles:
                     self._scheduler.cancel(ticket)
                 self._handles.clear()
@@ -350,12 +405,16 @@ class Engine:
             for read, handle in chosen:
                 if read.is_first:
                     self._admit(read, handle)
-            border = self._read(reads, table)
+            echoed = [pair for pair in chosen if pair[1].wanted.echo]
+            border, said = self._read(reads, table, self.max_logprobs if echoed else None)
+            self._unread += [(handle, read, self._group(read), said) for read, handle in echoed]
             with self._wake:
                 for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
                     self._counts["read"] += read.count
                     self._counts["shared"] += read.start if read.is_first else 0
                     self._scheduler.was_read(read, (border, np.int32(group)))
+                    if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
+                        self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
             if running:
                 left -= max(read.width for read in reads)
                 if left < min(self._read_widths):
@@ -379,11 +438,11 @@ class Engine:
         row, start = np.int32(read.row), np.int32(read.start)
         self._state = device_rows.admit(self.target, self._first, self._state, row, words, start, border, group)
 
-    def _read(self, reads: Sequence[Read], table: np.ndarray) -> Any:
+    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: int | None) -> tuple[Any, Any]:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
-        self._state, border = device_rows.read_chunk(
+        self._state, border, said = device_rows.read_chunk(
             self.target,
             self._first,
             self._state,
@@ -392,8 +451,9 @@ class Engine:
             np.array([0 if read is None else read.count for read in given], np.int32),
             np.array([read is not None and read.is_last for read in given]),
             width=max(read.width for read in reads),
+            logprobs=logprobs,
         )
-        return border
+        return border, said
 
     def _decode(self) -> bool:
         """One call: the running rows go on. False where none runs any more."""
@@ -402,7 +462,11 @@ class Engine:
             if not scheduler.running:
                 return False
             width = next(each for each in self.widths if each >= len(scheduler.running))
-            number = self._choice.choose(width)
+            handles = [self._handles[ticket] for row in scheduler.running if (ticket := scheduler.ticket_of(row))]
+            predicted = sum(handle.wanted.prediction > 0 for handle in handles) / len(handles)
+            logprobs = any(handle.wanted.logprobs is not None for handle in handles)
+            number = self._choice.choose(width, predicted)
+            self._draft = str(self._choice.drafts[number] or "none")
             drafter = self._drafters[number]
             # Where a prompt is half read its owner waits; where none is, the call ends by itself when a row is free.
             is_reading = len(scheduler.running) < scheduler.occupied
@@ -418,7 +482,7 @@ class Engine:
             table, until_any_done = scheduler.table.copy(), np.bool_(scheduler.waiting > 0)
         if order is not None:
             self._state = device_rows.rearrange(self._state, order)
-        is_paused = drafter is self._paused
+        is_paused = _is_paused(drafter)
         # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
         if not self._state.lengths.is_ready():
             self._deliver()
@@ -426,9 +490,7 @@ class Engine:
         if self._owed and (not is_paused or self._owed + steps > ROOM):
             self._catch_up(table)
         started = time.perf_counter()
-        self._state, progress = device_rows.decode_rows(
-            self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width
-        )
+        self._state, progress = self._run_decode(drafter, table, free, steps, until_any_done, width, logprobs)
         self._owed += steps if is_paused else 0
         self._deliver()  # what the call before has come to, while the device is at this one
         was_late = progress.done.is_ready()  # then nobody knows when the device was done  # pyright: ignore[reportAttributeAccessIssue]
@@ -438,6 +500,21 @@ class Engine:
             seconds, self._debt = seconds + self._debt, 0.0
         self._take(progress, snapshot, (width, number), None if was_late else seconds)
         return bool(scheduler.running)
+
+    def _run_decode(
+        self,
+        drafter: Drafter,
+        table: np.ndarray,
+        free: np.ndarray,
+        steps: int,
+        until_any_done: np.bool_,
+        width: int,
+        logprobs: bool,
+    ) -> tuple[Any, device_rows.Progress]:
+        asked = {"logprobs": self.max_logprobs, "most_steps": self.steps} if logprobs else {}
+        return device_rows.decode_rows(
+            self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width, **asked
+        )
 
     def _catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
@@ -462,37 +539,58 @@ class Engine:
         self, progress: device_rows.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float | None
     ) -> None:
         """Note what a decode call has come to, and what it took."""
-        row_steps, emitted, steps, accepted_at = 0, 0, 0, np.zeros(self._depth)
+        is_copying = isinstance(self._choice.drafts[call[1]], Copies)
+        counted, steps = jax.tree.map(np.zeros_like, self._total), 0
         with self._wake:
             self._counts["calls"] += 1
             for row, (ticket, handle) in snapshot.items():
-                length, done = int(progress.lengths[row]), bool(progress.done[row])
-                new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)))
-                row_steps, steps = row_steps + new.steps, max(steps, new.steps)
-                emitted += new.emitted
-                accepted_at += new.accepted_at
+                matched = 0 if progress.matched is None else int(progress.matched[row])
+                new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)), matched)
+                steps = max(steps, int(new.steps[0]))
+                self._total = jax.tree.map(np.add, self._total, new)
+                if handle.wanted.prediction or not is_copying:
+                    counted = jax.tree.map(np.add, counted, new)
                 if self._scheduler.ticket_of(row) is not ticket:  # cancelled meanwhile
                     continue
-                tokens = progress.tokens[row, len(ticket.tokens) : length].tolist()
-                self._scheduler.decoded(row, tokens, done)
-                if done:
+                news = self._news(progress, row, len(ticket.tokens), handle)
+                self._scheduler.decoded(row, news.tokens, news.done)
+                if news.done:
                     del self._handles[ticket]
-                self._undelivered.append((handle, tokens, done))
+                self._undelivered.append((handle, news))
             self._choice.record(
-                *call, seconds=seconds, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted_at
+                *call,
+                seconds=seconds,
+                steps=steps,
+                row_steps=int(counted.steps[0]),
+                emitted=int(counted.histogram[0] @ np.arange(self._depth + 2)),
+                accepted_at=counted.accepted_at[0],
             )
+
+    def _news(self, progress: device_rows.Progress, row: int, start: int, handle: Handle) -> News:
+        """What a row has come to since it had ``start`` tokens."""
+        new = slice(start, int(progress.lengths[row]))
+        tokens, logprobs = progress.tokens[row, new].tolist(), ()
+        if handle.wanted.logprobs is not None and progress.logprobs is not None:
+            said = [np.asarray(each[row]) for each in vars(progress.logprobs).values()]
+            logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
+        return News(tokens, progress.accepted[row, new].tolist(), logprobs, bool(progress.done[row]))
 
     def _deliver(self) -> None:
         """Hand out tokens: they become text here, and their owners are told."""
+        for handle, read, group, said in self._unread:
+            places = [np.asarray(each[group]) for each in vars(said).values()]
+            tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
+            handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
+        self._unread.clear()
         while self._undelivered:
-            handle, tokens, done = self._undelivered[0]
+            handle, news = self._undelivered[0]
             try:
-                goes_on = handle.deliver(tokens, done)
+                goes_on = handle.deliver(news)
             except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
                 goes_on = False
                 handle.end("error", error)
             del self._undelivered[0]
-            if not goes_on and not done:
+            if not goes_on and not news.done:
                 with self._wake:
                     self._scheduler.cancel(handle.ticket)
                     self._handles.pop(handle.ticket, None)
@@ -512,13 +610,17 @@ class Engine:
         for row in range(self.rows):
             table[row, :each] = np.arange(each) + row % (self.rows // self._groups) * each
         limit = max(min(self.capacity, each * self.page), 3)
-        settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None)
+        settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None, 2, ())
         words = device_rows.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
         wanted = [(width, number) for width in self.widths for number in range(len(self._drafters))]
         seconds = {}
         for width, number in track(wanted, f"compiling and timing decoding, {self.rows} rows"):
             border = self._begin_in_all_rows(words, table)
             seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
+            if self.max_logprobs:
+                free = np.zeros(self.rows, bool)
+                given = self._drafters[number], table, free, 1, np.bool_(False), width
+                self._state, _ = self._run_decode(*given, logprobs=True)
             if self._paused is not None:
                 self._state = device_rows.catch_up(self.target, self._paused, self._state, table, width=self.rows)
             if len(self.widths) > 1:
@@ -539,11 +641,12 @@ class Engine:
         for row in range(share):
             rows = np.arange(self._groups, dtype=np.int32) * share + row
             for width in self._read_widths if row == 0 else self._read_widths[:1]:
-                count = np.full(self._groups, width == self._read_widths[0], np.int32)
                 is_last = np.ones(self._groups, bool)
-                self._state, border = device_rows.read_chunk(
-                    self.target, self._first, self._state, table, rows, count, is_last, width=width
-                )
+                for logprobs in (None, self.max_logprobs) if row == 0 and self.max_logprobs else (None,):
+                    count = np.full(self._groups, width == self._read_widths[0] and logprobs is None, np.int32)
+                    self._state, border, _ = device_rows.read_chunk(
+                        self.target, self._first, self._state, table, rows, count, is_last, width=width, logprobs=logprobs
+                    )
         return border
 
     def _shares_prefixes(self) -> bool:
@@ -561,20 +664,16 @@ class Engine:
             self._begin_in_all_rows(words, table)
         before = np.asarray(self._state.stats.steps)
         started = time.perf_counter()
-        self._state, progress = device_rows.decode_rows(
-            self.target,
-            self._drafters[number],
-            self._state,
-            table,
-            np.zeros(self.rows, bool),
-            np.int32(_TIMED_STEPS),
-            np.bool_(False),
-            width=width,
+        free = np.zeros(self.rows, bool)
+        self._state, progress = self._run_decode(
+            self._drafters[number], table, free, _TIMED_STEPS, np.bool_(False), width, logprobs=False
         )
         steps = jax.device_get(progress).stats.steps - before
         return (time.perf_counter() - started) / int(steps.max())
 
-    def _settings(self, options: GenerationOptions, choice: int, key: jax.Array | None) -> dict[str, Any]:
+    def _settings(
+        self, options: GenerationOptions, choice: int, key: jax.Array | None, prompt: int, expected: Sequence[int]
+    ) -> dict[str, Any]:
         """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again."""
         if not 0 <= (choice := operator.index(choice)) < 2**32:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
@@ -583,7 +682,8 @@ class Engine:
             own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
             if own.ndim:
                 raise InputError(f"key has shape {own.shape}: give one key")
-            ends = options.check(self.target.config, 1).eos[0]
+            checked = options.check(self.target.config, 1)
+            ends = checked.eos[0]
             if len(ends) > ENDS:
                 raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
             sampling = options.sampling.rows(1)
@@ -591,14 +691,36 @@ class Engine:
             settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
             settings["key"] = np.asarray(jax.random.key_data(own))
         settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
+        settings["min_length"] = np.int32(prompt + int(checked.least[0]))
+        if self.max_prediction:
+            settings["prediction"] = np.zeros(self.capacity, np.int32)
+            settings["prediction"][: len(expected)] = expected
+            settings["predicted"] = np.int32(len(expected))
         return settings
 
-    def _encode(self, prompt: Any) -> list[int]:
-        if not _is_tokens(prompt):
-            return pipeline.TextGenerator(self.target, self.tokenizer).encode(prompt)
-        tokens = [int(token) for token in prompt]
-        check_prompts([tokens], None, self.target.config.vocab_size)
-        return tokens
+    def _encode_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
+        """Its token ids; of one that is longer than any text, the beginning."""
+        if prediction is None or len(prediction) == 0:
+            return []
+        if not self.max_prediction:
+            raise InputError("prediction: this engine copies none; give Engine(max_prediction=16)")
+        if not isinstance(prediction, str):
+            return self.encode(prediction)[: self.capacity]
+        if self.tokenizer is None:
+            raise InputError("prediction: an engine without a tokenizer takes token ids; give tokenizer=...")
+        return text.encode_continuation(self.tokenizer, prediction)[: self.capacity]
+
+    def _check_wanted(self, max_new_tokens: int, logprobs: int | None, echo: bool, spans: bool) -> None:
+        if logprobs is not None and not self.max_logprobs:
+            raise InputError("logprobs: this engine gives none; give Engine(max_logprobs=20)")
+        if logprobs is not None and not 0 <= logprobs <= self.max_logprobs:
+            raise InputError(f"logprobs={logprobs}: must be from 0 to max_logprobs={self.max_logprobs}")
+        if echo and logprobs is None:
+            raise InputError("echo: the prompt's log-probabilities; give logprobs, too")
+        if spans and self.tokenizer is None:
+            raise InputError("spans: parts of the text, and an engine without a tokenizer has none; give tokenizer=...")
+        if max_new_tokens < 1 and not (echo and max_new_tokens == 0):
+            raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
     def _check(self, positions: int) -> None:
         if self.rows < 1 or self.rows % self._groups:
@@ -611,6 +733,9 @@ class Engine:
             raise InputError(f"capacity={self.capacity}: must be from 2 to {positions}, the positions of target and drafter")
         if not 1 <= self.steps <= ROOM:
             raise InputError(f"steps={self.steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
+        for name, most in (("max_logprobs", self.target.config.vocab_size), ("max_prediction", self.capacity - 1)):
+            if not 0 <= getattr(self, name) <= most:
+                raise InputError(f"{name}={getattr(self, name)}: must be from 0 to {most}")
 
 
 def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:
@@ -648,6 +773,32 @@ def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_
         shape.check(target.config.vocab_size)
     made.check(target)
     return Pausable(made, paused=shape is None) if may_pause else made
+
+
+def _drafters(
+    target: Target, drafter: Drafter, shapes: Sequence[DraftShape | None], longest: int
+) -> tuple[tuple[DraftShape | Copies | None, ...], list[Drafter]]:
+    """What there is to choose from, and a drafter for each; all of them have one state. With ``longest``, one that copies
+    from predictions is the last."""
+    made = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
+    if not longest:
+        return tuple(shapes), made
+    beside = next((number for number, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
+    if isinstance(drafter, NoDraft):
+        other = drafter
+    elif beside is not None:
+        other = made[beside]
+    else:  # trees alone: beside copies go chains
+        other = _with_draft(target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes)
+    copying = WithPrediction(other, longest=longest)
+    copying.draft_shape.check(target.config.vocab_size)
+    wrapped: list[Drafter] = [WithPrediction(each, longest=0) for each in made]
+    return (*shapes, Copies(longest, beside)), [*wrapped, copying]
+
+
+def _is_paused(drafter: Drafter) -> bool:
+    own = drafter.drafter if isinstance(drafter, WithPrediction) else drafter
+    return isinstance(own, Pausable) and own.paused
 
 
 def _is_tokens(prompt: Any) -> bool:

@@ -1,6 +1,7 @@
 """What a request's owner holds: the text while it grows, for threads and for asyncio."""
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -37,6 +38,9 @@ class Piece:
         text: new text; may be empty where a token is only a part of a character, or may be the beginning of a stop string.
         tokens: new token ids. When a stop string ends the text, `Handle.tokens` lacks those behind the token that completed
             it.
+        accepted: for each of them, whether it was drafted and accepted. The others are the target's own.
+        logprobs: of each of them, where they were asked for.
+        spans: where they were asked for, ``text`` in parts, each with whether its tokens were drafted and accepted.
 
     Examples:
         >>> from specjax.serving import Piece
@@ -47,21 +51,76 @@ class Piece:
 
     text: str
     tokens: tuple[int, ...]
+    accepted: tuple[bool, ...] = ()
+    logprobs: "tuple[TokenLogprobs, ...]" = ()
+    spans: tuple[tuple[str, bool], ...] = ()
 
 
 @dataclass(frozen=True)
-class NewStats:
-    """What a row did in a decode call.
+class TokenLogprobs:
+    """How likely a token was, by the target's own distribution: before temperature, truncation and ``min_new_tokens``.
 
     Attributes:
-        steps: of the row.
-        emitted: tokens.
-        accepted_at: ``[D]`` steps in which a token of that depth was emitted.
+        token: its id.
+        logprob: the natural logarithm of its probability.
+        top: the likeliest tokens in its place with theirs, descending; as many as were asked for.
+
+    Examples:
+        >>> from specjax.serving import TokenLogprobs
+        >>> TokenLogprobs(token=702, logprob=-0.5, top=((702, -0.5), (221, -1.5))).top[0]
+        (702, -0.5)
     """
 
-    steps: int
-    emitted: int
-    accepted_at: np.ndarray
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the owner of a text wants to know beside the text.
+
+    Attributes:
+        logprobs: of how many of the likeliest tokens in each place; None: of none, not even of the text's own.
+        echo: those of the prompt, too.
+        spans: `Piece.spans`.
+        prediction: tokens of the prediction that came with the request.
+    """
+
+    logprobs: int | None = None
+    echo: bool = False
+    spans: bool = False
+    prediction: int = 0
+
+
+@dataclass(frozen=True)
+class News:
+    """What a decode call has come to in one row.
+
+    Attributes:
+        tokens: new ones.
+        accepted: for each, whether it was drafted and accepted.
+        logprobs: of each, where they were asked for.
+        done: whether the text is over.
+    """
+
+    tokens: Sequence[int] = ()
+    accepted: Sequence[bool] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+    done: bool = False
+
+
+def token_logprobs(
+    wanted: int, tokens: Sequence[int], chosen: np.ndarray, ids: np.ndarray, values: np.ndarray
+) -> list[TokenLogprobs]:
+    """Of each of the n ``tokens``, from the first n of ``chosen [T]``, ``ids [T, K]`` and ``values [T, K]``, and of these the
+    first ``wanted``."""
+    count = len(tokens)
+    tops = zip(ids[:count, :wanted].tolist(), values[:count, :wanted].tolist(), strict=True)
+    return [
+        TokenLogprobs(token, logprob, tuple(zip(*top, strict=True)))
+        for token, logprob, top in zip(tokens, chosen[:count].tolist(), tops, strict=True)
+    ]
 
 
 @dataclass
@@ -81,8 +140,12 @@ class Handle:
     Attributes:
         ticket: what the scheduler knows it by.
         settings: how it is drawn.
+        wanted: what its owner wants to know.
+        prompt_tokens: tokens of the prompt.
         finish_reason: None while it goes on.
         times: when it was submitted, began and ended.
+        predicted_tokens: tokens that came where the prediction had them.
+        prompt_logprobs: where they were asked for, of the prompt's tokens but the first, as far as it has been read.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -99,9 +162,12 @@ class Handle:
         ticket: Ticket,
         settings: dict[str, Any],
         growing: GrowingText | None,
+        wanted: Wanted = Wanted(),
     ) -> None:
         """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
-        self.ticket, self.settings = ticket, settings
+        self.ticket, self.settings, self.wanted = ticket, settings, wanted
+        self.prompt_tokens, self.predicted_tokens = ticket.prompt_length, 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.times = Times(submitted=time.perf_counter())
         self._cancel = cancel
@@ -113,6 +179,7 @@ class Handle:
         self._error: BaseException | None = None
         self._before: Stats | None = None  # of the rows that it had before it was put back
         self._current: Stats | None = None
+        self._matched_before = 0
 
     # --- for its owner -------------------------------------------------------------------------------------------------
 
@@ -127,6 +194,16 @@ class Handle:
         """Generated so far."""
         with self._changed:
             return tuple(self._tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that another request's pages held already."""
+        return self.ticket.cached
+
+    @property
+    def prediction_length(self) -> int:
+        """Tokens of the prediction that came with the request."""
+        return self.wanted.prediction
 
     @property
     def acceptance(self) -> metrics.Acceptance | None:
@@ -147,8 +224,8 @@ class Handle:
             if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
                 raise TimeoutError(f"not finished after {timeout:g} seconds")
         self._raise_if_broken()
-        acceptance = self.acceptance
-        assert acceptance is not None  # a text has at least one token
+        # A prompt that was only read has no statistics.
+        acceptance = self.acceptance or metrics.summarise(Stats.zeros(1, 0))
         return Generation(self.text, self.tokens, acceptance)
 
     def cancel(self) -> None:
@@ -199,40 +276,60 @@ class Handle:
 
     # --- for the engine ------------------------------------------------------------------------------------------------
 
-    def take_stats(self, stats: Stats) -> "NewStats":
-        """Keep what a row counts since its text was admitted, ``[1]``. What is new in it."""
+    def take_stats(self, stats: Stats, matched: int = 0) -> Stats:
+        """Keep what a row counts since its text was admitted, ``[1]``, and how many of its tokens came as predicted.
+
+        Returns:
+            What is new in the statistics.
+        """
         with self._changed:
             before, self._current = self._current, stats
-        emitted = stats.histogram[0] @ np.arange(stats.depth + 2)
-        if before is None:
-            return NewStats(int(stats.steps[0]), int(emitted), np.asarray(stats.accepted_at[0]))
-        emitted = emitted - before.histogram[0] @ np.arange(stats.depth + 2)
-        accepted_at = np.subtract(stats.accepted_at[0], before.accepted_at[0])
-        return NewStats(int(stats.steps[0] - before.steps[0]), int(emitted), accepted_at)
+            self.predicted_tokens = self._matched_before + matched
+        return stats if before is None else jax.tree.map(np.subtract, stats, before)
 
     def admitted(self) -> None:
         """It has a row, which counts from zero. It may have had another one before."""
         with self._changed:
             self._before, self._current = _added(self._before, self._current), None
+            self._matched_before = self.predicted_tokens
 
-    def deliver(self, tokens: Sequence[int], done: bool) -> bool:
-        """There are new ``tokens``, after which the text may be over. False where they completed a stop string."""
-        if not tokens and not done:
+    def prompt_read(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """The prompt's tokens from ``start`` + 1 on have these ``logprobs``. Where a text was put back they come once more."""
+        with self._changed:
+            known = len(self.prompt_logprobs)
+            room = self.prompt_tokens - 1 - known
+            self.prompt_logprobs += list(logprobs)[known - start :][:room]
+
+    def deliver(self, news: News) -> bool:
+        """There are new tokens, after which the text may be over. False where they completed a stop string."""
+        if not news.tokens and not news.done:
             return True
-        new, piece = tuple(tokens), ""
+        new, piece, spans = tuple(news.tokens), "", ()
         if self._growing is not None:
             known = len(self._growing.tokens)
-            piece = self._growing.push(tokens)
-            if done:
-                piece += self._growing.finish()
+            parts = _runs(news) if self.wanted.spans else [(news.tokens, False)]
+            spans = tuple((self._growing.push(tokens), accepted) for tokens, accepted in parts)
+            if news.done:
+                spans = (*spans, (self._growing.finish(), spans[-1][1] if spans else False))
+            piece = "".join(text for text, _ in spans)
             new = tuple(self._growing.tokens[known:])
         stopped = self._growing is not None and self._growing.stopped
         reason: FinishReason | None = None
         if stopped:
             reason = "stop"
-        elif done:
-            reason = "stop" if tokens and tokens[-1] in self.settings["eos"] else "length"
-        self._add(Piece(piece, new), reason)
+        elif news.done:
+            reason = "stop" if news.tokens and news.tokens[-1] in self.settings["eos"] else "length"
+        count = len(new)
+        self._add(
+            Piece(
+                text=piece,
+                tokens=new,
+                accepted=tuple(news.accepted[:count]),
+                logprobs=tuple(news.logprobs[:count]),
+                spans=tuple(span for span in spans if span[0]) if self.wanted.spans else (),
+            ),
+            reason,
+        )
         return not stopped
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -267,6 +364,12 @@ class Handle:
         for loop, changed in self._listeners:
             with suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(changed.set)
+
+
+def _runs(news: News) -> list[tuple[list[int], bool]]:
+    """The new tokens in runs of those that were accepted and those that were not."""
+    pairs = zip(news.tokens, news.accepted, strict=True)
+    return [([token for token, _ in run], accepted) for accepted, run in itertools.groupby(pairs, key=lambda pair: pair[1])]
 
 
 def _added(one: Stats | None, other: Stats | None) -> Stats | None:

@@ -36,6 +36,8 @@ class Ticket:
         state: where it is.
         row: its row, while it has one.
         put_back: how often it had to give way after its prompt was begun.
+        shares: whether it may go on from what was read of another prompt. Otherwise all of its own is computed.
+        cached: tokens that another prompt had read when its own was begun last.
     """
 
     number: int
@@ -45,6 +47,8 @@ class Ticket:
     state: Literal["waiting", "reading", "running", "done", "cancelled"] = "waiting"
     row: int | None = None
     put_back: int = 0
+    shares: bool = True
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,15 +156,17 @@ class Scheduler:
 
     # --- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Sequence[int], most: int) -> Ticket:
-        """A request for at most ``most`` tokens after ``prompt``.
+    def submit(self, prompt: Sequence[int], most: int, *, shares: bool = True) -> Ticket:
+        """A request for at most ``most`` tokens after ``prompt``; with 0 the prompt is read, and that is all.
+
+        With ``shares`` False, all of the prompt is computed, whoever has read a part of it before.
 
         Raises:
             InputError: it can never be served; says why.
             QueueFullError: too many wait.
         """
-        if not prompt or most < 1:
-            raise InputError(f"prompt of {len(prompt)} tokens, max_new_tokens={most}: both must be at least 1")
+        if not prompt or most < 0:
+            raise InputError(f"prompt of {len(prompt)} tokens, max_new_tokens={most}: must be at least 1, and at least 0")
         if len(prompt) + most > self._capacity:
             raise InputError(
                 f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} make {len(prompt) + most} tokens, and there is room "
@@ -175,7 +181,7 @@ class Scheduler:
         free = len(self._rows) - self.occupied
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._submitted, list(prompt), len(prompt), most)
+        ticket = Ticket(self._submitted, list(prompt), len(prompt), most, shares=shares)
         self._submitted += 1
         self._waiting.append(ticket)
         return ticket
@@ -218,8 +224,11 @@ class Scheduler:
             if made is not None:
                 row.prefixes.append(made)
                 del row.pages[:count]
-        if read.is_last:
+        if read.is_last and read.ticket.most:
             read.ticket.state = "running"
+        elif read.is_last:
+            self._leave(read.ticket)
+            read.ticket.state = "done"
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
@@ -246,9 +255,13 @@ class Scheduler:
 
     def _wanted(self, ticket: Ticket, shard: int) -> int:
         """Pages that a ``ticket`` would need beside those that others hold for it already."""
-        chain = self._pools[shard].find(ticket.tokens, self._chunk, len(ticket.tokens) - 1)
+        chain = self._prefixes_of(ticket, shard)
         held = sum(len(prefix.pages) for prefix in chain if prefix.holders)
         return len(ticket.tokens) // self._page + 1 - held
+
+    def _prefixes_of(self, ticket: Ticket, shard: int) -> list[Prefix]:
+        """What others have read of its prompt, and it may take."""
+        return self._pools[shard].find(ticket.tokens, self._chunk, len(ticket.tokens) - 1) if ticket.shares else []
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""
@@ -265,8 +278,8 @@ class Scheduler:
         row = self._holder(number)
         ticket, wanted = row.ticket, len(row.ticket.tokens) - 1
         if is_first := row.read is None:
-            chain = self._pools[shard].find(ticket.tokens, self._chunk, wanted)
-            start = len(chain) * self._chunk
+            chain = self._prefixes_of(ticket, shard)
+            ticket.cached = start = len(chain) * self._chunk
         else:
             chain, start = row.prefixes, row.read or 0
         count = min(wanted - start, self._chunk)

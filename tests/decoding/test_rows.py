@@ -143,7 +143,7 @@ class Host:
             read = [done + count for done, count in zip(read, counts, strict=True)]
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
             given = np.array(numbers, np.int32), np.array(counts, np.int32), last
-            self.state, border = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
+            self.state, border, _ = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
             borders.append(border)
             if last.all():
                 return borders
@@ -241,7 +241,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
         count = min(CHUNK, int(second.length) - 1 - start)
         given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
-        host.state, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
+        host.state, _, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
         if not start:
             assert_same(own_state(host, 0), before)
             assert host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK  # as long as its prompt, which is not read yet

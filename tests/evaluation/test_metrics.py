@@ -50,5 +50,6 @@ def test_summary_by_hand() -> None:
     assert (first.acceptance_length, first.acceptance_rate) == (2.0, 0.5)
     assert (first.by_position, first.histogram) == ((0.5, 0.5), (0, 1, 0, 1))
     assert (second.by_position, second.histogram) == ((1.0, None), (0, 0, 1, 0))
+    assert (both.drafted_at, both.accepted_at) == ((3, 2), (2, 1))
     assert both.acceptance_length == pytest.approx(6 / 3)
     assert both.acceptance_rate == pytest.approx(3 / 5)

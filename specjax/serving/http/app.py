@@ -7,6 +7,7 @@ they are cancelled, and their rows are free for others.
 import asyncio
 import hmac
 import ipaddress
+import re
 import secrets
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
@@ -90,6 +91,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine, options.names[0])
         self.is_draining = self.has_failed = False
+        self._had_error = False
         self._submissions: set[Submission] = set()
 
     @property
@@ -103,7 +105,9 @@ class Service:
             submission.cancel()
 
     def begin(self) -> "Submission":
-        """A request begins."""
+        """A request begins, unless it is too late for one."""
+        if self.is_draining:
+            raise _draining()
         submission = Submission()
         self._submissions.add(submission)
         return submission
@@ -112,6 +116,19 @@ class Service:
         """A request is over: what it has left is cancelled."""
         submission.cancel()
         self._submissions.discard(submission)
+        self._had_error |= any(handle.finish_reason == "error" for handle in submission.handles)
+
+    def check_engine(self) -> None:
+        """Where a text has ended with an error: whether it was the engine's, which then takes no more requests."""
+        if not self._had_error or self.has_failed:
+            return
+        self._had_error = False
+        try:
+            self.engine.submit([0], max_new_tokens=1).cancel()
+        except EngineError:
+            self.has_failed = True
+        except QueueFullError:
+            pass
 
     def submit(self, asked: TextRequest, submission: "Submission") -> list[list[int]]:
         """Hand the texts of a request to the engine: all of them, or none stays. The tokens of its prompts.
@@ -132,15 +149,12 @@ class Service:
             "seed": seed,
             "eos_token_ids": asked.ends,
             "stop": asked.stop,
+            "min_new_tokens": asked.min_tokens,
+            "logprobs": asked.logprobs,
+            "echo": asked.echo and asked.logprobs is not None,
+            "prediction": asked.prediction,
+            "spans": asked.include_accepted,
         }
-        if asked.min_tokens:
-            settings["min_new_tokens"] = asked.min_tokens
-        if asked.logprobs is not None:
-            settings |= {"logprobs": asked.logprobs, "echo": asked.echo}
-        if asked.prediction is not None:
-            settings["prediction"] = asked.prediction
-        if asked.include_accepted:
-            settings["spans"] = True
         for tokens in prompts:
             most = self._most_tokens(asked, len(tokens), name)
             for choice in range(asked.n):
@@ -151,7 +165,7 @@ class Service:
     def encode(self, prompt: Any, name: str) -> list[int]:
         """Token ids of a prompt, of which errors speak as ``name``."""
         with _told_apart(name):
-            return self.engine._encode(prompt)
+            return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
         """Most tokens of a text whose prompt has ``length``."""
@@ -204,7 +218,11 @@ class _told_apart:  # noqa: N801 - used as a function
         if isinstance(error, QueueFullError):
             raise RequestError(429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}) from None
         if isinstance(error, InputError):
-            raise RequestError(400, str(error), param=self._name) from None
+            param = _PARAM.match(str(error))
+            raise RequestError(400, str(error), param=param[0] if param else self._name) from None
+
+
+_PARAM = re.compile(r"(temperature|top_k|top_p|min_p|seed|stop|logprobs|prediction)\b")
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -215,6 +233,7 @@ def make_app(service: Service) -> ASGIApp:
         return Response(page, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
+        await asyncio.to_thread(service.check_engine)
         if service.is_draining or service.has_failed:
             state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
             raise RequestError(503, state, headers={"Retry-After": "10"})
@@ -244,7 +263,7 @@ def make_app(service: Service) -> ASGIApp:
     async def chat(request: Request) -> Any:
         return _Generation(service, requests.read_chat(await read_body(request, service.options), service.limits))
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", answer_page),
             Route("/health", health),
@@ -265,6 +284,8 @@ def make_app(service: Service) -> ASGIApp:
             Exception: _answer_unexpected,
         },
     )
+    app.router.redirect_slashes = False  # a path with a slash more is none
+    return app
 
 
 _PAGE_HEADERS = {
@@ -350,9 +371,12 @@ async def _stream(answer: responses.Answer, send: Send) -> None:
             await put(responses.event(answer.total()))
         await put(responses.DONE)
     except TextCancelledError:
-        await put(responses.event(error_object(503, "the server is shutting down")))
+        await put(responses.event(_draining().object))
     except EngineError as error:
         await put(responses.event(error_object(500, _engine_message(error))))
+    except Exception:
+        await put(responses.event(error_object(500, _UNEXPECTED)))
+        raise  # for the log
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -419,11 +443,14 @@ class _Guard:
                 message = "Authorization: missing or wrong; send the header 'Authorization: Bearer KEY'"
                 return RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             if scope["method"] == "POST" and self._service.is_draining:
-                message = "the server is shutting down; try another one"
-                return RequestError(503, message, code="draining", headers={"Retry-After": "10"} | _CLOSE)
+                return _draining()
         if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
             return RequestError(415, "Content-Type: must be application/json", code="not_json")
         return None
+
+
+def _draining() -> RequestError:
+    return RequestError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | _CLOSE)
 
 
 def _has_key(given: bytes, key: str) -> bool:
@@ -495,6 +522,9 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
     return _json(error_object(error.status_code, message), error.status_code, headers)
 
 
+_UNEXPECTED = "an error of the server; its log says more"
+
+
 def _engine_message(error: EngineError) -> str:
     return f"{error}: {type(error.__cause__).__name__}" if error.__cause__ else str(error)
 
@@ -504,7 +534,7 @@ async def _answer_engine_error(request: Request, error: Any) -> Response:
 
 
 async def _answer_cancelled(request: Request, error: Any) -> Response:
-    return _json(error_object(503, "the server is shutting down"), 503, {"Retry-After": "10"} | _CLOSE)
+    return _error_response(_draining())
 
 
 async def _answer_nobody(request: Request, error: Any) -> Response:
@@ -512,4 +542,4 @@ async def _answer_nobody(request: Request, error: Any) -> Response:
 
 
 async def _answer_unexpected(request: Request, error: Any) -> Response:
-    return _json(error_object(500, "an error of the server; its log says more", code="internal_error"), 500)
+    return _json(error_object(500, _UNEXPECTED, code="internal_error"), 500)

@@ -98,6 +98,20 @@ class _OfEngine:
         queries = is_.prompt_tokens_read + is_.prompt_tokens_shared
         yield self._counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were in the cache.", is_.prompt_tokens_shared)
+        yield self._counter("vllm:spec_decode_num_drafts", "Steps of texts in which something was drafted.", is_.drafted_steps)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", is_.drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", is_.accepted)
+        by_place = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by their place in the draft, from 0.",
+            labels=["model_name", "position"],
+        )
+        for position, accepted in enumerate(is_.accepted_at):
+            by_place.add_metric([self._model, str(position)], accepted)
+        yield by_place
+        in_use = GaugeMetricFamily("specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"])
+        in_use.add_metric([self._model, is_.draft], 1)
+        yield in_use
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, about, labels=["model_name"])

@@ -5,6 +5,9 @@ and there are only so many connections. What is no HTTP at all is answered with 
 """
 
 import asyncio
+import socket
+import struct
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -13,36 +16,52 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specjax.serving.http.errors import error_object
 from specjax.serving.http.responses import encode
 
-REQUEST_SECONDS = 45.0
-"""In which a request has to be there, body included: more than the application waits for a body, which it answers with 408."""
 
-READER_SECONDS = 60.0
-"""In which a reader that has fallen behind has to catch up."""
+@dataclass(frozen=True)
+class Bounds:
+    """What a client may leave undone.
 
-MAX_CONNECTIONS = 1024
-"""At a time."""
+    Attributes:
+        request_seconds: in which a request has to be there, its body included. More than the application waits for a body, so
+            that its answer comes first.
+        reader_seconds: after which a reader that has taken nothing is dropped.
+        connections: at a time.
+
+    Examples:
+        >>> from specjax.serving.http.protocol import Bounds
+        >>> Bounds().reader_seconds
+        60.0
+    """
+
+    request_seconds: float = 45.0
+    reader_seconds: float = 60.0
+    connections: int = 1024
 
 
 class Protocol(H11Protocol):
     """A connection."""
 
-    request_seconds = REQUEST_SECONDS
-    reader_seconds = READER_SECONDS
-    max_connections = MAX_CONNECTIONS
-    _request_timer: asyncio.TimerHandle | None = None
-    _reader_timer: asyncio.TimerHandle | None = None
+    def __init__(self, bounds: Bounds, **given: Any) -> None:
+        """``given``: what uvicorn gives to a protocol."""
+        super().__init__(**given)
+        self._bounds = bounds
+        self._request_timer: asyncio.TimerHandle | None = None
+        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A client has connected."""
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        # Writing pauses until the reader has taken everything: so it is known whether it takes anything at all.
+        transport.set_write_buffer_limits(high=0)
+        if len(self.connections) > self._bounds.connections:
             self._refuse(503, "too many connections; try again later", ("retry-after", "1"))
-            return
-        self._await_request()
+        else:
+            self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
-        self._stop_timers()
+        self._request_timer = _cancelled(self._request_timer)
+        self._reader_timer = _cancelled(self._reader_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,26 +69,18 @@ class Protocol(H11Protocol):
         if self._request_timer is None and not self._is_answering:
             self._await_request()
         super().data_received(data)
-        if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
+        if self.conn.their_state is not h11.IDLE and self.conn.their_state is not h11.SEND_BODY:
             self._request_timer = _cancelled(self._request_timer)
 
     def pause_writing(self) -> None:
-        """It does not read as fast as is written."""
+        """It has not taken all that was written."""
         super().pause_writing()
-        if self._reader_timer is None:
-            self._reader_timer = self.loop.call_later(self.reader_seconds, self.transport.abort)
+        self._await_reader()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """It has."""
         self._reader_timer = _cancelled(self._reader_timer)
         super().resume_writing()
-
-    def on_response_complete(self) -> None:
-        """A request is answered."""
-        super().on_response_complete()
-        if self.transport.is_closing():  # what is written is still to be read
-            self._reader_timer = _cancelled(self._reader_timer)
-            self._reader_timer = self.loop.call_later(self.reader_seconds, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP."""
@@ -80,11 +91,23 @@ class Protocol(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_request(self) -> None:
-        self._request_timer = self.loop.call_later(self.request_seconds, self.transport.abort)
+        self._request_timer = self.loop.call_later(self._bounds.request_seconds, self._drop)
 
-    def _stop_timers(self) -> None:
-        self._request_timer = _cancelled(self._request_timer)
-        self._reader_timer = _cancelled(self._reader_timer)
+    def _await_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._look_after_reader, left)
+
+    def _look_after_reader(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._await_reader()
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Close at once. What the system still has to send is thrown away, in place of waiting for a reader that does not come."""
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
 
     def _refuse(self, status: int, message: str, *headers: tuple[str, str]) -> None:
         """Answer with an error, if nothing has been answered yet, and close."""
@@ -97,9 +120,8 @@ class Protocol(H11Protocol):
             answer = h11.Response(status_code=status, headers=[*head, *headers])
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        self._stop_timers()
+        self._request_timer = _cancelled(self._request_timer)
         self.transport.close()
-        self._reader_timer = self.loop.call_later(self.reader_seconds, self.transport.abort)
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

@@ -433,6 +433,8 @@ def _shown(value: Any) -> str:
 
 def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, ...], **chosen: Any) -> TextRequest:
     """What completions and chats have in common."""
+    if chosen["logprobs"] is not None and limits.max_logprobs < 1:
+        raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
     n = _or(values, "n", 1)
     _whole("n", n, 1, MAX_CHOICES)
     if n * len(prompts) > MAX_TEXTS:

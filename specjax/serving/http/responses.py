@@ -6,6 +6,7 @@ An `Answer` knows what was asked and the handles of the texts. It makes the obje
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -79,7 +80,7 @@ class Answer:
         """``with_acceptance``: say how the drafts fared, where the request is for one text."""
         self.asked, self.handles, self.prompts = asked, handles, prompts
         self._texts = texts
-        self._with_acceptance = with_acceptance and len(handles) == 1
+        self._with_acceptance = with_acceptance
         kind = "chatcmpl" if asked.is_chat else "cmpl"
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": asked.model}
         # Where each choice's next token begins, for text_offset.
@@ -125,7 +126,7 @@ class Answer:
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """The chunk of a piece; None where there is nothing in it."""
         asked = self.asked
-        spans = getattr(piece, "spans", ()) if asked.include_accepted else ()
+        spans = piece.spans if asked.include_accepted else ()
         logprobs: Any = None
         if asked.logprobs is not None and piece.logprobs:
             if asked.is_chat:
@@ -169,7 +170,7 @@ class Answer:
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(getattr(handle, "cached_tokens", 0) for handle in first)},
+            "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for handle in first)},
         }
         if self.asked.prediction is not None:
             accepted = sum(handle.predicted_tokens for handle in self.handles)
@@ -183,6 +184,8 @@ class Answer:
     def _metrics(self) -> dict[str, Any]:
         if not self._with_acceptance:
             return {}
+        if len(self.handles) > 1:  # whose steps were these?
+            return {"metrics": None}
         return {"metrics": {"speculative_decoding": acceptance_object(self.handles[0].acceptance)}}
 
     # --- logprobs ------------------------------------------------------------------------------------------------------
@@ -220,7 +223,7 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes(token))}
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
 
 
 def _entry(logprobs: Any) -> tuple[int, float, Any]:
@@ -228,9 +231,29 @@ def _entry(logprobs: Any) -> tuple[int, float, Any]:
 
 
 def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
-    """How the drafts of a text fared, in vLLM's words. Steps without a draft are left out.
+    """How the drafts of a text fared, in vLLM's words. Only steps count in which something was drafted.
 
-    A step's number of accepted tokens is that of its emitted tokens less the one that the target adds.
+    Examples:
+        >>> from specjax.evaluation.metrics import summarise
+        >>> from specjax.serving.http.responses import acceptance_object
+        >>> result = specjax.generate(
+        ...     target, specjax.PromptLookup(draft=2), prompts, max_new_tokens=8
+        ... )
+        >>> said = acceptance_object(summarise(result.stats))
+        >>> sum(said["acceptance_histogram"]) == said["num_spec_steps"]
+        True
     """
-    counts = [] if acceptance is None else list(acceptance.histogram)
-    return {"acceptance_histogram": counts}
+    drafted_at = acceptance.drafted_at if acceptance else ()
+    accepted_at = acceptance.accepted_at if acceptance else ()
+    steps, drafted = max(drafted_at, default=0), acceptance.drafted if acceptance else 0
+    at_least = (steps, *accepted_at, 0)  # steps that accepted at least so many
+    accepted = sum(accepted_at)
+    return {
+        "mean_acceptance_length": 1 + accepted / max(steps, 1),
+        "draft_acceptance_rate": accepted / max(drafted, 1),
+        "acceptance_histogram": [more - less for more, less in pairwise(at_least)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": len(accepted_at),
+    }

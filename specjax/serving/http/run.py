@@ -4,13 +4,14 @@ import ipaddress
 import signal
 import socket
 import time
+from functools import partial
 from types import FrameType
 
 import uvicorn
 
 from specjax.errors import InputError
 from specjax.serving.http.app import Service, make_app
-from specjax.serving.http.protocol import Protocol
+from specjax.serving.http.protocol import Bounds, Protocol
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,7 +36,9 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit it
+        # Its connections inherit these: who vanishes is noticed, and who does not read has so many bytes waiting and no more.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -68,21 +71,30 @@ def address(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(service: Service, bound: socket.socket, *, drain_seconds: float = 30.0, message: str = "") -> int:
+def serve(
+    service: Service, bound: socket.socket, *, bounds: Bounds = Bounds(), drain_seconds: float = 30.0, message: str = ""
+) -> int:
     """Answer requests until SIGTERM or SIGINT. Then no new ones are taken, and those that run may end.
 
     Args:
         service: the engine and how requests are taken.
         bound: where.
+        bounds: what a client may leave undone.
         drain_seconds: after which requests that still run are cancelled.
         message: printed when requests are answered.
 
     Returns:
         The exit status: 0, or 128 and the signal's number where a second signal cut it short.
     """
-    config = uvicorn.Config(
+    server = _Server(_config(service, bounds), service, drain_seconds, message)
+    server.run(sockets=[bound])
+    return server.status
+
+
+def _config(service: Service, bounds: Bounds) -> uvicorn.Config:
+    return uvicorn.Config(
         make_app(service),
-        http=Protocol,
+        http=partial(Protocol, bounds),  # pyright: ignore[reportArgumentType] - it makes one, as the class does
         ws="none",
         loop="asyncio",
         lifespan="off",
@@ -90,12 +102,10 @@ def serve(service: Service, bound: socket.socket, *, drain_seconds: float = 30.0
         log_level="error",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=10,
         timeout_graceful_shutdown=5,
     )
-    server = _Server(config, service, drain_seconds, message)
-    server.run(sockets=[bound])
-    return server.status
 
 
 class _Server(uvicorn.Server):

@@ -29,7 +29,7 @@ class TokenTexts:
         """What a token says."""
         return self._of(token)[0]
 
-    def bytes(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """The bytes that it stands for."""
         return self._of(token)[1]
 
@@ -50,7 +50,7 @@ class TokenTexts:
         return text, text.encode(errors="replace")
 
 
-def _bytes_of(word: str) -> "bytes | None":
+def _bytes_of(word: str) -> bytes | None:
     """The bytes of a vocabulary's entry: ``<0xC3>``, or a character for each byte; None: it is written in another way."""
     if len(word) == 6 and word.startswith("<0x") and word.endswith(">"):
         return bytes.fromhex(word[3:5])

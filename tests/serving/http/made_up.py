@@ -1,0 +1,187 @@
+"""An engine that computes nothing: its texts are known, and so are the moments at which their pieces come."""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+
+from specjax.errors import InputError
+from specjax.evaluation.metrics import Acceptance
+from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
+from specjax.serving.http import run
+from specjax.serving.http.app import AppOptions, Service
+from specjax.serving.http.protocol import Bounds
+from specjax.serving.scheduler import QueueFullError
+
+VOCABULARY = 1024
+CAPACITY = 64
+
+
+class Characters:
+    """A tokenizer whose tokens are characters; those from 1000 on are bytes, as byte-level vocabularies write them."""
+
+    chat_template: str | None = "made up"
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(token) if token < 1000 else "\N{REPLACEMENT CHARACTER}" for token in tokens)
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(token) if token < 1000 else f"<0x{token - 1000 + 0xC0:02X}>"
+
+
+@dataclass
+class MadeUpHandle:
+    """A text whose next piece comes every ``pause`` seconds."""
+
+    pieces: list[Piece]
+    pause: float
+    prompt: list[int]
+    settings: dict[str, Any]
+    error: BaseException | None = None
+    times: Times = field(default_factory=lambda: Times(submitted=time.perf_counter()))
+    cancelled_at: float | None = None
+    cached_tokens: int = 1
+    predicted_tokens: int = 0
+    prediction_length: int = 0
+    acceptance: Any = None
+
+    @property
+    def _known(self) -> int:
+        until = time.perf_counter() if self.cancelled_at is None else self.cancelled_at
+        return len(self.pieces) if not self.pause else min(int((until - self.times.submitted) / self.pause), len(self.pieces))
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self._known == len(self.pieces):
+            return "error" if self.error else "length"
+        return "cancelled" if self.cancelled_at is not None else None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces[: self._known] for token in piece.tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces[: self._known])
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return tuple(logprobs(token, self.settings["logprobs"]) for token in self.prompt[1:])
+
+    def cancel(self) -> None:
+        if self.finish_reason is None:
+            self.cancelled_at = time.perf_counter()
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        from specjax.serving.handle import TextCancelledError
+
+        number = 0
+        while True:
+            known, reason = self._known, self.finish_reason
+            for piece in self.pieces[number:known]:
+                self.times.first_token = self.times.first_token or time.perf_counter()
+                yield piece
+            number = known
+            if reason == "cancelled":
+                raise TextCancelledError("the text was cancelled")
+            if reason == "error":
+                raise EngineError("the engine could not go on") from self.error
+            if reason is not None and number == len(self.pieces):
+                self.times.finished = time.perf_counter()
+                return
+            await asyncio.sleep(0.001)
+
+
+def logprobs(token: int, count: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
+
+
+class MadeUpEngine:
+    """Says ``text``, a token at a time.
+
+    Attributes:
+        submitted: the handles of all texts that were ever asked for.
+        room: how many texts it takes; more are refused.
+        error: with which all texts end; None: with none.
+        is_down: refuse everything, as an engine that has failed.
+    """
+
+    rows, capacity = 4, CAPACITY
+
+    def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:
+        self.text, self.pause = text, pause
+        self.tokenizer = Characters()
+        self.target = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY, eos_token_ids=(2,)))
+        self.submitted: list[MadeUpHandle] = []
+        self.room: int | None = None
+        self.error: BaseException | None = None
+        self.is_down = False
+        self.counted: dict[str, Any] = {"drafted_steps": 5, "drafted": 15, "accepted": 7, "accepted_at": (4, 2, 1), "draft": "chain:3"}
+
+    def encode(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+            if any(message["role"] == "nobody" for message in prompt):
+                raise InputError("messages: the model's chat template refuses them (no such role)")
+            prompt = "".join(f"{message['role']}:{message['content']}\n" for message in prompt)
+        return [min(ord(each), 999) for each in prompt] if isinstance(prompt, str) else list(prompt)
+
+    def submit(self, prompt: list[int], *, max_new_tokens: int, **settings: Any) -> MadeUpHandle:
+        if self.is_down:
+            raise EngineError("the engine could not go on") from RuntimeError("made up")
+        if self.room is not None and sum(handle.finish_reason is None for handle in self.submitted) >= self.room:
+            raise QueueFullError("as many requests wait as may")
+        settings = {"logprobs": None, "prediction": None, "spans": False, **settings}
+        tokens = itertools.islice(itertools.cycle(self.encode(self.text)), max_new_tokens)
+        pieces = [self._piece(token, settings) for token in tokens]
+        handle = MadeUpHandle(pieces, self.pause, prompt, settings, self.error)
+        handle.acceptance = Acceptance(9, 14, 15, 7, 0, 14 / 9, 7 / 15, (), (), drafted_at=(5, 5, 5), accepted_at=(4, 2, 1))
+        if settings["prediction"] is not None:
+            handle.predicted_tokens, handle.prediction_length = 2, len(settings["prediction"])
+        self.submitted.append(handle)
+        return handle
+
+    @staticmethod
+    def _piece(token: int, settings: dict[str, Any]) -> Piece:
+        asked, text = settings["logprobs"], Characters().decode([token])
+        said = () if asked is None else (logprobs(token, asked),)
+        return Piece(text, (token,), (True,), said, ((text, True),) if settings["spans"] else ())
+
+    @property
+    def statistics(self) -> Any:
+        running = sum(handle.finish_reason is None for handle in self.submitted)
+        pages = {"free_pages": 3, "pages": 4, "put_back": 2, "prompt_tokens_read": 8, "prompt_tokens_shared": 2}
+        return SimpleNamespace(running=running, waiting=1, **pages, **self.counted)
+
+
+@contextmanager
+def serving(engine: MadeUpEngine, bounds: Bounds = Bounds(), **options: Any) -> Iterator[tuple[str, int]]:
+    """uvicorn in a thread, as `specjax serve` runs it: its host and port."""
+    service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
+    with run.bind("127.0.0.1", 0) as bound:
+        server = run._Server(run._config(service, bounds), service, 5.0, "")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        host, port = bound.getsockname()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield host, port
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def wait_until(happened: Any, seconds: float = 10.0) -> None:
+    """Fail where ``happened()`` does not become true."""
+    until = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.01)

@@ -1,0 +1,590 @@
+"""The application on an engine that computes nothing: who may ask, what is answered, and what happens to who goes away."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import httpx2
+import pytest
+
+from specjax.serving.http.app import AppOptions, Service, make_app
+from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.tokens import TokenTexts
+from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, serving, wait_until
+
+NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
+
+
+def service_of(engine: MadeUpEngine, **options: Any) -> Service:
+    return Service(engine, AppOptions(**{"names": ("tiny", "other")} | options))  # pyright: ignore[reportArgumentType]
+
+
+def ask(
+    service: Service | MadeUpEngine, path: str = "/v1/completions", method: str = "POST", headers: Any = (), content: Any = None, **body: Any
+) -> httpx2.Response:
+    """One request, without a network."""
+    service = service if isinstance(service, Service) else service_of(service)
+    base = {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": "ab"}
+    content = json.dumps({"model": "tiny"} | base | body) if content is None and method == "POST" else content
+    sent = {"Content-Type": "application/json", **dict(headers)}
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(make_app(service), raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, content=content, headers=sent)
+
+    return asyncio.run(send())
+
+
+def chat(service: Service | MadeUpEngine, **body: Any) -> httpx2.Response:
+    return ask(service, "/v1/chat/completions", **body)
+
+
+def refused(answer: httpx2.Response, status: int) -> dict[str, Any]:
+    """The error object of an answer, which is one."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == set(NO_ERRORS)
+    assert all(isinstance(error[name], kind) for name, kind in NO_ERRORS.items())
+    return error
+
+
+def events(answer: httpx2.Response) -> list[Any]:
+    """The objects of a stream, which ends as it should."""
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *lines, last, rest = answer.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion() -> None:
+    engine = MadeUpEngine("The text.")
+    answer = ask(engine, max_tokens=6).json()
+    assert answer["choices"] == [{"index": 0, "finish_reason": "length", "text": "The te", "logprobs": None}]
+    details = {"cached_tokens": 1}
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8, "prompt_tokens_details": details}
+    assert (answer["object"], answer["model"], answer["id"][:5]) == ("text_completion", "tiny", "cmpl-")
+    assert "metrics" not in answer
+
+
+def test_a_chat() -> None:
+    engine = MadeUpEngine("The text.")
+    answer = chat(engine, max_completion_tokens=4).json()
+    message = {"role": "assistant", "content": "The ", "refusal": None}
+    assert answer["choices"] == [{"index": 0, "finish_reason": "length", "message": message, "logprobs": None}]
+    assert (answer["object"], answer["id"][:9]) == ("chat.completion", "chatcmpl-")
+    assert answer["usage"]["prompt_tokens"] == len("user:Hi\n")
+
+
+def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room() -> None:
+    answer = chat(MadeUpEngine("x")).json()
+    assert answer["usage"]["total_tokens"] == CAPACITY
+
+
+def test_what_the_engine_is_given() -> None:
+    engine = MadeUpEngine()
+    ask(engine, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=-1, stop="x", stop_token_ids=[5], min_tokens=2, max_tokens=4)
+    settings = engine.submitted[0].settings
+    assert {name: settings[name] for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")} == {
+        **{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}
+    }
+    assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (2**63 - 1, 0, ("x",), (2, 5))
+    assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (None, False, None, False)
+
+
+def test_without_a_seed_every_request_has_another() -> None:
+    engine = MadeUpEngine()
+    for _ in range(5):
+        ask(engine)
+    seeds = {handle.settings["seed"] for handle in engine.submitted}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_choices_are_numbered_by_prompt_and_within_it() -> None:
+    engine = MadeUpEngine()
+    answer = ask(engine, prompt=["a", "bcd"], n=3, seed=7, max_tokens=2).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+    given = [(len(handle.prompt), handle.settings["choice"], handle.settings["seed"]) for handle in engine.submitted]
+    assert given == [(1, 0, 7), (1, 1, 7), (1, 2, 7), (3, 0, 7), (3, 1, 7), (3, 2, 7)]  # as each prompt would have alone
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (4, 12)
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+
+
+def test_a_stream_of_a_completion() -> None:
+    said = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True))
+    assert [each["choices"][0]["text"] for each in said] == ["a", "b", "c", ""]
+    assert [each["choices"][0]["finish_reason"] for each in said] == [None, None, None, "length"]
+    assert len({each["id"] for each in said}) == 1
+    assert not any("usage" in each for each in said)
+
+
+def test_a_stream_of_a_chat_begins_with_the_role() -> None:
+    said = events(chat(MadeUpEngine("abc"), max_tokens=3, stream=True))
+    deltas = [each["choices"][0]["delta"] for each in said]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}, {"content": "c"}, {}]
+    assert {each["object"] for each in said} == {"chat.completion.chunk"}
+
+
+def test_usage_comes_last_where_it_is_asked_for() -> None:
+    *said, last = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"include_usage": True}))
+    assert all(each["usage"] is None for each in said)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 5
+
+
+def test_a_stream_of_several_choices() -> None:
+    said = events(ask(MadeUpEngine("abc"), prompt=["x", "y"], n=2, max_tokens=3, stream=True))
+    for index in range(4):
+        of_it = [each["choices"][0] for each in said if each["choices"][0]["index"] == index]
+        assert "".join(choice["text"] for choice in of_it) == "abc"
+        assert of_it[-1]["finish_reason"] == "length"
+
+
+def test_accepted_text_is_told_apart_where_it_is_asked_for() -> None:
+    engine = MadeUpEngine("abc")
+    said = events(ask(engine, max_tokens=3, stream=True, stream_options={"include_accepted": True}))
+    assert [each["choices"][0].get("accepted") for each in said] == [[["a", True]], [["b", True]], [["c", True]], None]
+    assert engine.submitted[0].settings["spans"]
+
+
+def test_logprobs_of_a_completion() -> None:
+    choice = ask(MadeUpEngine("abc"), max_tokens=3, logprobs=2).json()["choices"][0]
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [-0.5, -0.5, -0.5],
+        "top_logprobs": [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}, {"c": -0.5, "d": -1.5}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_the_prompt_comes_first_where_it_is_echoed() -> None:
+    choice = ask(MadeUpEngine("cd"), prompt="ab", max_tokens=2, logprobs=1, echo=True).json()["choices"][0]
+    assert choice["text"] == "abcd"
+    assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5, -0.5]  # nothing comes before the first
+    assert choice["logprobs"]["top_logprobs"][:2] == [None, {"b": -0.5}]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+
+
+def test_the_likelihood_of_a_prompt_alone() -> None:
+    answer = ask(MadeUpEngine(), prompt=[97, 98, 99], max_tokens=0, logprobs=1, echo=True).json()
+    assert answer["choices"][0]["text"] == "abc"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_an_echo_in_a_stream() -> None:
+    said = events(ask(MadeUpEngine("cd"), max_tokens=2, logprobs=0, echo=True, stream=True))
+    assert [each["choices"][0]["text"] for each in said] == ["ab", "c", "d", ""]
+    offsets = [each["choices"][0]["logprobs"]["text_offset"] for each in said[:-1]]
+    assert offsets == [[0, 1], [2], [3]]
+    said = events(ask(MadeUpEngine(), max_tokens=0, logprobs=0, echo=True, stream=True))
+    assert [each["choices"][0]["text"] for each in said] == ["ab", ""]
+
+
+def test_logprobs_of_a_chat() -> None:
+    content = chat(MadeUpEngine("é"), max_tokens=1, logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    likeliest = [
+        {"token": "é", "logprob": -0.5, "bytes": [0xC3, 0xA9]},
+        {"token": "ê", "logprob": -1.5, "bytes": [0xC3, 0xAA]},
+    ]
+    assert content == [likeliest[0] | {"top_logprobs": likeliest}]
+    said = events(chat(MadeUpEngine("ab"), max_tokens=2, logprobs=True, stream=True))
+    assert [each["choices"][0]["logprobs"]["content"][0]["token"] for each in said[1:3]] == ["a", "b"]
+
+
+def test_tokens_that_are_no_text_say_their_bytes() -> None:
+    texts = TokenTexts(Characters())
+    assert [texts.text(token) for token in (97, 1003, 1004)] == ["a", "bytes:\\xc3", "bytes:\\xc4"]
+    assert [texts.bytes_of(token) for token in (97, 1003)] == [b"a", b"\xc3"]
+
+
+def test_what_of_a_prediction_was_there() -> None:
+    usage = ask(MadeUpEngine(), max_tokens=4, prediction={"type": "content", "content": "abcde"}).json()["usage"]
+    details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}
+    assert usage["completion_tokens_details"] == details
+
+
+def test_how_the_drafts_of_a_text_fared() -> None:
+    service = service_of(MadeUpEngine(), with_acceptance=True)
+    said = ask(service).json()["metrics"]["speculative_decoding"]
+    assert said == {
+        "mean_acceptance_length": 1 + 7 / 5,
+        "draft_acceptance_rate": 7 / 15,
+        "acceptance_histogram": [1, 2, 1, 1],
+        "num_spec_steps": 5,
+        "num_accepted_draft_tokens": 7,
+        "num_draft_tokens": 15,
+        "num_spec_tokens": 3,
+    }
+    assert ask(service, n=2).json()["metrics"] is None
+    *_, last = events(ask(service, stream=True, stream_options={"include_usage": True}))
+    assert last["metrics"]["speculative_decoding"] == said
+
+
+# --- other paths -----------------------------------------------------------------------------------------------------
+
+
+def test_models() -> None:
+    engine = MadeUpEngine()
+    listed = ask(engine, "/v1/models", "GET").json()
+    assert [(model["id"], model["max_model_len"]) for model in listed["data"]] == [("tiny", CAPACITY), ("other", CAPACITY)]
+    assert ask(engine, "/v1/models/other", "GET").json()["id"] == "other"
+    assert refused(ask(engine, "/v1/models/a/b", "GET"), 404)["code"] == "model_not_found"
+
+
+def test_tokenize() -> None:
+    engine = MadeUpEngine()
+    assert ask(engine, "/tokenize", content='{"prompt": "ab"}').json() == {"count": 2, "max_model_len": CAPACITY, "tokens": [97, 98]}
+    messages = [{"role": "user", "content": "a"}]
+    assert ask(engine, "/tokenize", content=json.dumps({"messages": messages})).json()["count"] == len("user:a\n")
+
+
+def test_the_page_comes_from_here_alone() -> None:
+    answer = ask(MadeUpEngine(), "/", "GET")
+    assert answer.text.startswith("<!doctype html>")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_paths_and_methods_that_are_none() -> None:
+    for path in ("/nothing", "/v1/completions/", "/v1", "/docs", "/%ff"):
+        assert refused(ask(MadeUpEngine(), path, "GET"), 404)["type"] == "not_found_error"
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        answer = ask(MadeUpEngine(), path, "GET")
+        refused(answer, 405)
+        assert answer.headers["allow"] == "POST"
+    refused(ask(MadeUpEngine(), "/v1/models"), 405)
+
+
+def metric(text: str, line: str) -> float:
+    return next(float(each.rpartition(" ")[2]) for each in text.splitlines() if each.rpartition(" ")[0] == line)
+
+
+def test_metrics() -> None:
+    service = service_of(MadeUpEngine("abcdef", pause=0.002))
+
+    async def three_texts() -> str:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1") as client:
+            for _ in range(3):
+                await client.post("/v1/completions", json={"model": "tiny", "prompt": "abc", "max_tokens": 5})
+            return (await client.get("/metrics")).text
+
+    text = asyncio.run(three_texts())
+    of = '{model_name="tiny"}'
+    expected = {
+        **{f"vllm:num_requests_running{of}": 0, f"vllm:num_requests_waiting{of}": 1, f"vllm:kv_cache_usage_perc{of}": 0.25},
+        **{f"vllm:prompt_tokens_total{of}": 9, f"vllm:generation_tokens_total{of}": 15, f"vllm:num_preemptions_total{of}": 2},
+        **{f"vllm:prefix_cache_queries_total{of}": 10, f"vllm:prefix_cache_hits_total{of}": 2},
+        **{f"vllm:spec_decode_num_drafts_total{of}": 5, f"vllm:spec_decode_num_draft_tokens_total{of}": 15},
+        f"vllm:spec_decode_num_accepted_tokens_total{of}": 7,
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="2"}': 1,
+        'vllm:request_success_total{finished_reason="length",model_name="tiny"}': 3,
+        'vllm:request_success_total{finished_reason="abort",model_name="tiny"}': 0,
+        **{f"vllm:time_to_first_token_seconds_count{of}": 3, f"vllm:e2e_request_latency_seconds_count{of}": 3},
+        f"vllm:inter_token_latency_seconds_count{of}": 12,
+        'specjax:draft_in_use{draft="chain:3",model_name="tiny"}': 1,
+    }
+    assert {line: metric(text, line) for line in expected} == expected
+    between = metric(text, f"vllm:inter_token_latency_seconds_sum{of}") / 12
+    assert 0.0015 < between < 0.02  # the pieces come every 2 ms
+
+
+# --- who may ask -----------------------------------------------------------------------------------------------------
+
+
+def test_with_a_key_nothing_is_answered_without_it() -> None:
+    service = service_of(MadeUpEngine(), api_key="a-secret-key")
+    for path, method in (("/v1/models", "GET"), ("/v1/completions", "POST"), ("/metrics", "GET"), ("/nothing", "GET")):
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "a-secret-key"}, {"Authorization": "Bearer "}):
+            answer = ask(service, path, method, given)
+            assert refused(answer, 401)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+    for scheme in ("Bearer", "bearer"):
+        assert ask(service, "/v1/models", "GET", {"Authorization": f"{scheme} a-secret-key"}).status_code == 200
+    assert not service.engine.submitted  # pyright: ignore[reportAttributeAccessIssue]
+    for path in ("/", "/health"):
+        assert ask(service, path, "GET").status_code == 200
+
+
+def test_a_name_that_is_not_this_machines_own_is_refused() -> None:
+    service = service_of(MadeUpEngine(), only_loopback=True)
+    for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "10.0.0.1", "", "localhost.evil", "[::2]"):
+        assert refused(ask(service, "/v1/models", "GET", {"Host": host}), 403)["code"] == "host_not_allowed"
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:5", "127.1.2.3", "[::1]:8000", "[::1]"):
+        assert ask(service, "/v1/models", "GET", {"Host": host}).status_code == 200
+    assert ask(service_of(MadeUpEngine()), "/v1/models", "GET", {"Host": "my.server"}).status_code == 200
+
+
+def test_a_form_is_no_json() -> None:
+    """What a web page may send to anybody without being asked whether it may."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+        refused(ask(MadeUpEngine(), headers={"Content-Type": kind}), 415)
+    assert ask(MadeUpEngine(), headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_is_too_long_is_not_read() -> None:
+    service = service_of(MadeUpEngine(), max_body=1000)
+    assert refused(ask(service, content=b"x" * 1001), 413)["code"] == "body_too_long"
+    read = 0
+
+    async def chunks() -> Any:
+        nonlocal read
+        for _ in range(100):
+            read += 1
+            yield b"x" * 100
+
+    assert refused(ask(service, content=chunks()), 413)
+    assert read <= 12
+
+
+def test_a_text_that_is_too_long() -> None:
+    engine = MadeUpEngine()
+    for body in ({"prompt": "a" * 60}, {"prompt": "a" * (CAPACITY + 1), "max_tokens": 1}, {"prompt": "a", "max_tokens": CAPACITY}):
+        error = refused(ask(engine, **body), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert not engine.submitted
+
+
+def test_all_texts_of_a_request_are_taken_or_none() -> None:
+    engine = MadeUpEngine(pause=10.0)
+    engine.room = 3
+    answer = ask(engine, n=4)
+    assert refused(answer, 429)["code"] == "queue_full"
+    assert answer.headers["retry-after"] == "1"
+    assert [handle.finish_reason for handle in engine.submitted] == ["cancelled"] * 3
+
+
+def test_more_texts_than_there_can_be_are_no_matter_of_waiting() -> None:
+    service = service_of(MadeUpEngine(), max_texts=5)
+    assert refused(ask(service, prompt=["a", "b", "c"], n=2), 400)["param"] == "n"
+    assert ask(service, prompt=["a"], n=5).status_code == 200
+
+
+def test_what_the_chat_template_refuses() -> None:
+    error = refused(chat(MadeUpEngine(), messages=[{"role": "nobody", "content": "a"}]), 400)
+    assert error["param"] == "messages"
+
+
+def test_an_engine_that_fails() -> None:
+    engine = MadeUpEngine()
+    service = service_of(engine)
+    engine.error = RuntimeError("a secret of the device")
+    error = refused(ask(service), 500)
+    assert error["type"] == "server_error"
+    assert "secret" not in error["message"]
+    assert ask(service, "/health", "GET").status_code == 200  # it was this text's
+    engine.is_down = True
+    refused(ask(service), 500)
+    engine.error = None
+    service._had_error = True
+    assert "failed" in refused(ask(service, "/health", "GET"), 503)["message"]
+
+
+def test_an_error_in_the_middle_of_a_stream_is_said_there() -> None:
+    engine = MadeUpEngine("abc")
+    engine.error = RuntimeError("made up")
+    answer = ask(engine, max_tokens=3, stream=True)
+    assert answer.status_code == 200
+    *said, last, rest = answer.text.split("\n\n")
+    assert [json.loads(each[6:])["choices"][0]["text"] for each in said] == ["a", "b", "c"]
+    assert json.loads(last[6:])["error"]["type"] == "server_error"
+    assert rest == ""  # and nothing says that it is complete
+
+
+def test_who_comes_while_it_drains() -> None:
+    service = service_of(MadeUpEngine())
+    service.is_draining = True
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        answer = ask(service, path)
+        assert refused(answer, 503)["code"] == "draining"
+        assert (answer.headers["retry-after"], answer.headers["connection"]) == ("10", "close")
+    refused(ask(service, "/health", "GET"), 503)
+    assert ask(service, "/metrics", "GET").status_code == 200
+
+
+# --- on a network ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def connected(address: tuple[str, int], receive_buffer: int | None = None) -> Iterator[socket.socket]:
+    with socket.socket() as connection:
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(10)
+        connection.connect(address)
+        yield connection
+
+
+def head(length: int, path: str = "/v1/completions") -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}", "", "")
+    return "\r\n".join(lines).encode()
+
+
+def request(**body: Any) -> bytes:
+    content = json.dumps({"model": "tiny", "prompt": "ab"} | body).encode()
+    return head(len(content)) + content
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side closes."""
+    said = b""
+    while more := connection.recv(65536):
+        said += more
+    return said
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_goes_away_leaves_nothing_behind(stream: bool) -> None:
+    engine = MadeUpEngine(pause=0.05)
+    with serving(engine) as address:
+        with connected(address) as connection:
+            connection.sendall(request(stream=stream, n=3, max_tokens=60))
+            wait_until(lambda: len(engine.submitted) == 3)
+            if stream:
+                assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
+        gone = time.perf_counter()
+        wait_until(lambda: all(handle.finish_reason == "cancelled" for handle in engine.submitted))
+        assert all(handle.cancelled_at - gone < 1 for handle in engine.submitted if handle.cancelled_at)
+
+
+def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> None:
+    engine = MadeUpEngine(pause=10.0)
+    encode, begun = engine.encode, []
+
+    def slow(prompt: Any) -> list[int]:
+        begun.append(prompt)
+        time.sleep(0.5)
+        return encode(prompt)
+
+    engine.encode = slow  # pyright: ignore[reportAttributeAccessIssue]
+    with serving(engine) as address:
+        with connected(address) as connection:
+            connection.sendall(request())
+            wait_until(lambda: begun)
+        time.sleep(1)
+        assert all(handle.finish_reason == "cancelled" for handle in engine.submitted)
+
+
+def test_a_reader_that_stops_reading_is_dropped_and_nothing_is_kept_for_it() -> None:
+    engine = MadeUpEngine()
+    engine.capacity = 10**9
+    with serving(engine, Bounds(reader_seconds=0.5)) as address, connected(address, receive_buffer=4096) as connection:
+        connection.sendall(request(stream=True, max_tokens=50_000))  # some 10 MB of events
+        wait_until(lambda: engine.submitted)
+        time.sleep(1.5)
+        said = b""
+        with pytest.raises(ConnectionError):  # the other side has reset it
+            while True:
+                more = connection.recv(65536)
+                if not more:
+                    raise AssertionError("it was closed as if all had been read")
+                said += more
+        assert len(said) < 2_000_000
+
+
+def test_a_slow_reader_is_waited_for() -> None:
+    engine = MadeUpEngine("y")
+    engine.capacity = 10**9
+    with serving(engine, Bounds(reader_seconds=0.8)) as address, connected(address, receive_buffer=4096) as connection:
+        connection.sendall(request(stream=True, max_tokens=2_000))
+        said = b""
+        for _ in range(8):  # all together longer than a reader may stop
+            time.sleep(0.25)
+            until = len(said) + 32768
+            while len(said) < until:
+                said += connection.recv(4096)
+        while b"[DONE]" not in said:
+            more = connection.recv(65536)
+            assert more, "it was closed"
+            said += more
+    assert said.count(b'"text":"y"') == 2_000
+
+
+def test_a_body_that_does_not_come() -> None:
+    with serving(MadeUpEngine(), body_seconds=0.3) as address, connected(address) as connection:
+        connection.sendall(head(100) + b'{"model"')
+        said = read_all(connection)
+    assert said.startswith(b"HTTP/1.1 408")
+    assert b'"code":"timeout"' in said
+
+
+def test_a_head_that_does_not_come() -> None:
+    with serving(MadeUpEngine(), Bounds(request_seconds=0.3)) as address:
+        for begun in (b"", b"POST /v1/comp", head(5)[:-2]):
+            with connected(address) as connection:
+                connection.sendall(begun)
+                with pytest.raises((ConnectionError, AssertionError)):
+                    assert read_all(connection)  # closed without a word
+        with connected(address) as connection:  # also after one that came
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            said = b""
+            while not said.endswith(b'"ok"}'):
+                said += connection.recv(1000)
+            connection.sendall(b"GET /hea")
+            begun = time.monotonic()
+            with pytest.raises((ConnectionError, AssertionError)):
+                assert read_all(connection)
+            assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *(b"\0\0\0\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"),
+        *(b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2_000_000 + b"\r\n\r\n"),
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Type: application/json\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
+    ],
+)
+def test_what_is_no_http(sent: bytes) -> None:
+    with serving(MadeUpEngine(), Bounds(request_seconds=2)) as address:
+        with connected(address) as connection:
+            said = b""
+            with suppress(ConnectionError):  # it may close before it has read all of it
+                connection.sendall(sent)
+                connection.shutdown(socket.SHUT_WR)
+                said = read_all(connection)
+        if said:
+            assert said.startswith(b"HTTP/1.1 4"), said
+            assert b'{"error":{"message":' in said
+        with connected(address) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
+
+
+def test_there_are_only_so_many_connections() -> None:
+    with serving(MadeUpEngine(), Bounds(connections=2)) as address, connected(address), connected(address):
+        time.sleep(0.1)
+        with connected(address) as third:
+            said = read_all(third)
+        assert said.startswith(b"HTTP/1.1 503")
+        assert b"too many connections" in said
+
+
+def test_a_long_body_is_refused_and_the_connection_goes_on() -> None:
+    with serving(MadeUpEngine(), max_body=1000) as address, connected(address) as connection:
+        connection.sendall(head(200_000) + b"x" * 200_000)
+        said = connection.recv(65536)
+        assert said.startswith(b"HTTP/1.1 413")
+        connection.sendall(request(max_tokens=2))
+        said = b""
+        while b'"total_tokens":4' not in said:
+            more = connection.recv(65536)
+            assert more, said
+            said += more

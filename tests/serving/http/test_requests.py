@@ -1,0 +1,299 @@
+"""From bytes to what is asked for: every name and every value is known, or refused by its name."""
+
+import json
+import random
+import string
+from typing import Any
+
+import msgspec
+import pytest
+
+from specjax.serving.http.errors import RequestError
+from specjax.serving.http.requests import IGNORED, UNSUPPORTED, Limits, read_chat, read_completion, read_tokenize
+
+LIMITS = Limits(names=("tiny", "other"), vocab_size=100, own_ends=(2, 3))
+COMPLETION = {"model": "tiny", "prompt": "import os"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
+READERS = {"completion": (read_completion, COMPLETION), "chat": (read_chat, CHAT)}
+both = pytest.mark.parametrize("kind", READERS)
+
+
+def read(kind: str = "completion", limits: Limits = LIMITS, **values: Any) -> Any:
+    reader, base = READERS[kind]
+    return reader(json.dumps(base | values).encode(), limits)
+
+
+def refusal(kind: str = "completion", limits: Limits = LIMITS, **values: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(kind, limits, **values)
+    return caught.value
+
+
+# --- what is taken ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_given_has_openais_defaults() -> None:
+    asked = read()
+    assert (asked.prompts, asked.n, asked.max_tokens, asked.temperature, asked.top_p) == (("import os",), 1, 16, 1.0, 1.0)
+    assert (asked.top_k, asked.min_p, asked.seed, asked.stop, asked.ends, asked.logprobs) == (0, 0.0, None, (), None, None)
+    assert not (asked.stream or asked.echo or asked.include_usage)
+    assert read("chat").max_tokens is None  # as many as fit
+
+
+@both
+def test_null_is_as_good_as_nothing(kind: str) -> None:
+    names = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options", "ignore_eos")
+    more = ("prediction", "logprobs", "max_tokens", "min_tokens", "best_of", *UNSUPPORTED, *IGNORED)
+    assert read(kind, **dict.fromkeys((*names, *more))) == read(kind)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ("text",)),
+        (["one", "two"], ("one", "two")),
+        ([1, 2, 3], ([1, 2, 3],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        (["one"], ("one",)),
+        ("\0 \U0001f389 é", ("\0 \U0001f389 é",)),
+    ],
+)
+def test_prompts(prompt: Any, prompts: tuple) -> None:
+    assert read(prompt=prompt).prompts == prompts
+
+
+def test_messages_are_text_or_parts_of_text() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
+    made = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo", "name": "me"}]
+    assert read("chat", messages=messages).prompts == (made,)
+
+
+def test_the_newer_name_of_the_limit_wins() -> None:
+    assert read("chat", max_tokens=5).max_tokens == 5
+    assert read("chat", max_tokens=5, max_completion_tokens=7).max_tokens == 7
+
+
+@pytest.mark.parametrize(("given", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)])
+def test_every_integer_of_64_bits_is_a_seed(given: int, seed: int) -> None:
+    assert read(seed=given).seed == seed
+
+
+def test_no_limit_on_candidates_has_two_names() -> None:
+    assert read(top_k=-1).top_k == read(top_k=0).top_k == 0
+    assert read(top_k=5).top_k == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ({}, None),
+        ({"stop_token_ids": [5, 5]}, (2, 3, 5)),
+        ({"ignore_eos": True}, ()),
+        ({"ignore_eos": True, "stop_token_ids": [2, 7]}, (2, 7)),
+        ({"stop_token_ids": []}, None),
+    ],
+)
+def test_ids_that_end_a_text(values: dict, ends: Any) -> None:
+    assert read(**values).ends == ends
+
+
+def test_logprobs_are_a_number_here_and_a_switch_with_a_number_there() -> None:
+    assert read(logprobs=0).logprobs == 0
+    assert read(logprobs=20).logprobs == 20
+    assert read("chat", logprobs=True).logprobs == 0
+    assert read("chat", logprobs=True, top_logprobs=3).logprobs == 3
+    assert read("chat", logprobs=False).logprobs is None
+    assert read("chat", logprobs=False, top_logprobs=0).logprobs is None
+
+
+def test_the_prompt_alone_may_be_asked_about() -> None:
+    asked = read(echo=True, max_tokens=0, logprobs=1)
+    assert (asked.max_tokens, asked.echo, asked.logprobs) == (0, True, 1)
+
+
+@both
+def test_a_prediction_is_text_or_parts_of_text(kind: str) -> None:
+    assert read(kind, prediction={"type": "content", "content": "abc"}).prediction == "abc"
+    parts = [{"type": "text", "text": "abc"}]
+    assert read(kind, prediction={"type": "content", "content": parts}).prediction == "abc"
+    assert read(kind, prediction={"type": "content", "content": ""}).prediction is None
+
+
+@both
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_may_have_its_neutral_values_alone(kind: str, name: str) -> None:
+    for neutral in UNSUPPORTED[name]:
+        assert read(kind, **{name: neutral}) == read(kind)
+    error = refusal(kind, **{name: "something else" if name != "chat_template" else "{{ 1 }}"})
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+    assert name in error.message
+
+
+@both
+@pytest.mark.parametrize("name", sorted(IGNORED))
+def test_what_does_not_change_the_text_is_not_read(kind: str, name: str) -> None:
+    assert read(kind, **{name: {"any": ["thing", 1]}}) == read(kind)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("n", [0, 17, -1, 2**70, 1.5, "1", True, []]),
+    ("best_of", [2, 0, "1"]),
+    ("max_tokens", [-1, 2**31, 1e30, "5", 0]),
+    ("min_tokens", [-1, 17, "1"]),
+    ("temperature", [-0.1, 1e39, "1", [], True]),
+    ("top_p", [0, 1.1, -1, "1"]),
+    ("top_k", [-2, 2**31, 1.5, "1"]),
+    ("min_p", [-0.1, 1.1, "1"]),
+    ("seed", [2**63, -(2**63) - 1, 1.5, "1", 2**200]),
+    ("stop", [[""], "", ["x"] * 17, "x" * 257, 5, [5], {"a": 1}]),
+    ("stop_token_ids", [[100], [-1], [0.5], list(range(10, 17)), "1", [1] * 1000]),
+    ("stream", [1, "true", []]),
+    ("stream_options", [{"include_usage": True}, {"unknown": 1}, []]),
+    ("ignore_eos", [1, "yes"]),
+    ("prediction", [{"type": "content"}, {"type": "other", "content": "a"}, "a", {"type": "content", "content": 5}]),
+    ("model", [5, [], {}]),
+    ("unknown", [None, 0, "x"]),
+]
+
+
+@both
+@pytest.mark.parametrize(("name", "values"), WRONG, ids=[name for name, _ in WRONG])
+def test_an_error_names_the_parameter_and_its_value(kind: str, name: str, values: list) -> None:
+    for value in values:
+        if kind == "chat" and (name, value) == ("min_tokens", 17):
+            continue  # there is no limit that it could be above
+        error = refusal(kind, **{name: value})
+        assert (error.status, error.param) == (400, name), value
+        assert error.message.startswith(name) or name in error.message
+        assert len(error.message) < 400
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", [], [""], [[]], [1, "a"], [[1], "a"], [100], [-1], [[1, 100]], ["a"] * 65, None, 5, {}, [1.5], [True], [[[1]]], [None]],
+)
+def test_prompts_that_are_none(prompt: Any) -> None:
+    error = refusal(prompt=prompt)
+    assert (error.status, error.param) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *([], None, "text", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}], [{"role": "user", "content": None}]),
+        [{"role": "user", "content": "a", "tool_calls": []}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{"role": "user", "content": [{"type": "audio", "text": "x"}]}],
+        [{"role": "user", "content": "a"}] * 1025,
+    ],
+)
+def test_messages_that_are_none(messages: Any) -> None:
+    error = refusal("chat", messages=messages)
+    assert (error.status, error.param) == (400, "messages")
+
+
+def test_what_is_refused_for_what_else_was_given() -> None:
+    assert refusal(prompt=["a"] * 64, n=3).param == "n"
+    assert refusal(max_tokens=0, echo=True).param == "max_tokens"
+    assert refusal("chat", max_tokens=0).param == "max_tokens"
+    assert refusal("chat", top_logprobs=2).param == "top_logprobs"
+    assert refusal(logprobs=21).param == "logprobs"
+    assert refusal(logprobs=True).param == "logprobs"
+    assert refusal("chat", logprobs=5).param == "logprobs"
+    assert refusal(stream=True, stream_options={"continuous_usage_stats": True}).param == "stream_options"
+    assert refusal("chat", prompt="a").code == refusal(messages=[]).code == "unknown_parameter"
+
+
+def test_what_the_server_was_not_started_for() -> None:
+    bare = Limits(names=("tiny",), vocab_size=100, max_logprobs=0, max_prediction=0, has_chat=False)
+    assert refusal(limits=bare, logprobs=0).param == "logprobs"
+    assert refusal(limits=bare, prediction={"type": "content", "content": "a"}).param == "prediction"
+    error = refusal("chat", limits=bare)
+    assert (error.code, "/v1/completions" in error.message) == ("no_chat_template", True)
+
+
+def test_another_model_is_not_found() -> None:
+    error = refusal(model="gpt-4o")
+    assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+    assert read(model="other").model == "other"
+    with pytest.raises(RequestError, match="missing"):
+        read_completion(b'{"prompt": "a"}', LIMITS)
+
+
+DEEP = b'{"model": "tiny", "prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"null", b"[]", b"5", b'"text"', b"{", b"{}", b"\xff\xfe", b'{"model": "tiny", "prompt": "\xff"}', b'{"\xff": 1}'),
+        *(b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a"} trailing', b"\xef\xbb\xbf{}", b"{'a': 1}"),
+        *(b'{"model": "tiny", "prompt": "a", "temperature": NaN}', b'{"model": "tiny", "prompt": "a", "temperature": 1e999}'),
+        *(b'{"model": "tiny", "prompt": "a", "n": ' + b"1" * 100_000 + b"}", DEEP, DEEP[:-2], b"[" * 1_000_000),
+        json.dumps(COMPLETION).encode("utf-16"),
+    ],
+)
+def test_bodies_that_are_none(body: bytes) -> None:
+    for reader in (read_completion, read_chat, read_tokenize):
+        with pytest.raises(RequestError) as caught:
+            reader(body, LIMITS)
+        assert caught.value.status in (400, 404)
+        msgspec.json.encode(caught.value.object)  # it can be said
+
+
+def test_tokenize() -> None:
+    assert read_tokenize(b'{"prompt": "a", "model": "tiny"}', LIMITS).prompt == "a"
+    assert read_tokenize(json.dumps({"messages": CHAT["messages"]}).encode(), LIMITS).param == "messages"
+    for body in (b"{}", b'{"prompt": "a", "messages": []}', b'{"prompt": 5}', b'{"prompt": ["a"]}', b'{"prompt": ""}'):
+        with pytest.raises(RequestError, match=r"prompt"):
+            read_tokenize(body, LIMITS)
+
+
+# --- mutations -------------------------------------------------------------------------------------------------------
+
+SCALARS = [None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308, "", "a", "\0", "é" * 300, "tiny"]
+NAMES = [*COMPLETION, *CHAT, "n", "stop", "seed", "stream", "logprobs", "echo", "max_tokens", "prediction", "stream_options"]
+NAMES += ["temperature", "top_k", "stop_token_ids", "min_tokens", *list(UNSUPPORTED)[:8], "role", "content", "type", "text", "x"]
+
+
+def value(rng: random.Random, depth: int = 0) -> Any:
+    """Any JSON there might be."""
+    kind = rng.random()
+    if depth > 3 or kind < 0.6:
+        return rng.choice(SCALARS)
+    if kind < 0.8:
+        return [value(rng, depth + 1) for _ in range(rng.randint(0, 4))]
+    return {rng.choice(NAMES): value(rng, depth + 1) for _ in range(rng.randint(0, 4))}
+
+
+def mutated(rng: random.Random) -> bytes:
+    """A good body, with values exchanged, names added or bytes changed."""
+    body = dict(rng.choice((COMPLETION, CHAT)))
+    for _ in range(rng.randint(0, 3)):
+        body[rng.choice(NAMES)] = value(rng)
+    raw = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.3:
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(raw))
+            raw[at : at + rng.randint(0, 2)] = rng.choice((b"", bytes([rng.randrange(256)]), rng.choice(string.punctuation).encode()))
+            raw = raw or bytearray(b"x")
+    return bytes(raw)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_a_body_is_it_is_taken_or_refused(seed: int) -> None:
+    rng, taken = random.Random(seed), 0
+    for _ in range(200):
+        body = mutated(rng)
+        for reader in (read_completion, read_chat, read_tokenize):
+            try:
+                asked = reader(body, LIMITS)
+                taken += 1
+                assert all(asked.prompts) if hasattr(asked, "prompts") else asked.prompt
+            except RequestError as error:
+                assert error.status in (400, 404)
+                msgspec.json.encode(error.object)
+    assert taken > 10
