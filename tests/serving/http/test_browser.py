@@ -107,7 +107,7 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, server, pi
     assert page.evaluate("document.querySelector('#first').textContent").split()[1] in {"ms", "s"}
     page.wait_for("document.querySelector('#running').textContent === '0'")
     assert page.evaluate("document.querySelector('#waiting').textContent") == "0"
-    page.wait_for("document.querySelector('#draft').textContent.startsWith('chain:4')")
+    page.wait_for("document.querySelector('#draft').textContent === 'chain of 4'")
 
     low = {selector: contrast for selector, contrast in page.evaluate(CONTRASTS).items() if contrast < 4.5}
     assert not low
