@@ -123,7 +123,13 @@ class MadeUpEngine:
         self.room: int | None = None
         self.error: BaseException | None = None
         self.is_down = False
-        self.counted: dict[str, Any] = {"drafted_steps": 5, "drafted": 15, "accepted": 7, "accepted_at": (4, 2, 1), "draft": "chain:3"}
+        self.counted: dict[str, Any] = {
+            "drafted_steps": 5,
+            "drafted": 15,
+            "accepted": 7,
+            "accepted_at": (4, 2, 1),
+            "draft": "chain:3",
+        }
 
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):

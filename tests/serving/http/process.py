@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STARTING = 240  # seconds; a tenth of it where nothing else runs
+STARTING = 400  # seconds; a tenth of it where nothing else runs
 
 
 @dataclass(frozen=True)

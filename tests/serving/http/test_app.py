@@ -24,7 +24,12 @@ def service_of(engine: MadeUpEngine, **options: Any) -> Service:
 
 
 def ask(
-    service: Service | MadeUpEngine, path: str = "/v1/completions", method: str = "POST", headers: Any = (), content: Any = None, **body: Any
+    service: Service | MadeUpEngine,
+    path: str = "/v1/completions",
+    method: str = "POST",
+    headers: Any = (),
+    content: Any = None,
+    **body: Any,
 ) -> httpx2.Response:
     """One request, without a network."""
     service = service if isinstance(service, Service) else service_of(service)
@@ -91,7 +96,18 @@ def test_a_chat_without_a_limit_goes_on_as_long_as_there_is_room() -> None:
 
 def test_what_the_engine_is_given() -> None:
     engine = MadeUpEngine()
-    ask(engine, temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=-1, stop="x", stop_token_ids=[5], min_tokens=2, max_tokens=4)
+    ask(
+        engine,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        min_p=0.1,
+        seed=-1,
+        stop="x",
+        stop_token_ids=[5],
+        min_tokens=2,
+        max_tokens=4,
+    )
     settings = engine.submitted[0].settings
     assert {name: settings[name] for name in ("temperature", "top_k", "top_p", "min_p", "min_new_tokens")} == {
         **{"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}
@@ -246,7 +262,11 @@ def test_models() -> None:
 
 def test_tokenize() -> None:
     engine = MadeUpEngine()
-    assert ask(engine, "/tokenize", content='{"prompt": "ab"}').json() == {"count": 2, "max_model_len": CAPACITY, "tokens": [97, 98]}
+    assert ask(engine, "/tokenize", content='{"prompt": "ab"}').json() == {
+        "count": 2,
+        "max_model_len": CAPACITY,
+        "tokens": [97, 98],
+    }
     messages = [{"role": "user", "content": "a"}]
     assert ask(engine, "/tokenize", content=json.dumps({"messages": messages})).json()["count"] == len("user:a\n")
 
@@ -354,7 +374,11 @@ def test_a_body_that_is_too_long_is_not_read() -> None:
 
 def test_a_text_that_is_too_long() -> None:
     engine = MadeUpEngine()
-    for body in ({"prompt": "a" * 60}, {"prompt": "a" * (CAPACITY + 1), "max_tokens": 1}, {"prompt": "a", "max_tokens": CAPACITY}):
+    for body in (
+        {"prompt": "a" * 60},
+        {"prompt": "a" * (CAPACITY + 1), "max_tokens": 1},
+        {"prompt": "a", "max_tokens": CAPACITY},
+    ):
         error = refused(ask(engine, **body), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)

@@ -42,7 +42,19 @@ def test_what_is_not_given_has_openais_defaults() -> None:
 
 @both
 def test_null_is_as_good_as_nothing(kind: str) -> None:
-    names = ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "stream", "stream_options", "ignore_eos")
+    names = (
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "stream",
+        "stream_options",
+        "ignore_eos",
+    )
     more = ("prediction", "logprobs", "max_tokens", "min_tokens", "best_of", *UNSUPPORTED, *IGNORED)
     assert read(kind, **dict.fromkeys((*names, *more))) == read(kind)
 
@@ -173,7 +185,25 @@ def test_an_error_names_the_parameter_and_its_value(kind: str, name: str, values
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", [], [""], [[]], [1, "a"], [[1], "a"], [100], [-1], [[1, 100]], ["a"] * 65, None, 5, {}, [1.5], [True], [[[1]]], [None]],
+    [
+        "",
+        [],
+        [""],
+        [[]],
+        [1, "a"],
+        [[1], "a"],
+        [100],
+        [-1],
+        [[1, 100]],
+        ["a"] * 65,
+        None,
+        5,
+        {},
+        [1.5],
+        [True],
+        [[[1]]],
+        [None],
+    ],
 )
 def test_prompts_that_are_none(prompt: Any) -> None:
     error = refusal(prompt=prompt)
@@ -229,8 +259,24 @@ DEEP = b'{"model": "tiny", "prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" 
 @pytest.mark.parametrize(
     "body",
     [
-        *(b"", b"null", b"[]", b"5", b'"text"', b"{", b"{}", b"\xff\xfe", b'{"model": "tiny", "prompt": "\xff"}', b'{"\xff": 1}'),
-        *(b'{"model": "tiny", "prompt": "\\ud800"}', b'{"model": "tiny", "prompt": "a"} trailing', b"\xef\xbb\xbf{}", b"{'a': 1}"),
+        *(
+            b"",
+            b"null",
+            b"[]",
+            b"5",
+            b'"text"',
+            b"{",
+            b"{}",
+            b"\xff\xfe",
+            b'{"model": "tiny", "prompt": "\xff"}',
+            b'{"\xff": 1}',
+        ),
+        *(
+            b'{"model": "tiny", "prompt": "\\ud800"}',
+            b'{"model": "tiny", "prompt": "a"} trailing',
+            b"\xef\xbb\xbf{}",
+            b"{'a': 1}",
+        ),
         *(b'{"model": "tiny", "prompt": "a", "temperature": NaN}', b'{"model": "tiny", "prompt": "a", "temperature": 1e999}'),
         *(b'{"model": "tiny", "prompt": "a", "n": ' + b"1" * 100_000 + b"}", DEEP, DEEP[:-2], b"[" * 1_000_000),
         json.dumps(COMPLETION).encode("utf-16"),
@@ -254,9 +300,40 @@ def test_tokenize() -> None:
 
 # --- mutations -------------------------------------------------------------------------------------------------------
 
-SCALARS = [None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, -(2**63), 10**30, 0.5, -0.0, 1e308, "", "a", "\0", "é" * 300, "tiny"]
+SCALARS = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    10**30,
+    0.5,
+    -0.0,
+    1e308,
+    "",
+    "a",
+    "\0",
+    "é" * 300,
+    "tiny",
+]
 NAMES = [*COMPLETION, *CHAT, "n", "stop", "seed", "stream", "logprobs", "echo", "max_tokens", "prediction", "stream_options"]
-NAMES += ["temperature", "top_k", "stop_token_ids", "min_tokens", *list(UNSUPPORTED)[:8], "role", "content", "type", "text", "x"]
+NAMES += [
+    "temperature",
+    "top_k",
+    "stop_token_ids",
+    "min_tokens",
+    *list(UNSUPPORTED)[:8],
+    "role",
+    "content",
+    "type",
+    "text",
+    "x",
+]
 
 
 def value(rng: random.Random, depth: int = 0) -> Any:
@@ -278,7 +355,9 @@ def mutated(rng: random.Random) -> bytes:
     if rng.random() < 0.3:
         for _ in range(rng.randint(1, 4)):
             at = rng.randrange(len(raw))
-            raw[at : at + rng.randint(0, 2)] = rng.choice((b"", bytes([rng.randrange(256)]), rng.choice(string.punctuation).encode()))
+            raw[at : at + rng.randint(0, 2)] = rng.choice(
+                (b"", bytes([rng.randrange(256)]), rng.choice(string.punctuation).encode())
+            )
             raw = raw or bytearray(b"x")
     return bytes(raw)
 
