@@ -143,7 +143,7 @@ SLOW = {
     *("check", "check_contract", "check_one_trace", "check_greedy", "check_rows", "check_coupled"),
     *("check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
-    *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle"),
+    *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle", "Answer"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
 }
 """Their examples compile a dozen programs each, and run in the thorough tier. Other tests run the functions every time."""

@@ -1,7 +1,7 @@
 """``specjax serve``: an OpenAI-compatible server."""
 
-import inspect
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +9,7 @@ import jax
 
 from specjax import pipeline
 from specjax.errors import InputError
-from specjax.serving import Engine
+from specjax.serving import Engine, memory
 from specjax.sharding import make_mesh
 
 
@@ -74,6 +74,7 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http.app import AppOptions, Service
     from specjax.serving.http.protocol import Bounds
 
+    check_numbers(config)
     key = read_key(config)
     names = config.served_model_name or (config.target,)
     with run.bind(config.host, config.port) as bound:
@@ -103,19 +104,33 @@ def make_engine(config: ServeConfig) -> Engine:
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
     generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, mesh=mesh)
-    drafts = tuple(None if each == "none" else each for each in config.drafts) or None
-    more = {"max_logprobs": config.max_logprobs, "max_prediction": config.max_prediction}
-    more = {name: value for name, value in more.items() if name in inspect.signature(Engine).parameters}
+    page, capacity = config.page or memory.usual_page(), config.capacity or None
+    pages = None
+    if config.cache_gb:
+        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, page=page, capacity=capacity)
     return Engine(
         generator,
         rows=config.rows,
-        drafts=drafts,
-        capacity=config.capacity or None,
-        page=config.page or None,
+        drafts=tuple(None if each == "none" else each for each in config.drafts) or None,
+        capacity=capacity,
+        pages=pages,
+        page=page,
         chunk=config.chunk or None,
         max_waiting=config.max_queue,
-        **more,
+        max_logprobs=config.max_logprobs,
+        max_prediction=config.max_prediction,
     )
+
+
+def check_numbers(config: ServeConfig) -> None:
+    """Refuse what is out of range before anything is loaded. What the models have to do with is checked by `Engine`."""
+    least = {"rows": 1, "max_connections": 1, "reader_seconds": 1}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if isinstance(value, int | float) and not least.get(option.name, 0) <= value < math.inf:
+            raise InputError(f"{option.name}={value}: must be at least {least.get(option.name, 0)}")
+    if not all(config.served_model_name or config.target):
+        raise InputError("served_model_name: has an empty name; leave it out")
 
 
 def read_key(config: ServeConfig) -> str | None:

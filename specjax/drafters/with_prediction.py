@@ -14,7 +14,7 @@ from flax import struct
 
 from specjax.drafters.base import Committed, Drafter, DraftingReads
 from specjax.drafts.draft import Draft, Verdict
-from specjax.drafts.shapes import Chain, DraftShape, halvings
+from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, PagedCache
 from specjax.models.config import ModelConfig
@@ -91,7 +91,7 @@ class WithPrediction(Drafter[WithPredictionState]):
     @property
     def node_counts(self) -> tuple[int, ...]:
         own = self.drafter.node_counts
-        return tuple(sorted({*own, *halvings(self.draft_shape.nodes)})) if self.longest else own
+        return tuple(sorted({*own, self.draft_shape.nodes})) if self.longest else own
 
     def check(self, target: Target) -> None:
         self.drafter.check(target)

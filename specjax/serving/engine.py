@@ -28,8 +28,8 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
-from specjax.progress import track
 from specjax.serving.choice import Copies, DraftChoice
+from specjax.serving.device import ENDS, Device, Sizes, is_paused
 from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
@@ -39,10 +39,6 @@ USUAL_CAPACITY = 4096
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
 
-ENDS = 8
-"""End-of-sequence ids that a request may have."""
-
-_TIMED_STEPS = 4
 _COUNTED = tuple(Stats.__dataclass_fields__)
 
 
@@ -182,26 +178,23 @@ class Engine:
             pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
             pages = max(pages, -(-self.capacity // self.page))
         self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
-        choices, self._drafters = _drafters(target, drafter, shapes, max_prediction)
-        self._paused = next((each for each in self._drafters if _is_paused(each)), None)
-        self._depth = max(each.draft_shape.depth for each in self._drafters)
-        tail = max(self.chunk // 4, 1)
-        self._sizes = {"capacity": self.capacity, "pages": pages, "page": self.page}
-        self._read_widths = (tail, self.chunk)
-        self._state: Any = device_rows.empty(target, self._first, rows=rows, ends=ENDS, depth=self._depth, **self._sizes)
-        self._fresh = device_rows.fresh_border(target, self._first, **self._sizes)
+        choices, drafters = _drafters(target, drafter, shapes, max_prediction)
+        sizes = Sizes(rows, self.widths, self.capacity, pages, self.page, self.chunk, steps, max_logprobs)
+        self._device = Device(target, drafters, sizes)
+        self._depth = max(each.draft_shape.depth for each in drafters)
         self._scheduler = Scheduler(
             rows=rows,
             pages=pages,
             page=self.page,
             chunk=self.chunk,
             capacity=self.capacity,
-            tails=(tail,),
+            tails=sizes.read_widths[:1],
             shards=self._groups,
             max_waiting=max_waiting,
-            shares_prefixes=self._shares_prefixes(),
+            shares_prefixes=self._device.shares_prefixes(),
         )
-        self._choice = DraftChoice(choices, self._warm_up())
+        made_up = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None, 2, ())
+        self._choice = DraftChoice(choices, self._device.warm_up(made_up))
         self._draft = str(choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
@@ -323,7 +316,7 @@ class Engine:
                 waiting=scheduler.waiting,
                 running=len(scheduler.running),
                 free_pages=scheduler.free_pages,
-                pages=self._sizes["pages"] * self._groups,
+                pages=self._device.sizes.pages * self._groups,
                 prompt_tokens_read=self._counts["read"],
                 prompt_tokens_shared=self._counts["shared"],
                 put_back=scheduler.times_put_back,
@@ -379,7 +372,7 @@ class Engine:
                 handle.end("error" if self._error else "cancelled", self._error)
             # The caches are free, whoever still holds the engine or a handle.
             self._scheduler.forget_prefixes()
-            self._state = self._fresh = None
+            self._device.release()
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
@@ -406,7 +399,7 @@ class Engine:
                 if read.is_first:
                     self._admit(read, handle)
             echoed = [pair for pair in chosen if pair[1].wanted.echo]
-            border, said = self._read(reads, table, self.max_logprobs if echoed else None)
+            border, said = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), said) for read, handle in echoed]
             with self._wake:
                 for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
@@ -417,14 +410,14 @@ class Engine:
                         self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
             if running:
                 left -= max(read.width for read in reads)
-                if left < min(self._read_widths):
+                if left < self._device.sizes.read_widths[0]:
                     return
 
     def _group(self, read: Read) -> int:
         return read.row // (self.rows // self._groups)
 
     def _admit(self, read: Read, handle: Handle) -> None:
-        ticket, (border, group) = read.ticket, read.border or (self._fresh, np.int32(0))
+        ticket = read.ticket
         tokens = np.zeros(self.capacity, np.int32)
         tokens[: len(ticket.tokens)] = ticket.tokens
         words = device_rows.Text(
@@ -435,25 +428,20 @@ class Engine:
         )
         self._admitted[read.row] = ticket
         handle.admitted()
-        row, start = np.int32(read.row), np.int32(read.start)
-        self._state = device_rows.admit(self.target, self._first, self._state, row, words, start, border, group)
+        self._device.admit(read.row, words, read.start, read.border)
 
-    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: int | None) -> tuple[Any, Any]:
+    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: bool) -> tuple[Any, Any]:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
-        self._state, border, said = device_rows.read_chunk(
-            self.target,
-            self._first,
-            self._state,
+        return self._device.read(
             table,
-            np.array([group * share if read is None else read.row for group, read in enumerate(given)], np.int32),
-            np.array([0 if read is None else read.count for read in given], np.int32),
-            np.array([read is not None and read.is_last for read in given]),
-            width=max(read.width for read in reads),
+            rows=[group * share if read is None else read.row for group, read in enumerate(given)],
+            counts=[0 if read is None else read.count for read in given],
+            is_last=[read is not None and read.is_last for read in given],
+            width=self.chunk if logprobs else max(read.width for read in reads),
             logprobs=logprobs,
         )
-        return border, said
 
     def _decode(self) -> bool:
         """One call: the running rows go on. False where none runs any more."""
@@ -461,13 +449,9 @@ class Engine:
         with self._wake:
             if not scheduler.running:
                 return False
-            width = next(each for each in self.widths if each >= len(scheduler.running))
-            handles = [self._handles[ticket] for row in scheduler.running if (ticket := scheduler.ticket_of(row))]
-            predicted = sum(handle.wanted.prediction > 0 for handle in handles) / len(handles)
-            logprobs = any(handle.wanted.logprobs is not None for handle in handles)
-            number = self._choice.choose(width, predicted)
+            width, number, logprobs = self._choose()
             self._draft = str(self._choice.drafts[number] or "none")
-            drafter = self._drafters[number]
+            drafter = self._device.drafters[number]
             # Where a prompt is half read its owner waits; where none is, the call ends by itself when a row is free.
             is_reading = len(scheduler.running) < scheduler.occupied
             steps = max(1, self.steps // 4) if is_reading else self.steps
@@ -479,49 +463,45 @@ class Engine:
             snapshot = {row: (tickets[row], self._handles[tickets[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
             # Also where another has a row, and is not on the device yet.
             free = np.array([ticket is None or ticket is not self._admitted[row] for row, ticket in enumerate(tickets)])
-            table, until_any_done = scheduler.table.copy(), np.bool_(scheduler.waiting > 0)
+            table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
-            self._state = device_rows.rearrange(self._state, order)
-        is_paused = _is_paused(drafter)
+            self._device.rearrange(order)
+        pauses = is_paused(drafter)
         # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
-        if not self._state.lengths.is_ready():
+        if self._device.is_busy():
             self._deliver()
-            jax.block_until_ready(self._state.lengths)
-        if self._owed and (not is_paused or self._owed + steps > ROOM):
+            self._device.wait()
+        if self._owed and (not pauses or self._owed + steps > ROOM):
             self._catch_up(table)
         started = time.perf_counter()
-        self._state, progress = self._run_decode(drafter, table, free, steps, until_any_done, width, logprobs)
-        self._owed += steps if is_paused else 0
+        progress = self._device.decode(number, table, free, steps, until_any_done, width, logprobs)
+        self._owed += steps if pauses else 0
         self._deliver()  # what the call before has come to, while the device is at this one
         was_late = progress.done.is_ready()  # then nobody knows when the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
-        if is_paused:  # what it owes is a part of its price
+        if pauses:  # what it owes is a part of its price
             seconds, self._debt = seconds + self._debt, 0.0
-        self._take(progress, snapshot, (width, number), None if was_late else seconds)
+        # Another program reports log-probabilities: its seconds are not the draft's.
+        self._take(progress, snapshot, (width, number), None if was_late or logprobs else seconds)
         return bool(scheduler.running)
 
-    def _run_decode(
-        self,
-        drafter: Drafter,
-        table: np.ndarray,
-        free: np.ndarray,
-        steps: int,
-        until_any_done: np.bool_,
-        width: int,
-        logprobs: bool,
-    ) -> tuple[Any, device_rows.Progress]:
-        asked = {"logprobs": self.max_logprobs, "most_steps": self.steps} if logprobs else {}
-        return device_rows.decode_rows(
-            self.target, drafter, self._state, table, free, np.int32(steps), until_any_done, width=width, **asked
-        )
+    def _choose(self) -> tuple[int, int, bool]:
+        """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
+        scheduler = self._scheduler
+        running = [self._handles[ticket] for row in scheduler.running if (ticket := scheduler.ticket_of(row))]
+        if any(handle.wanted.logprobs is not None for handle in running):
+            return self.rows, self._device.reporting, True
+        predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
+        widths = self._device.widths_of(len(self._device.drafters) - 1) if predicted else self.widths
+        width = next(each for each in widths if each >= len(running))
+        return width, self._choice.choose(width, predicted), False
 
     def _catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
         started = time.perf_counter()
-        assert self._paused is not None
-        self._state = device_rows.catch_up(self.target, self._paused, self._state, table, width=self.rows)
-        jax.block_until_ready(self._state.lengths)
+        self._device.catch_up(table)
+        self._device.wait()
         self._debt += time.perf_counter() - started
         self._owed = 0
 
@@ -595,81 +575,7 @@ class Engine:
                     self._scheduler.cancel(handle.ticket)
                     self._handles.pop(handle.ticket, None)
 
-    # --- before the thread ---------------------------------------------------------------------------------------------
-
-    @property
-    def _first(self) -> Drafter:
-        """The drafter that reads prompts: all of them have one state."""
-        return self._drafters[0]
-
-    def _warm_up(self) -> dict[tuple[int, int], float]:
-        """Compile every program that there will be. The seconds of a step by rows and draft."""
-        columns = -(-self.capacity // self.page)
-        each = min(columns, self._sizes["pages"] // (self.rows // self._groups))
-        table = np.full((self.rows, columns), self._sizes["pages"], np.int32)
-        for row in range(self.rows):
-            table[row, :each] = np.arange(each) + row % (self.rows // self._groups) * each
-        limit = max(min(self.capacity, each * self.page), 3)
-        settings = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None, 2, ())
-        words = device_rows.Text(tokens=np.ones(self.capacity, np.int32), length=np.int32(2), limit=np.int32(limit), **settings)
-        wanted = [(width, number) for width in self.widths for number in range(len(self._drafters))]
-        seconds = {}
-        for width, number in track(wanted, f"compiling and timing decoding, {self.rows} rows"):
-            border = self._begin_in_all_rows(words, table)
-            seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
-            if self.max_logprobs:
-                free = np.zeros(self.rows, bool)
-                given = self._drafters[number], table, free, 1, np.bool_(False), width
-                self._state, _ = self._run_decode(*given, logprobs=True)
-            if self._paused is not None:
-                self._state = device_rows.catch_up(self.target, self._paused, self._state, table, width=self.rows)
-            if len(self.widths) > 1:
-                self._state = device_rows.rearrange(self._state, np.arange(self.rows, dtype=np.int32))
-        # A border that came out of a chunk, in place of the empty one, is the same program.
-        self._state = device_rows.admit(
-            self.target, self._first, self._state, np.int32(0), words, np.int32(0), border, np.int32(0)
-        )
-        jax.block_until_ready(self._state.lengths)
-        return seconds
-
-    def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
-        """Admit a text in every row, and read it, with every program for that. The border that came out of it."""
-        share, border = self.rows // self._groups, self._fresh
-        for row in range(self.rows):
-            given = np.int32(row), words, np.int32(0), border, np.int32(0)
-            self._state = device_rows.admit(self.target, self._first, self._state, *given)
-        for row in range(share):
-            rows = np.arange(self._groups, dtype=np.int32) * share + row
-            for width in self._read_widths if row == 0 else self._read_widths[:1]:
-                is_last = np.ones(self._groups, bool)
-                for logprobs in (None, self.max_logprobs) if row == 0 and self.max_logprobs else (None,):
-                    count = np.full(self._groups, width == self._read_widths[0] and logprobs is None, np.int32)
-                    self._state, border, _ = device_rows.read_chunk(
-                        self.target, self._first, self._state, table, rows, count, is_last, width=width, logprobs=logprobs
-                    )
-        return border
-
-    def _shares_prefixes(self) -> bool:
-        """Whether what a drafter keeps at the end of a chunk takes less memory than the chunk itself.
-
-        So it is but for a draft model with a small cache of its own (`Streaming`), all of which would have to be kept.
-        """
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self._groups
-        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state.cache.layers)) // self._groups
-        return kept <= pool // self._sizes["pages"] * (self.chunk // self.page)
-
-    def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
-        """Seconds of a step of a decode call that goes on with all rows."""
-        if np.asarray(self._state.done)[:width].all():  # there is little room
-            self._begin_in_all_rows(words, table)
-        before = np.asarray(self._state.stats.steps)
-        started = time.perf_counter()
-        free = np.zeros(self.rows, bool)
-        self._state, progress = self._run_decode(
-            self._drafters[number], table, free, _TIMED_STEPS, np.bool_(False), width, logprobs=False
-        )
-        steps = jax.device_get(progress).stats.steps - before
-        return (time.perf_counter() - started) / int(steps.max())
+    # --- what was asked ------------------------------------------------------------------------------------------------
 
     def _settings(
         self, options: GenerationOptions, choice: int, key: jax.Array | None, prompt: int, expected: Sequence[int]
@@ -794,11 +700,6 @@ def _drafters(
     copying.draft_shape.check(target.config.vocab_size)
     wrapped: list[Drafter] = [WithPrediction(each, longest=0) for each in made]
     return (*shapes, Copies(longest, beside)), [*wrapped, copying]
-
-
-def _is_paused(drafter: Drafter) -> bool:
-    own = drafter.drafter if isinstance(drafter, WithPrediction) else drafter
-    return isinstance(own, Pausable) and own.paused
 
 
 def _is_tokens(prompt: Any) -> bool:

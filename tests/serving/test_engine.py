@@ -260,7 +260,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
     for seed in seeds:
         random = np.random.default_rng((seed, 99))
         monkeypatch.setattr(engine, "steps", int(random.choice([1, 3, 8])))
-        monkeypatch.setattr(engine._choice, "choose", lambda width, random=random: int(random.integers(3)))
+        monkeypatch.setattr(engine._choice, "choose", lambda width, predicted, random=random: int(random.integers(3)))
         ended += run_schedule(engine, seed, count)
         check_at_rest(engine)
     assert compilations() == before
@@ -398,9 +398,9 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
     check_at_rest(plain)
     read, handles = plain._read, []
 
-    def cancelled_first(*given):
+    def cancelled_first(*given, **named):
         handles[-1].cancel()
-        return read(*given)
+        return read(*given, **named)
 
     plain._read = cancelled_first
     with plain._wake:
@@ -682,7 +682,7 @@ def test_an_ended_engine_holds_no_caches(target) -> None:
     with plain_engine(target) as engine:
         handle = GREEDY.submit(engine)
         handle.result(PATIENCE)
-    assert engine._state is None and engine._fresh is None
+    assert engine._device.state is None and engine._device._fresh is None
     handle.cancel()
     assert engine.statistics.free_pages == engine.statistics.pages
 

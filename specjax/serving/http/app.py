@@ -85,6 +85,8 @@ class Service:
         self.limits = Limits(
             names=options.names,
             vocab_size=config.vocab_size,
+            max_logprobs=min(engine.max_logprobs, requests.MAX_LOGPROBS),
+            max_prediction=engine.max_prediction,
             has_chat=bool(tokenizer.chat_template),
             own_ends=tuple(config.eos_token_ids),
         )

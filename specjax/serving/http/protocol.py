@@ -104,7 +104,7 @@ class Protocol(H11Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Close at once. What the system still has to send is thrown away, in place of waiting for a reader that does not come."""
+        """Close at once. What is still to be sent is thrown away, in place of waiting for a reader that does not come."""
         connection = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()

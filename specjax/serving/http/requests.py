@@ -295,7 +295,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     prompts = _prompts(values, limits)
     logprobs = values.get("logprobs")
     if logprobs is not None:
-        logprobs = _whole("logprobs", logprobs, 0, limits.max_logprobs)
+        logprobs = _likeliest("logprobs", logprobs, limits)
     echo = bool(values.get("echo"))
     max_tokens = values.get("max_tokens")
     max_tokens = 16 if max_tokens is None else _whole("max_tokens", max_tokens, 0, _MOST)
@@ -326,12 +326,11 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     """
     values = _values(body, _CHAT, limits)
     prompts = (_messages(values, limits),)
-    likeliest = values.get("top_logprobs")
-    if likeliest is not None:
-        likeliest = _whole("top_logprobs", likeliest, 0, limits.max_logprobs)
-        if not values.get("logprobs") and likeliest:
-            raise RequestError(400, f"top_logprobs={likeliest}: needs logprobs=true", param="top_logprobs")
-    logprobs = (likeliest or 0) if values.get("logprobs") else None
+    likeliest, logprobs = _or(values, "top_logprobs", 0), None
+    if values.get("logprobs"):
+        logprobs = _likeliest("top_logprobs", likeliest, limits)
+    elif likeliest:
+        raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
     name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = values.get(name)
     if max_tokens is not None:
@@ -433,8 +432,6 @@ def _shown(value: Any) -> str:
 
 def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, ...], **chosen: Any) -> TextRequest:
     """What completions and chats have in common."""
-    if chosen["logprobs"] is not None and limits.max_logprobs < 1:
-        raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
     n = _or(values, "n", 1)
     _whole("n", n, 1, MAX_CHOICES)
     if n * len(prompts) > MAX_TEXTS:
@@ -496,6 +493,13 @@ def _number(name: str, value: float, least: float, most: float) -> float:
     if not (math.isfinite(value) and least <= value <= most):
         raise RequestError(400, f"{name}={_shown(value)}: must be from {least:g} to {most:g}", param=name)
     return value
+
+
+def _likeliest(name: str, count: int, limits: Limits) -> int:
+    """Of how many of the likeliest tokens the log-probabilities are asked for."""
+    if limits.max_logprobs < 1:
+        raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
+    return _whole(name, count, 0, limits.max_logprobs)
 
 
 def _seed(seed: int | None) -> int | None:

@@ -65,7 +65,7 @@ class Answer:
         ...     pieces = list(handle)
         >>> answer = Answer(asked, [handle], [generate.encode("import os")], TokenTexts(generate.tokenizer))
         >>> answer.whole([pieces])["usage"]["total_tokens"]
-        6
+        7
     """
 
     def __init__(

@@ -30,7 +30,9 @@ def bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise InputError(f"port={port}: must be from 0 to 65535; 0 is any that is free")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        if not host:
+            raise OSError("no name")
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise InputError(f"host={host!r}: no such host ({error}); give a name or an address of this machine") from None
     bound = socket.socket(family, kind, protocol)

@@ -18,7 +18,7 @@ class TokenTexts:
         >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
         >>> texts = TokenTexts(tokenizer)
         >>> [texts.text(token) for token in tokenizer.encode("import os")]
-        ['import', ' os']
+        ['<|endoftext|>', 'import', ' os']
     """
 
     def __init__(self, tokenizer: Any) -> None:

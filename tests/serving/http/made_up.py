@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
-
 from specjax.errors import InputError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
@@ -113,7 +111,7 @@ class MadeUpEngine:
         is_down: refuse everything, as an engine that has failed.
     """
 
-    rows, capacity = 4, CAPACITY
+    rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
 
     def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:
         self.text, self.pause = text, pause

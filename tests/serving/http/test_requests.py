@@ -238,10 +238,10 @@ def test_what_is_refused_for_what_else_was_given() -> None:
 
 
 def test_what_the_server_was_not_started_for() -> None:
-    bare = Limits(names=("tiny",), vocab_size=100, max_logprobs=0, max_prediction=0, has_chat=False)
-    assert refusal(limits=bare, logprobs=0).param == "logprobs"
+    bare = Limits(names=("tiny",), vocab_size=100, max_logprobs=0, max_prediction=0)
+    assert refusal(limits=bare, logprobs=0).param == refusal("chat", limits=bare, logprobs=True).param == "logprobs"
     assert refusal(limits=bare, prediction={"type": "content", "content": "a"}).param == "prediction"
-    error = refusal("chat", limits=bare)
+    error = refusal("chat", limits=Limits(names=("tiny",), vocab_size=100, has_chat=False))
     assert (error.code, "/v1/completions" in error.message) == ("no_chat_template", True)
 
 

@@ -1,0 +1,262 @@
+"""The engine's rows on the device: their state, and every program that works on them, compiled before the first request."""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.decoding import rows as device_rows
+from specjax.drafters import Drafter, WithPrediction
+from specjax.drafters.pausable import Pausable
+from specjax.models.cache import groups_of
+from specjax.models.transformer import Target
+from specjax.progress import track, waiting
+
+ENDS = 8
+"""End-of-sequence ids that a request may have."""
+
+_TIMED_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What programs are compiled for.
+
+    Attributes:
+        rows: texts at a time.
+        widths: numbers of rows that may be computed, ascending; the last is ``rows``.
+        capacity: most tokens of a text.
+        pages: of each group of rows.
+        page: tokens of a page.
+        chunk: tokens of a prompt that are read at a time.
+        steps: most steps of a decode call.
+        max_logprobs: likeliest tokens that are reported in each place; 0: no log-probabilities are.
+    """
+
+    rows: int
+    widths: tuple[int, ...]
+    capacity: int
+    pages: int
+    page: int
+    chunk: int
+    steps: int
+    max_logprobs: int
+
+    @property
+    def read_widths(self) -> tuple[int, int]:
+        """Numbers of tokens that a piece of a prompt is computed as: the last piece may be a short one."""
+        return max(self.chunk // 4, 1), self.chunk
+
+
+class Device:
+    """A state of `specjax.decoding.rows`, and the programs for it. Its methods only start the device, and do not wait for it.
+
+    Attributes:
+        drafters: to decode with, by number. All have one state.
+        sizes: what programs are compiled for.
+        groups: of rows, on a mesh that splits them.
+        reporting: the number of the drafter with which log-probabilities are reported: for one alone that is compiled.
+        paused: a drafter that is paused, where there is one.
+        state: None once `release` was called.
+    """
+
+    def __init__(self, target: Target, drafters: Sequence[Drafter], sizes: Sizes) -> None:
+        """Free rows. Nothing is compiled yet but what makes them."""
+        self.target, self.drafters, self.sizes = target, drafters, sizes
+        self.groups = groups_of(target.mesh)
+        chains = (
+            number for number, drafter in enumerate(drafters) if 0 < drafter.draft_shape.depth == drafter.draft_shape.nodes - 1
+        )
+        self.reporting = next(chains, 0)
+        self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
+        depth = max(drafter.draft_shape.depth for drafter in drafters)
+        pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
+        self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=depth, **pools)
+        self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
+
+    def release(self) -> None:
+        """The caches are free, whoever still holds this."""
+        self.state = self._fresh = None
+
+    def widths_of(self, number: int) -> tuple[int, ...]:
+        """The numbers of rows for which a drafter was compiled: of one that copies predictions, the fewest and the most."""
+        drafter, widths = self.drafters[number], self.sizes.widths
+        copies = isinstance(drafter, WithPrediction) and drafter.longest
+        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies else widths
+
+    def shares_prefixes(self) -> bool:
+        """Whether what a drafter keeps at the end of a chunk takes less memory than the chunk itself.
+
+        So it is but for a draft model with a small cache of its own (`Streaming`), all of which would have to be kept.
+        """
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self.groups
+        pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
+        return kept <= pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
+
+    # --- what the engine asks for ----------------------------------------------------------------------------------------
+
+    def is_busy(self) -> bool:
+        """Whether it is still at what was asked for last."""
+        return not self.state.lengths.is_ready()
+
+    def wait(self) -> None:
+        """Until it has done all that was asked for."""
+        jax.block_until_ready(self.state.lengths)
+
+    def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
+        """`specjax.decoding.rows.admit`; ``border`` is of a chunk and its group, None where nothing has been read."""
+        kept, group = border or (self._fresh, np.int32(0))
+        self.state = device_rows.admit(*self._own, np.int32(row), words, np.int32(start), kept, group)
+
+    def read(
+        self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
+    ) -> tuple[Any, Any]:
+        """`specjax.decoding.rows.read_chunk`: the border, and with ``logprobs`` the log-probabilities."""
+        self.state, border, said = self._read(table, rows, counts, is_last, width, logprobs)
+        return border, said
+
+    def decode(
+        self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+    ) -> device_rows.Progress:
+        """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
+        given = table, free, np.int32(steps), np.bool_(until_any_done)
+        self.state, progress = device_rows.decode_rows(*self._with(number), *given, width=width, **self._asked(logprobs))
+        return progress
+
+    def catch_up(self, table: np.ndarray) -> None:
+        """The paused drafter is told what it is owed, in all rows."""
+        assert self.paused is not None
+        self.state = device_rows.catch_up(self.target, self.paused, self.state, table, width=self.sizes.rows)
+
+    def rearrange(self, order: np.ndarray) -> None:
+        """`specjax.decoding.rows.rearrange`."""
+        self.state = device_rows.rearrange(self.state, order)
+
+    # --- before the first request ----------------------------------------------------------------------------------------
+
+    def warm_up(self, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+        """Compile all programs, several at a time, and run each of them.
+
+        Args:
+            settings: of a text, as `specjax.decoding.rows.Text` has them, without an end.
+
+        Returns:
+            The seconds of a step, by number of rows and number of drafter.
+        """
+        table, words = self._made_up(settings)
+        self._compile(table, words)
+        wanted = [(width, number) for number in range(len(self.drafters)) for width in self.widths_of(number)]
+        seconds = {}
+        for width, number in track(wanted, f"timing decoding, {self.sizes.rows} rows"):
+            border = self._begin_in_all_rows(words, table)
+            seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
+            if self.paused is not None:
+                self.catch_up(table)
+            if len(self.sizes.widths) > 1:
+                self.rearrange(np.arange(self.sizes.rows, dtype=np.int32))
+        if self.sizes.max_logprobs:
+            nothing = [0] * self.groups
+            self.read(table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True)
+            self.decode(self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True)
+        # A border that came out of a chunk, in place of the empty one, is the same program.
+        self.admit(0, words, 0, (border, np.int32(0)))
+        self.wait()
+        return seconds
+
+    def _compile(self, table: np.ndarray, words: device_rows.Text) -> None:
+        """Every program. JAX gives the same ones when they are called later."""
+        state, rows, most = self.state, self.sizes.rows, self.sizes.max_logprobs
+        nothing, last = [0] * self.groups, [False] * self.groups
+        jobs = [lambda: device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))]
+        jobs += [lambda width=width: self._lower_read(table, nothing, last, width, False) for width in self.sizes.read_widths]
+        if most:
+            jobs.append(lambda: self._lower_read(table, nothing, last, self.sizes.chunk, True))
+        calls = [(number, width, False) for number in range(len(self.drafters)) for width in self.widths_of(number)]
+        if most:
+            calls.append((self.reporting, rows, True))
+        jobs += [lambda call=call: self._lower_decode(table, *call) for call in calls]
+        if self.paused is not None:
+            jobs.append(lambda: device_rows.catch_up.lower(self.target, self.paused, state, table, width=rows))
+        threads = min(os.cpu_count() or 1, len(jobs))
+        with waiting(f"compiling, {rows} rows", len(jobs)) as wait, ThreadPoolExecutor(threads) as pool:
+            # Tracing holds Python's lock, compiling does not: so one thread traces, while others compile.
+            compiled = [pool.submit(job().compile) for job in jobs]
+            for number, each in enumerate(compiled, 1):
+                each.result()
+                wait.update(done=number)
+
+    def _lower_read(self, table: np.ndarray, nothing: list[int], last: list[bool], width: int, logprobs: bool) -> Any:
+        given = np.array(nothing, np.int32), np.array(nothing, np.int32), np.array(last)
+        most = self.sizes.max_logprobs if logprobs else None
+        return device_rows.read_chunk.lower(*self._own, table, *given, width=width, logprobs=most)
+
+    def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
+        given = table, self._none(), np.int32(1), np.bool_(False)
+        return device_rows.decode_rows.lower(*self._with(number), *given, width=width, **self._asked(logprobs))
+
+    @property
+    def _own(self) -> tuple[Target, Drafter, Any]:
+        """What prompts are read with: the first drafter, for all have one state."""
+        return self._with(0)
+
+    def _with(self, number: int) -> tuple[Target, Drafter, Any]:
+        return self.target, self.drafters[number], self.state
+
+    def _asked(self, logprobs: bool) -> dict[str, int]:
+        return {"logprobs": self.sizes.max_logprobs, "most_steps": self.sizes.steps} if logprobs else {}
+
+    def _none(self) -> np.ndarray:
+        return np.zeros(self.sizes.rows, bool)
+
+    def _read(
+        self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
+    ) -> Any:
+        given = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
+        most = self.sizes.max_logprobs if logprobs else None
+        return device_rows.read_chunk(*self._own, table, *given, width=width, logprobs=most)
+
+    def _made_up(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
+        """Pages for all rows, and a text that goes on as long as they last."""
+        sizes, share = self.sizes, self.sizes.rows // self.groups
+        columns = -(-sizes.capacity // sizes.page)
+        each = min(columns, sizes.pages // share)
+        table = np.full((sizes.rows, columns), sizes.pages, np.int32)
+        for row in range(sizes.rows):
+            table[row, :each] = np.arange(each) + row % share * each
+        limit = max(min(sizes.capacity, each * sizes.page), 3)
+        tokens = np.ones(sizes.capacity, np.int32)
+        return table, device_rows.Text(tokens=tokens, length=np.int32(2), limit=np.int32(limit), **settings)
+
+    def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
+        """Admit a text in every row, and read it, with every program for that. The border that came out of it."""
+        share, border = self.sizes.rows // self.groups, None
+        for row in range(self.sizes.rows):
+            self.admit(row, words, 0, None)
+        for row in range(share):
+            rows = [group * share + row for group in range(self.groups)]
+            short, whole = self.sizes.read_widths
+            for width in (short, whole) if row == 0 else (short,):
+                counts = [int(width == short)] * self.groups
+                border, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
+        return border
+
+    def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
+        """Seconds of a step of a decode call that goes on with all rows."""
+        if np.asarray(self.state.done)[:width].all():  # there is little room
+            self._begin_in_all_rows(words, table)
+        before = np.asarray(self.state.stats.steps)
+        started = time.perf_counter()
+        progress = self.decode(number, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
+        steps = jax.device_get(progress).stats.steps - before
+        return (time.perf_counter() - started) / int(steps.max())
+
+
+def is_paused(drafter: Drafter) -> bool:
+    """Whether a drafter is one of those that are paused."""
+    own = drafter.drafter if isinstance(drafter, WithPrediction) else drafter
+    return isinstance(own, Pausable) and own.paused

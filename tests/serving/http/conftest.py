@@ -1,0 +1,77 @@
+"""`specjax serve` as a process of its own, with the embedded pair."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specjax.assets import embedded
+
+KEY = "a-key-of-the-tests"
+TEMPLATE = "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+CAPACITY = 256
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: where.
+        port: the number in it.
+        process: the process.
+        said: what it printed to its standard error.
+    """
+
+    url: str
+    port: int
+    process: subprocess.Popen
+    said: list[str]
+
+
+def start_server(directory: Path, *options: str) -> Server:
+    """The embedded pair, with a chat template, behind a key; ready for requests."""
+    target = directory / "target"
+    if not target.exists():
+        target.mkdir()
+        for file in embedded("target").iterdir():
+            (target / file.name).symlink_to(file)
+        (target / "chat_template.jinja").write_text(TEMPLATE)
+        (directory / "key").write_text(f"{KEY}\n")
+    line = ["--target", str(target), "--drafter", "embedded:eagle3", "--served-model-name", "tiny", "also-tiny"]
+    line += [
+        "--drafts",
+        "chain:3",
+        "--rows",
+        "2",
+        "--capacity",
+        str(CAPACITY),
+        "--port",
+        "0",
+        "--api-key-file",
+        str(directory / "key"),
+    ]
+    line += ["--per-request-spec-decode-metrics", "summary", *options]
+    command = [sys.executable, "-m", "specjax", "serve", *line]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    said: list[str] = []
+    threading.Thread(target=lambda: said.extend(process.stderr), daemon=True).start()
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    assert "is ready" in ready, "".join(said)
+    url = ready.split()[0]
+    return Server(url, int(url.rpartition(":")[2]), process, said)
+
+
+@pytest.fixture(scope="package")
+def server(tmp_path_factory) -> Iterator[Server]:
+    """One for all tests, the last of which may end it. It ends when it is asked to, and not before."""
+    server = start_server(tmp_path_factory.mktemp("served"))
+    yield server
+    server.process.terminate()
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in "".join(server.said)

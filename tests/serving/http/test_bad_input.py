@@ -1,0 +1,147 @@
+"""Whatever is sent to a server, it answers with an error object or closes, and goes on."""
+
+import json
+import random
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.serving.http.conftest import KEY, Server
+from tests.serving.http.made_up import wait_until
+from tests.serving.http.test_openai import is_idle
+from tests.serving.http.test_requests import mutated
+
+PATHS = (
+    ["/v1/completions"] * 6
+    + ["/v1/chat/completions"] * 4
+    + ["/tokenize", "/v1/models", "/metrics", "/", "/nothing", "*", "//x", "/%00"]
+)
+METHODS = ["POST"] * 12 + ["GET", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW", "post", "PRI"]
+NOISE = [b"\0", b"\xff\xfe", b"\r\n", b"\n", b" ", b":", b"\x16\x03\x01", b"\x80" * 50, b"A" * 5000, "é".encode(), b"HTTP/9.9"]
+HEADERS = [
+    *("Content-Length: 99999999999999999999", "Content-Length: -1", "Content-Length: x", "Content-Length: 3", "Host: evil"),
+    *(
+        "Transfer-Encoding: chunked",
+        "Transfer-Encoding: gzip",
+        "Expect: 100-continue",
+        "Connection: Upgrade",
+        "Upgrade: websocket",
+    ),
+    *(
+        "Authorization: Basic eDp5",
+        "Authorization: Bearer \xff",
+        "Content-Type: text/plain",
+        "X: " + "y" * 3000,
+        "Content-Encoding: gzip",
+    ),
+    *("Connection: close", "Range: bytes=0-", "Cookie: " + "a=b; " * 100, ": empty", "no colon", "A: \t", "\x01: x"),
+]
+
+
+def message(rng: random.Random) -> bytes:
+    """A request with something wrong, most often."""
+    body = mutated(rng)
+    if rng.random() < 0.05:
+        body = b'{"model": "tiny", "prompt": ' + rng.choice((b"[" * 50_000, b"1" * 50_000, b'"' + b"x" * 300_000 + b'"}'))
+    lines = [f"{rng.choice(METHODS)} {rng.choice(PATHS)} HTTP/1.{rng.choice('1110')}", "Host: localhost"]
+    lines += [f"Authorization: Bearer {KEY}"] * (rng.random() < 0.95) + ["Content-Type: application/json"] * (
+        rng.random() < 0.95
+    )
+    lines += rng.sample(HEADERS, rng.choice((0, 0, 0, 1, 2)))
+    if not any(line.startswith(("Content-Length", "Transfer")) for line in lines):
+        lines.append(f"Content-Length: {max(0, len(body) + rng.choice((0, 0, 0, 0, 0, 0, 0, -1, 1, 100)))}")
+    said = bytearray("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+    for _ in range(rng.choice((0, 0, 0, 0, 1, 3))):
+        at = rng.randrange(len(said))
+        said[at : at + rng.randint(0, 3)] = rng.choice(NOISE)
+    return bytes(said)
+
+
+def talk(port: int, seed: int) -> bytes:
+    """Send a request in one of several bad manners. What comes back."""
+    rng = random.Random(seed)
+    said, manner, heard = message(rng), rng.random(), b""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(20)
+        try:
+            if manner < 0.1:  # half of it
+                connection.sendall(said[: rng.randrange(len(said))])
+                if rng.random() < 0.5:
+                    return b""
+            elif manner < 0.15:  # a byte at a time, for a while
+                for at in range(min(len(said), 40)):
+                    connection.sendall(said[at : at + 1])
+                connection.sendall(said[40:])
+            elif manner < 0.2:  # several at once
+                connection.sendall(said * 3)
+            else:
+                connection.sendall(said)
+            if manner > 0.95:  # nobody listens
+                return b""
+            connection.shutdown(socket.SHUT_WR) if rng.random() < 0.5 else connection.settimeout(0.5)
+            while more := connection.recv(65536):
+                heard += more
+        except TimeoutError:
+            pass  # it waits for more, or keeps the connection for the next request
+        except ConnectionError:
+            pass
+    return heard
+
+
+def check(heard: bytes) -> str:
+    """The statuses of answers, each of which is one that a bad request may have."""
+    statuses = re.findall(rb"HTTP/1\.1 (\d\d\d) [A-Z]", heard)
+    for status in statuses:
+        assert status[:1] == b"4" or status in (b"200", b"100", b"503"), heard[:500]
+    if len(statuses) == 1 and statuses[0][:1] == b"4":
+        body = heard.partition(b"\r\n\r\n")[2]
+        if body:  # none is sent to HEAD, or to who has gone
+            assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    return statuses[0].decode() if statuses else ""
+
+
+def memory(server: Server) -> int:
+    """Bytes of the server that are in memory."""
+    text = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) * 1024
+
+
+def good_request(server: Server) -> str:
+    body = json.dumps({"model": "tiny", "prompt": "import os", "max_tokens": 8, "temperature": 0}).encode()
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Authorization: Bearer {KEY}",
+        "Content-Type: application/json",
+    )
+    head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "Connection: close", "", "")).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(30)
+        connection.sendall(head + body)
+        heard = b""
+        while more := connection.recv(65536):
+            heard += more
+    return json.loads(heard.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.thorough)])
+def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
+    text = good_request(server)
+    statuses: dict[str, int] = {}
+    with ThreadPoolExecutor(16) as clients:
+        for part, seeds in enumerate((range(count // 10), range(count // 10, count))):
+            if part:
+                at_first = memory(server)
+            for status in clients.map(lambda seed: check(talk(server.port, seed)), seeds):
+                statuses[status] = statuses.get(status, 0) + 1
+    assert statuses.get("400", 0) > count / 10
+    assert statuses.get("200", 0) > count / 100  # some of them are good
+    wait_until(lambda: is_idle(server), 60)
+    assert good_request(server) == text
+    time.sleep(1)
+    assert memory(server) - at_first < 50e6
+    assert "Traceback" not in "".join(server.said)
