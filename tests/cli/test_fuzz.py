@@ -32,6 +32,7 @@ PAIR = ("--target", "embedded", "--drafter", "embedded:draft")
 BASES = [
     ("generate", "--prompt", "x", *PAIR),
     ("generate", "--prompt", "x", "--temperature", "0.5"),
+    ("serve", "--port", "0", *PAIR),
     ("demo",),
     ("plan",),
     ("plan", "theory", "--cost", "0.1"),

@@ -10,7 +10,9 @@ import ipaddress
 import re
 import secrets
 import threading
-from collections.abc import Coroutine, Iterable, Sequence
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -75,8 +77,10 @@ class Service:
         limits: what the model can do.
         texts: what its tokens say.
         metrics: what Prometheus is told.
+        begun: when, in seconds since 1970.
         is_draining: whether no new requests are taken.
         has_failed: whether the engine has.
+        may_have_failed: whether a text has ended with an error since that was last looked at.
     """
 
     def __init__(self, engine: Engine, options: AppOptions) -> None:
@@ -92,8 +96,8 @@ class Service:
         )
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine, options.names[0])
-        self.is_draining = self.has_failed = False
-        self._had_error = False
+        self.is_draining = self.has_failed = self.may_have_failed = False
+        self.begun = int(time.time())
         self._submissions: set[Submission] = set()
 
     @property
@@ -118,13 +122,11 @@ class Service:
         """A request is over: what it has left is cancelled."""
         submission.cancel()
         self._submissions.discard(submission)
-        self._had_error |= any(handle.finish_reason == "error" for handle in submission.handles)
+        self.may_have_failed |= any(handle.finish_reason == "error" for handle in submission.handles)
 
     def check_engine(self) -> None:
         """Where a text has ended with an error: whether it was the engine's, which then takes no more requests."""
-        if not self._had_error or self.has_failed:
-            return
-        self._had_error = False
+        self.may_have_failed = False
         try:
             self.engine.submit([0], max_new_tokens=1).cancel()
         except EngineError:
@@ -142,13 +144,11 @@ class Service:
         if asked.n * len(prompts) > self.options.max_texts:
             message = f"n: {asked.n * len(prompts)} texts at once; this server takes at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
-        seed = secrets.randbits(63) if asked.seed is None else asked.seed
         settings = {
             "temperature": asked.temperature,
             "top_k": asked.top_k,
             "top_p": asked.top_p,
             "min_p": asked.min_p,
-            "seed": seed,
             "eos_token_ids": asked.ends,
             "stop": asked.stop,
             "min_new_tokens": asked.min_tokens,
@@ -159,14 +159,15 @@ class Service:
         }
         for tokens in prompts:
             most = self._most_tokens(asked, len(tokens), name)
+            seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for choice in range(asked.n):
-                with _told_apart(name):
-                    submission.add(self.engine.submit(tokens, max_new_tokens=most, choice=choice, **settings))
+                with _as_answers(name):
+                    submission.add(self.engine.submit(tokens, max_new_tokens=most, seed=seed, choice=choice, **settings))
         return prompts
 
     def encode(self, prompt: Any, name: str) -> list[int]:
         """Token ids of a prompt, of which errors speak as ``name``."""
-        with _told_apart(name):
+        with _as_answers(name):
             return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
@@ -179,6 +180,9 @@ class Service:
                 "which is the longest text; shorten it, or ask for fewer"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
+        if asked.min_tokens > most:
+            message = f"min_tokens={asked.min_tokens}: there is room for {most}; give fewer"
+            raise RequestError(400, message, param="min_tokens")
         return most
 
 
@@ -208,20 +212,16 @@ class Submission:
             handle.cancel()
 
 
-class _told_apart:  # noqa: N801 - used as a function
-    """Errors of the engine about a request, as answers."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, QueueFullError):
-            raise RequestError(429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}) from None
-        if isinstance(error, InputError):
-            param = _PARAM.match(str(error))
-            raise RequestError(400, str(error), param=param[0] if param else self._name) from None
+@contextmanager
+def _as_answers(name: str) -> Iterator[None]:
+    """What the engine has against a request, as an answer. What it does not name itself is about the parameter ``name``."""
+    try:
+        yield
+    except QueueFullError as error:
+        raise RequestError(429, f"too many requests: {error}", code="queue_full", headers={"Retry-After": "1"}) from None
+    except InputError as error:
+        param = _PARAM.match(str(error))
+        raise RequestError(400, str(error), param=param[0] if param else name) from None
 
 
 _PARAM = re.compile(r"(temperature|top_k|top_p|min_p|seed|stop|logprobs|prediction)\b")
@@ -235,7 +235,8 @@ def make_app(service: Service) -> ASGIApp:
         return Response(page, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
-        await asyncio.to_thread(service.check_engine)
+        if service.may_have_failed:
+            await asyncio.to_thread(service.check_engine)
         if service.is_draining or service.has_failed:
             state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
             raise RequestError(503, state, headers={"Retry-After": "10"})
@@ -305,7 +306,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": 0,
+        "created": service.begun,
         "owned_by": "specjax",
         "root": service.limits.names[0],
         "max_model_len": service.engine.capacity,

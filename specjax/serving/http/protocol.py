@@ -8,6 +8,7 @@ import asyncio
 import socket
 import struct
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -117,7 +118,7 @@ class Protocol(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = encode(error_object(status, message))
             head: Any = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-            answer = h11.Response(status_code=status, headers=[*head, *headers])
+            answer = h11.Response(status_code=status, headers=[*head, *headers], reason=HTTPStatus(status).phrase)
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self._request_timer = _cancelled(self._request_timer)

@@ -208,7 +208,8 @@ class Answer:
             text = self._texts.text(token)
             tokens.append(text)
             values.append(logprob)
-            likeliest.append(None if top is None else {text: logprob} | {self._texts.text(each): value for each, value in top})
+            tops = {self._texts.text(each): _finite(value) for each, value in top or ()}
+            likeliest.append(None if top is None else {text: logprob} | tops)
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": offsets}
@@ -223,11 +224,16 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def _token_object(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self._texts.text(token), "logprob": logprob, "bytes": list(self._texts.bytes_of(token))}
+        return {"token": self._texts.text(token), "logprob": _finite(logprob), "bytes": list(self._texts.bytes_of(token))}
 
 
 def _entry(logprobs: Any) -> tuple[int, float, Any]:
-    return logprobs.token, logprobs.logprob, logprobs.top
+    return logprobs.token, _finite(logprobs.logprob), logprobs.top
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity: what is impossible is written as OpenAI writes it."""
+    return max(logprob, -9999.0)
 
 
 def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.serving.http.made_up import wait_until
 from tests.serving.http.test_openai import is_idle
 from tests.serving.http.test_requests import mutated
 
+PROMPT = "import os\nimport "
 PATHS = (
     ["/v1/completions"] * 6
     + ["/v1/chat/completions"] * 4
@@ -44,6 +46,13 @@ HEADERS = [
 
 def message(rng: random.Random) -> bytes:
     """A request with something wrong, most often."""
+    if rng.random() < 0.1:
+        more = {
+            "stream": rng.random() < 0.5,
+            "max_tokens": rng.choice((1, 8, 100)),
+            "prompt": rng.choice((PROMPT, [PROMPT] * 3)),
+        }
+        return good(**more)
     body = mutated(rng)
     if rng.random() < 0.05:
         body = b'{"model": "tiny", "prompt": ' + rng.choice((b"[" * 50_000, b"1" * 50_000, b'"' + b"x" * 300_000 + b'"}'))
@@ -82,7 +91,8 @@ def talk(port: int, seed: int) -> bytes:
                 connection.sendall(said)
             if manner > 0.95:  # nobody listens
                 return b""
-            connection.shutdown(socket.SHUT_WR) if rng.random() < 0.5 else connection.settimeout(0.5)
+            if b"Connection: close" not in said:
+                connection.shutdown(socket.SHUT_WR) if rng.random() < 0.5 else connection.settimeout(0.5)
             while more := connection.recv(65536):
                 heard += more
         except TimeoutError:
@@ -110,18 +120,22 @@ def memory(server: Server) -> int:
     return int(re.findall(r"VmRSS:\s+(\d+) kB", text)[0]) * 1024
 
 
-def good_request(server: Server) -> str:
-    body = json.dumps({"model": "tiny", "prompt": "import os", "max_tokens": 8, "temperature": 0}).encode()
+def good(**values: Any) -> bytes:
+    """A request with nothing wrong, whose answer ends the connection."""
+    body = json.dumps({"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | values).encode()
     lines = (
         "POST /v1/completions HTTP/1.1",
         "Host: localhost",
         f"Authorization: Bearer {KEY}",
         "Content-Type: application/json",
     )
-    head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "Connection: close", "", "")).encode()
+    return "\r\n".join((*lines, f"Content-Length: {len(body)}", "Connection: close", "", "")).encode() + body
+
+
+def good_text(server: Server) -> str:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.settimeout(30)
-        connection.sendall(head + body)
+        connection.sendall(good())
         heard = b""
         while more := connection.recv(65536):
             heard += more
@@ -130,7 +144,7 @@ def good_request(server: Server) -> str:
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
-    text = good_request(server)
+    text = good_text(server)
     statuses: dict[str, int] = {}
     with ThreadPoolExecutor(16) as clients:
         for part, seeds in enumerate((range(count // 10), range(count // 10, count))):
@@ -139,9 +153,9 @@ def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
             for status in clients.map(lambda seed: check(talk(server.port, seed)), seeds):
                 statuses[status] = statuses.get(status, 0) + 1
     assert statuses.get("400", 0) > count / 10
-    assert statuses.get("200", 0) > count / 100  # some of them are good
+    assert statuses.get("200", 0) > count / 50  # some of them are good
     wait_until(lambda: is_idle(server), 60)
-    assert good_request(server) == text
+    assert good_text(server) == text
     time.sleep(1)
     assert memory(server) - at_first < 50e6
     assert "Traceback" not in "".join(server.said)
