@@ -64,8 +64,9 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[Server]:
-    options = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3", "--rows", "4")
-    with serving(tmp_path_factory.mktemp("soak") / "log", *options, "--capacity", "256") as running:
+    pair = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3")
+    sizes = ("--rows", "4", "--capacity", "256", "--max-logprobs", "0")
+    with serving(tmp_path_factory.mktemp("soak") / "log", *pair, *sizes) as running:
         yield running
 
 
