@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-thorough lint docs docs-serve clean
+.PHONY: demo test test-browser test-thorough lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -10,11 +10,16 @@ demo: .venv/installed
 test: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal
 
+# The server's page in a real browser. It needs a Chromium, such as Debian's package of that name. With SCREENSHOTS=FOLDER, what
+# it looks like is there afterwards.
+test-browser: .venv-test/installed
+	.venv-test/bin/python -m pytest tests/serving/http/test_browser.py -m browser
+
 # What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And all of the above, compiled
 # as users compile: the tests for every change tell XLA to take less trouble.
 test-thorough: .venv-test/installed
 	@$(PYTHON) install.py .venv-test -e '.[compile,peers]'
-	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "thorough or not thorough"
+	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser"
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .

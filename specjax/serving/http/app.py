@@ -310,6 +310,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "specjax",
         "root": service.limits.names[0],
         "max_model_len": service.engine.capacity,
+        "has_chat_template": service.limits.has_chat,
     }
 
 

@@ -133,12 +133,13 @@ class Answer:
                 logprobs = self._chat_logprobs(piece.logprobs)
             else:
                 logprobs = self._completion_logprobs(index, [*map(_entry, piece.logprobs)])
-        if not piece.text and logprobs is None:
+        if not piece.text and logprobs is None and not (asked.include_accepted and piece.tokens):
             return None
         choice: dict[str, Any] = {"delta": {"content": piece.text}} if asked.is_chat else {"text": piece.text}
         choice |= {"logprobs": logprobs, "finish_reason": None}
         if asked.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
+            choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(getattr(piece, "accepted", ()))}
         return self._chunk(index, choice)
 
     def last(self, index: int) -> dict[str, Any]:

@@ -175,6 +175,8 @@ def test_accepted_text_is_told_apart_where_it_is_asked_for() -> None:
     engine = MadeUpEngine("abc")
     said = events(ask(engine, max_tokens=3, stream=True, stream_options={"include_accepted": True}))
     assert [each["choices"][0].get("accepted") for each in said] == [[["a", True]], [["b", True]], [["c", True]], None]
+    assert [each["choices"][0].get("tokens") for each in said] == [1, 1, 1, None]
+    assert [each["choices"][0].get("accepted_tokens") for each in said] == [1, 1, 1, None]
     assert engine.submitted[0].settings["spans"]
 
 

@@ -1,0 +1,179 @@
+"""The page in a real browser, with a real server. `make test-browser` runs it; it needs a Chromium.
+
+The variable SCREENSHOTS names a folder for what it looks like.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serving.http.chromium import Page, chromium
+from tests.serving.http.process import Server, serving
+
+pytestmark = pytest.mark.browser
+
+PAIR = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "chain:4", "--rows", "2")
+KEY = "a-key-of-the-tests"
+PROMPT = 'class Stack:\n    """Last in, <b>first</b> out."""\n'
+ASKED = {"max_tokens": 120, "temperature": 0.7, "top_p": 0.95, "seed": 7, "stop": ["\n\n\n"]}
+FIELDS = {"#max-tokens": "120", "#temperature": "0.7", "#top-p": "0.95", "#seed": "7", "#stop-strings": r"\n\n\n"}
+IDLE = "!document.querySelector('#generate').disabled"
+ANSWER = "document.querySelector('#answer').textContent"
+STATUS = "document.querySelector('#status').textContent"
+ENTER, ESCAPE = ("Enter", 13), ("Escape", 27)
+
+# Of each place: how well its text can be told from what is behind it, as WCAG counts it.
+CONTRASTS = """
+(() => {
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+  const luminance = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const behind = (place) => {
+    const colour = numbers(getComputedStyle(place).backgroundColor);
+    return colour[3] === 0 ? behind(place.parentElement) : colour;
+  };
+  const places = ["#answer .accepted", "#answer .given", "#answer", "#legend", "#legend .accepted", "#legend .own", "dt", "dd",
+    "#status", "#generate", "#stop-note", "#model", "label[for=seed]", "summary", "#prompt", "kbd", ".choice label"];
+  return Object.fromEntries(places.map((selector) => {
+    const place = document.querySelector(selector);
+    const [one, other] = [numbers(getComputedStyle(place).color), behind(place)].map(luminance).sort((a, b) => b - a);
+    return [selector, (one + 0.05) / (other + 0.05)];
+  }));
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    folder = Path(os.environ.get("SCREENSHOTS") or tmp_path_factory.mktemp("screenshots"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server") / "log", *PAIR) as running:
+        yield running
+
+
+@pytest.fixture
+def page(tmp_path) -> Iterator[Page]:
+    with chromium(tmp_path) as browser:
+        yield Page(browser)
+
+
+def fill_in(page: Page) -> None:
+    page.evaluate("document.querySelector('#settings').open = true")
+    for field, value in ({"#prompt": PROMPT} | FIELDS).items():
+        page.type(field, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "height", "theme"),
+    [("desktop-light", 1280, 800, "light"), ("desktop-dark", 1280, 800, "dark"), ("phone", 360, 740, "light")],
+)
+def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, server, pictures, name, width, height, theme):
+    page.look(width, height, theme)
+    page.open(server.address)
+    page.wait_for("document.querySelector('#model').textContent === 'embedded'")
+    assert page.evaluate(STATUS) == ""
+    fill_in(page)
+    page.evaluate(
+        "window.lengths = []; new MutationObserver(() => lengths.push(document.querySelector('#answer').textContent.length))"
+        ".observe(document.querySelector('#answer'), {childList: true})"
+    )
+    if name == "phone":
+        page.click("#generate")
+    else:
+        page.press(*ENTER, control=True)
+    page.wait_for("document.querySelector('#answer .accepted')")
+    page.wait_for(IDLE)
+
+    assert len(set(page.evaluate("lengths"))) > 3  # it came in pieces
+    whole = server.post("/v1/completions", {"model": "embedded", "prompt": PROMPT, **ASKED})
+    text = whole["choices"][0]["text"]
+    assert page.evaluate(ANSWER) == PROMPT + text  # markup in it is text
+    assert page.evaluate("document.querySelector('#answer').children.length") > 10
+    accepted = "".join(page.evaluate("[...document.querySelectorAll('#answer .accepted')].map((each) => each.textContent)"))
+    assert 0 < len(accepted) < len(text)
+
+    tokens = whole["usage"]["completion_tokens"]
+    assert page.evaluate("document.querySelector('#tokens').textContent") == str(tokens)
+    assert 1 < float(page.evaluate("document.querySelector('#acceptance').textContent")) < 5
+    assert float(page.evaluate("document.querySelector('#speed').textContent")) > 0
+    assert page.evaluate("document.querySelector('#first').textContent").split()[1] in {"ms", "s"}
+    page.wait_for("document.querySelector('#running').textContent === '0'")
+    assert page.evaluate("document.querySelector('#waiting').textContent") == "0"
+    page.wait_for("document.querySelector('#draft').textContent === 'chain of 4'")
+
+    low = {selector: contrast for selector, contrast in page.evaluate(CONTRASTS).items() if contrast < 4.5}
+    assert not low
+    page.screenshot(pictures / f"{name}.png")
+    for narrow in (width, min(width, 320)):
+        page.look(narrow, height, theme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= narrow  # nothing sticks out
+    assert not page.troubles()
+    asked_for = [f"{server.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")]
+    assert page.requested() == asked_for
+
+
+def test_stopping_frees_the_row(page, server):
+    page.look(1280, 800)
+    page.open(server.address)
+    page.type("#prompt", "import os\n")
+    page.type("#max-tokens", "900")
+    page.press(*ENTER, control=True)
+    page.wait_for("document.querySelector('#answer .accepted')")
+    page.press(*ESCAPE)
+    page.wait_for(IDLE)
+    assert page.evaluate(STATUS) == "Stopped."
+    server.wait_until_idle()
+    assert page.evaluate("Number(document.querySelector('#tokens').textContent)") < 900
+
+
+def test_a_model_without_a_chat_template_has_no_chat(page, server):
+    page.look(1280, 800)
+    page.open(server.address)
+    page.wait_for("document.querySelector('#chat').disabled")
+    assert "no chat template" in page.evaluate("document.querySelector('#mode-note').textContent")
+    assert not page.troubles()
+
+
+def test_what_the_server_refuses_is_shown_in_its_own_words(page, server):
+    page.look(1280, 800)
+    page.open(server.address)
+    page.type("#prompt", "import os")
+    page.type("#max-tokens", "100000")
+    page.press(*ENTER, control=True)
+    page.wait_for("!document.querySelector('#error').hidden")
+    shown = page.evaluate("document.querySelector('#error').textContent")
+    assert "100000" in shown
+    with pytest.raises(AssertionError) as refused:
+        server.post("/v1/completions", {"model": "embedded", "prompt": "import os", "max_tokens": 100000})
+    assert json.loads(str(refused.value).partition(": ")[2])["error"]["message"] == shown
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(page, tmp_path):
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    with serving(tmp_path / "log", *PAIR, "--api-key-file", str(file)) as server:
+        page.look(360, 740)
+        page.open(server.address)
+        page.wait_for("!document.querySelector('#key-field').hidden")
+        page.type("#prompt", "import os\n")
+        page.type("#key", "wrong")
+        page.click("#generate")
+        page.wait_for("!document.querySelector('#error').hidden")
+        assert "Authorization" in page.evaluate("document.querySelector('#error').textContent")
+        assert page.evaluate("sessionStorage.length") == 0
+        page.type("#key", KEY)
+        page.click("#generate")
+        page.wait_for("document.querySelector('#answer').textContent.length > 20")
+        page.wait_for(IDLE)
+        page.open(server.address)  # again
+        page.wait_for("document.querySelector('#running').textContent === '0'")
+        assert page.evaluate("document.querySelector('#key-field').hidden")
+        assert page.evaluate("localStorage.length") == 0

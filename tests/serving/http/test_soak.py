@@ -1,0 +1,239 @@
+"""Clients of every kind at once, over raw sockets: whoever stays gets a whole text, and whoever goes leaves nothing behind."""
+
+import asyncio
+import json
+import os
+import random
+import re
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from tests.serving.http.process import Server, serving
+
+CLIENTS = 12
+LONGEST = 24  # tokens of an answer
+PATIENCE = 60  # seconds for one answer, of which some twenty share four rows
+SOURCE = Path(__file__).read_text()
+
+GROWTH = 32 * 2**20
+"""Bytes by which the server may grow after its first third: what allocators keep. Requests that were kept, with their texts and
+chunks, would be 100 kB each, and even the shortest run has hundreds."""
+
+TIES = 200
+"""One repeated text in so many may differ: other rows beside it round otherwise, and two tokens may be as good as equal."""
+
+
+@dataclass
+class Seen:
+    """What happened.
+
+    Attributes:
+        texts: of each request that was answered, by what its text depends on.
+        ends: how many requests ended in each way.
+        repeated: requests that had been answered before.
+        differing: those of them whose answer was another one.
+        memory: bytes that the server had, again and again.
+    """
+
+    texts: dict[str, list[str]] = field(default_factory=dict)
+    ends: dict[str, int] = field(default_factory=dict)
+    repeated: int = 0
+    differing: list[str] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    def end(self, how: str) -> None:
+        self.ends[how] = self.ends.get(how, 0) + 1
+
+    def answer(self, request: str, texts: list[str]) -> None:
+        self.end("whole")
+        if request not in self.texts:
+            self.texts[request] = texts
+            return
+        self.repeated += 1
+        if self.texts[request] != texts:
+            self.differing.append(f"{request}\n  {self.texts[request]}\n  {texts}")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    pair = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3")
+    sizes = ("--rows", "4", "--capacity", "256", "--max-logprobs", "0")
+    with serving(tmp_path_factory.mktemp("soak") / "log", *pair, *sizes) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "seconds", [20, pytest.param(60, marks=pytest.mark.thorough), pytest.param(600, marks=pytest.mark.thorough)]
+)
+def test_whoever_stays_gets_a_whole_text_and_whoever_goes_leaves_nothing(server, seconds):
+    opened = _open_files(server)
+    seen = asyncio.run(_soak(server, seconds))
+    print(
+        seen.ends, seen.repeated, len(seen.differing), [size >> 20 for size in seen.memory[:: max(1, len(seen.memory) // 20)]]
+    )
+
+    assert min(seen.ends.get(how, 0) for how in ("whole", "closed", "killed", "silent", "half")) >= seconds / 20
+    assert seen.repeated >= seconds / 4
+    assert len(seen.differing) <= seen.repeated / TIES, "\n".join(seen.differing)
+
+    server.wait_until_idle()
+    assert server.metric("vllm:kv_cache_usage_perc") == 0  # pages of prefixes that nobody holds are free
+    assert _open_files(server) <= opened + 2
+    assert "Traceback" not in server.log.read_text()
+
+    third = len(seen.memory) // 3
+    early, late = median(seen.memory[third : third + third // 2]), median(seen.memory[-(third // 2) :])
+    assert late - early < GROWTH, [size >> 20 for size in seen.memory]
+
+    request, texts = next(iter(seen.texts.items()))
+    answer = server.post("/v1/completions", json.loads(request))
+    assert [choice["text"] for choice in answer["choices"]] == texts
+
+
+async def _soak(server: Server, seconds: float) -> Seen:
+    seen, until = Seen(), time.monotonic() + seconds
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    ours = random.Random(seed)
+    known = [_request(ours) for _ in range(6)]
+    clients = [_client(server, random.Random(f"{seed} {number}"), known, seen, until) for number in range(CLIENTS)]
+    await asyncio.gather(_watch(server, seen, until), *clients)
+    return seen
+
+
+async def _watch(server: Server, seen: Seen, until: float) -> None:
+    while time.monotonic() < until:
+        seen.memory.append(server.resident())
+        await asyncio.sleep(0.25)
+
+
+def _open_files(server: Server) -> int:
+    return len(os.listdir(f"/proc/{server.process}/fd"))
+
+
+def _request(rng: random.Random) -> dict[str, Any]:
+    """What a text depends on."""
+    start = rng.randrange(len(SOURCE) - 400)
+    body = {
+        "model": "embedded",
+        "prompt": SOURCE[start : start + rng.randint(1, 400)],
+        "max_tokens": rng.randint(1, LONGEST),
+        "temperature": rng.choice([0, 0.7, 1]),
+        "top_p": rng.choice([0.9, 1]),
+        "seed": rng.randrange(2**31),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+    }
+    stop = rng.choice([None, None, "\n\n", ["def ", "return"]])
+    return body | ({} if stop is None else {"stop": stop})
+
+
+def _presentation(rng: random.Random, request: dict[str, Any]) -> dict[str, Any]:
+    """What it does not depend on."""
+    more: dict[str, Any] = {}
+    if rng.random() < 0.6:
+        more = {"stream": True, "stream_options": {"include_usage": True, "include_accepted": rng.random() < 0.5}}
+    if rng.random() < 0.3:
+        more["prediction"] = {"type": "content", "content": request["prompt"][rng.randrange(len(request["prompt"])) :] or "x"}
+    return request | more
+
+
+async def _client(server: Server, rng: random.Random, known: list[dict[str, Any]], seen: Seen, until: float) -> None:
+    while time.monotonic() < until:
+        request = rng.choice(known) if rng.random() < 0.6 else _request(rng)
+        body = _presentation(rng, request)
+        how = rng.choices(["whole", "slow", "closed", "killed", "silent", "half"], [8, 2, 3, 3, 2, 2])[0]
+        async with asyncio.timeout(PATIENCE):
+            answer = await _exchange(server, rng, json.dumps(body).encode(), how)
+        if answer is None:
+            seen.end(how)
+        else:
+            seen.answer(json.dumps(request), _texts(answer, body))
+
+
+async def _exchange(server: Server, rng: random.Random, body: bytes, how: str) -> bytes | None:
+    """One connection and what comes over it; None where the client did not stay."""
+    made = socket.socket()
+    made.setblocking(False)
+    if how == "slow":
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    await asyncio.get_running_loop().sock_connect(made, ("127.0.0.1", server.port))
+    reader, writer = await asyncio.open_connection(sock=made, limit=4096)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    message = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    try:
+        if how == "half":
+            writer.write(message[: rng.randrange(len(message))])
+            await writer.drain()
+            return None
+        writer.write(message)
+        await writer.drain()
+        if how == "silent":  # gone before there is anything
+            return None
+        if how in ("closed", "killed"):
+            await reader.read(rng.randint(1, 1500))
+            if how == "killed":  # what is under way is answered with a reset
+                made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return None
+        received = b""
+        while part := await reader.read(200 if how == "slow" else 65536):
+            received += part
+            if how == "slow":
+                await asyncio.sleep(0.02)
+        return received
+    finally:
+        writer.close()
+
+
+def _texts(received: bytes, body: dict[str, Any]) -> list[str]:
+    """The texts of an answer, which is whole."""
+    head, _, rest = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 "), (received, body)
+    if not body.get("stream"):
+        length = int(re.search(rb"content-length: (\d+)", head, re.IGNORECASE)[1])
+        assert len(rest) == length
+        answer = json.loads(rest)
+        choices, usage = answer["choices"], answer["usage"]
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
+        texts = {choice["index"]: choice["text"] for choice in choices}
+    else:
+        texts, usage = _streamed(_unchunked(rest))
+    assert sorted(texts) == list(range(body["n"]))
+    assert body["n"] <= usage["completion_tokens"] <= body["n"] * body["max_tokens"]
+    return [texts[index] for index in sorted(texts)]
+
+
+def _unchunked(rest: bytes) -> str:
+    text = b""
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        text, rest = text + rest[:length], rest[length + 2 :]
+        if length == 0:
+            assert not rest
+            return text.decode()
+
+
+def _streamed(events: str) -> tuple[dict[int, str], dict[str, int]]:
+    *chunks, done, end = events.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    decoded = [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    for choice in (choice for chunk in decoded for choice in chunk["choices"]):
+        index = choice["index"]
+        assert index not in reasons  # nothing comes behind the end
+        texts[index] = texts.get(index, "") + choice["text"]
+        if choice.get("accepted"):
+            assert "".join(text for text, _ in choice["accepted"]) == choice["text"]
+        if choice["finish_reason"] is not None:
+            reasons[index] = choice["finish_reason"]
+    assert sorted(reasons) == sorted(texts)
+    return texts, decoded[-1]["usage"]
