@@ -30,6 +30,7 @@ every_page = pytest.mark.parametrize("page", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))], ids=lambda page: page.stem
 )
+@pytest.mark.usefixtures("either_assets")
 def test_the_python_of_a_page_runs(page: Path, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     documents.run_python(page)
