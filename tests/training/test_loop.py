@@ -51,7 +51,7 @@ def config(source: str, output, **changes) -> TrainConfig:
         output=str(output),
         method=Lm(model=SIZES),
         steps=40,
-        checkpoint_every=4,
+        checkpoint_every=20,
         evaluate_every=20,
         export_dtype="float32",
         data=DataConfig(source=source, vocab_size=290, window=32, batch=4, holdout=0.2),
@@ -106,7 +106,7 @@ def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     """SIGKILL in the middle of training, then the same command again, here: in a process that has compiled it already."""
     output = tmp_path / "run"
     file = tmp_path / "run.yaml"
-    file.write_text(dump_yaml(config(source, output)))
+    file.write_text(dump_yaml(config(source, output, checkpoint_every=4)))
     command = ["train", "--config", str(file)]
     running = [sys.executable, "-m", "specjax", *command]
     first = subprocess.Popen(running, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -158,7 +158,7 @@ def test_a_run_does_not_continue_with_another_target(source, finished, tmp_path,
     """The target's directory is overwritten between two halves: one weight changed a little, another epsilon."""
     target = tmp_path / "target"
     shutil.copytree(finished / "best", target)
-    run = config(source, tmp_path / "draft", method=Distill(target=str(target), model=SIZES), steps=8)
+    run = config(source, tmp_path / "draft", method=Distill(target=str(target), model=SIZES), steps=8, checkpoint_every=4)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", stopping_at(6))
         loop.train(run)
@@ -313,7 +313,7 @@ def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_pa
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(state))
         return state, metrics
 
-    run = config(source, tmp_path / "resumed", mesh=(2, 2))
+    run = config(source, tmp_path / "resumed", mesh=(2, 2), checkpoint_every=4)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", watched_step)
         loop.train(run)
@@ -462,7 +462,7 @@ def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatc
 
 
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, finished, tmp_path, monkeypatch, capsys) -> None:
-    run = config(source, tmp_path / "run")
+    run = config(source, tmp_path / "run", checkpoint_every=4)
     steps = []
 
     def stopped_step(state, *arguments, **options):
