@@ -146,8 +146,9 @@ SLOW = {
     *("check_distribution", "p_values"),
     *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
+    *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
 }
-"""Their examples compile a dozen programs each, and run in the thorough tier. Other tests run the functions every time."""
+"""Their examples compile several programs each, and run in the thorough tier. Other tests run the functions every time."""
 
 
 def examples() -> Iterator[tuple[str, doctest.DocTest]]:
