@@ -36,7 +36,7 @@ class Bounds:
 
     request_seconds: float = 45.0
     reader_seconds: float = 60.0
-    connections: int = 1024
+    connections: int = 512  # below the 1024 files that a process may often have open
 
 
 class Protocol(H11Protocol):
