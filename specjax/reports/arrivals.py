@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -196,7 +196,7 @@ def draw_by_clients(
     return figure
 
 
-def _draw_lines(axes: "Axes", lines: Mapping[str, Mapping[float, Spread]] | Mapping[str, Mapping[int, Spread]]) -> None:
+def _draw_lines(axes: "Axes", lines: Mapping[str, Mapping[Any, Spread]]) -> None:
     """A line for each name, through the medians, with bars from the smallest to the largest."""
     for (name, by_x), marker in zip(lines.items(), style.MARKERS, strict=False):
         places = sorted(by_x)

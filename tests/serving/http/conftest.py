@@ -55,7 +55,7 @@ def start_server(directory: Path, *options: str) -> Server:
         "--api-key-file",
         str(directory / "key"),
     ]
-    line += ["--per-request-spec-decode-metrics", "summary", *options]
+    line += ["--per-request-spec-decode-metrics", *options]
     command = [sys.executable, "-m", "specjax", "serve", *line]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said: list[str] = []
