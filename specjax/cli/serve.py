@@ -65,7 +65,7 @@ class ServeConfig:
     per_request_spec_decode_metrics: bool = False
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
-    max_connections: int = 1024
+    max_connections: int = 512
 
 
 def run_serve(config: ServeConfig) -> int:
