@@ -23,9 +23,10 @@ LONGEST = 24  # tokens of an answer
 PATIENCE = 60  # seconds for one answer, of which some twenty share four rows
 SOURCE = Path(__file__).read_text()
 
-GROWTH = 32 * 2**20
-"""Bytes by which the server may grow after its first third: what allocators keep. Requests that were kept, with their texts and
-chunks, would be 100 kB each, and even the shortest run has hundreds."""
+GROWTH = 16 * 2**20
+"""Bytes by which the server may grow after the first third of a run. What allocators keep is 3 MiB. The ten minutes have more
+than a thousand requests, so that they tell of 20 kB that a request leaves; twenty seconds tell of a leak that ends a server in
+minutes."""
 
 TIES = 200
 """One repeated text in so many may differ: other rows beside it round otherwise, and two tokens may be as good as equal."""
