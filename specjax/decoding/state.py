@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from specjax import sharding
@@ -213,6 +214,7 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
         raise InputError(f"eos_token_ids: {request.eos.shape[1]} of the request, but the state has room for {ends} a row")
     padding = jnp.full((request.eos.shape[0], ends - request.eos.shape[1]), -1, request.eos.dtype)
     request = replace(request, eos=jnp.concatenate([request.eos, padding], axis=1))
+    request = _with_least_of(state, request)
     if jax.tree.structure(state) != jax.tree.structure(request):
         raise InputError("request: other sampling or another drafter than the state's; start both alike, and with mixed=True")
     for whole, one in zip(jax.tree.leaves(state), jax.tree.leaves(request), strict=True):
@@ -220,6 +222,18 @@ def insert(state: DecodeState, request: DecodeState, row: int) -> DecodeState:
             raise InputError(f"request: an array of shape {one.shape} for one of {whole.shape}; start it with one prompt, "
                              f"capacity={state.tokens.shape[1]} and the same drafter")  # fmt: skip
     return _insert(state, request, jnp.asarray(row))
+
+
+def _with_least_of(state: DecodeState, request: DecodeState) -> DecodeState:
+    """``request`` with `DecodeState.min_lengths` where ``state`` has them, and without where it has none."""
+    least, own = state.min_lengths, request.min_lengths
+    if least is not None and own is None:
+        return replace(request, min_lengths=request.lengths)
+    if least is None and own is not None:
+        if np.any(own.addressable_data(0) > request.lengths.addressable_data(0)):
+            raise InputError("request: it has min_new_tokens, and no row of the state has: start the state with mixed=True")
+        return replace(request, min_lengths=None)
+    return request
 
 
 @partial(jax.jit, donate_argnames="state")

@@ -58,7 +58,8 @@ class WithPrediction(Drafter[WithPredictionState]):
 
     Attributes:
         drafter: the other, which drafts chains, or nothing.
-        tokens: ``[B, P]`` int32, a prediction for each row; None: they are put into the state later.
+        tokens: ``[B, P]`` int32, a prediction for each row, or ``[P]``, one for all of them; None: they are put into the state
+            later.
         lengths: ``[B]`` int32, tokens of each prediction; 0: the row has none. None: all are P.
         longest: most tokens that are copied in a step; static. With 0 nothing is copied, and the state is kept: such a drafter
             may take turns with one that copies.
@@ -82,7 +83,7 @@ class WithPrediction(Drafter[WithPredictionState]):
     @property
     def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
         own = self.drafter.draft_shape
-        return Chain(max(self.longest, own.depth)) if self.longest else own
+        return Chain(max(self.longest, own.depth)) if self.longest > 0 else own
 
     @property
     def max_positions(self) -> int | None:
@@ -111,6 +112,8 @@ class WithPrediction(Drafter[WithPredictionState]):
         tokens, lengths = self.tokens, self.lengths
         if tokens is None:
             tokens, lengths = jnp.zeros((batch, capacity), jnp.int32), jnp.zeros(batch, jnp.int32)
+        elif tokens.ndim == 1:
+            tokens = jnp.broadcast_to(tokens, (batch, *tokens.shape))
         elif tokens.shape[0] != batch:
             raise InputError(f"WithPrediction(tokens): {tokens.shape[0]} predictions for {batch} rows; give one for each")
         return WithPredictionState(

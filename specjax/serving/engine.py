@@ -551,14 +551,14 @@ class Engine:
         new = slice(start, int(progress.lengths[row]))
         tokens, logprobs = progress.tokens[row, new].tolist(), ()
         if handle.wanted.logprobs is not None and progress.logprobs is not None:
-            said = [np.asarray(each[row]) for each in vars(progress.logprobs).values()]
+            said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
             logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
         return News(tokens, progress.accepted[row, new].tolist(), logprobs, bool(progress.done[row]))
 
     def _deliver(self) -> None:
         """Hand out tokens: they become text here, and their owners are told."""
         for handle, read, group, said in self._unread:
-            places = [np.asarray(each[group]) for each in vars(said).values()]
+            places = [np.asarray(each)[group] for each in vars(said).values()]
             tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
             handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
         self._unread.clear()

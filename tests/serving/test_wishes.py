@@ -1,0 +1,209 @@
+"""What a request may want of an engine beside its text: log-probabilities, an echo, spans, a prediction, a least length.
+
+One engine serves all tests: with paused drafts, trees and copies, and too few pages for all rows.
+"""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.drafts.shapes import StaticTree
+from specjax.errors import InputError
+from specjax.serving.engine import Engine
+from specjax.serving.handle import Handle
+from tests.conftest import compilations, tiny_target
+from tests.test_text import of_bytes_and_spaces
+
+PATIENCE, VOCABULARY, TOP = 60.0, 11, 5
+PROMPT = [1, 4, 2, 4, 2, 7, 3]
+SIZES = {"page": 8, "chunk": 16, "capacity": 64}
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1)))
+
+
+@pytest.fixture(scope="module")
+def engine(target) -> Iterator[Engine]:
+    drafter = specjax.Eagle3.init(target, jax.random.key(5))
+    options = {"drafts": (None, "chain:3", TREE), "rows": 3, "widths": (1, 3), "pages": 12, **SIZES}
+    with Engine(target, drafter, max_logprobs=TOP, max_prediction=4, tokenizer=of_bytes_and_spaces("t5"), **options) as engine:
+        yield engine
+
+
+def directly(target, tokens: list[int]) -> np.ndarray:
+    """``[T, V]`` the target's log-probabilities after each of ``tokens``, all read at once."""
+    return np.asarray(jax.nn.log_softmax(target.forward(jnp.array([tokens]))[0].logits[0].astype(jnp.float32)))
+
+
+def check_logprobs(said: list, of: np.ndarray, tokens: list[int], top: int) -> None:
+    assert len(said) == len(tokens) == len(of)
+    for one, right, token in zip(said, of, tokens, strict=True):
+        assert one.token == token
+        assert abs(one.logprob - right[token]) < 1e-4
+        assert len(one.top) == top
+        assert [logprob for _, logprob in one.top] == sorted((logprob for _, logprob in one.top), reverse=True)
+        for token_id, logprob in one.top:
+            assert abs(logprob - right[token_id]) < 1e-4
+        assert np.allclose([logprob for _, logprob in one.top], np.sort(right)[::-1][:top], atol=1e-4)
+
+
+def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
+    handle.result(PATIENCE)
+    pieces = list(handle)
+    return (
+        [token for piece in pieces for token in piece.tokens],
+        [accepted for piece in pieces for accepted in piece.accepted],
+        [one for piece in pieces for one in piece.logprobs],
+    )
+
+
+@pytest.mark.parametrize(("temperature", "top"), [(0.0, 3), (0.8, 0), (1.0, TOP)])
+def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
+    handle = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=(), logprobs=top)
+    alone = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=())
+    tokens, accepted, said = pieces_of(handle)
+    assert tuple(tokens) == alone.result(PATIENCE).tokens
+    of = directly(target, [*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
+    check_logprobs(said, of, tokens, top)
+    assert sum(accepted) == handle.acceptance.accepted
+
+
+def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
+    """More than fit the pages: some are put back, and report each token once."""
+    before = compilations()
+    wishes = [{"logprobs": 2}, {}, {"logprobs": 0, "echo": True}, {"spans": True}, {"prediction": [4, 2, 7, 1, 5, 5]}, {}]
+    handles = [
+        engine.submit(
+            PROMPT * (1 + i % 4), max_new_tokens=30, temperature=0.7 * (i % 2), seed=i, eos_token_ids=(), **wishes[i % 6]
+        )
+        for i in range(24)
+    ]
+    for handle in handles:
+        handle.result(PATIENCE)
+    assert compilations() == before
+    assert engine.statistics.put_back > 0
+    for number, handle in enumerate(handles):
+        tokens, accepted, said = pieces_of(handle)
+        assert len(tokens) == len(accepted) == 30
+        prompt = PROMPT * (1 + number % 4)
+        of = directly(target, [*prompt, *tokens])
+        wish = wishes[number % 6]
+        if "logprobs" in wish:
+            check_logprobs(said, of[len(prompt) - 1 : -1], tokens, wish["logprobs"])
+        else:
+            assert not said
+        if wish.get("echo"):
+            check_logprobs(handle.prompt_logprobs, of[: len(prompt) - 1], prompt[1:], 0)
+
+
+def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
+    prompt = (PROMPT * 8)[:34]
+    first = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())  # its pages could be taken
+    first.result(PATIENCE)
+    handle = engine.submit(prompt, max_new_tokens=0, logprobs=2, echo=True)
+    generation = handle.result(PATIENCE)
+    assert (generation.text, generation.tokens, handle.finish_reason, handle.cached_tokens) == ("", (), "length", 0)
+    check_logprobs(handle.prompt_logprobs, directly(target, prompt)[:-1], prompt[1:], 2)
+    again = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())
+    assert again.result(PATIENCE).tokens == first.tokens
+    assert again.cached_tokens == 32  # what was read before is of use to others
+    one = engine.submit([5], max_new_tokens=0, logprobs=0, echo=True)
+    one.result(PATIENCE)
+    assert one.prompt_logprobs == []
+
+
+def test_spans_are_the_text_in_parts(engine) -> None:
+    handle = engine.submit("abc", max_new_tokens=24, temperature=0.5, seed=4, eos_token_ids=(), spans=True)
+    generation = handle.result(PATIENCE)
+    pieces = list(handle)
+    assert all("".join(text for text, _ in piece.spans) == piece.text for piece in pieces)
+    assert "".join(piece.text for piece in pieces) == generation.text
+    assert {accepted for piece in pieces for _, accepted in piece.spans} <= {True, False}
+
+
+def test_a_right_prediction_saves_steps_and_changes_nothing(engine) -> None:
+    request = {"max_new_tokens": 40, "temperature": 0.6, "seed": 9, "eos_token_ids": ()}
+    alone = engine.submit(PROMPT, **request).result(PATIENCE)
+    for _ in range(3):  # until the choice knows what copies are worth
+        handle = engine.submit(PROMPT, prediction=list(alone.tokens), **request)
+        assert handle.result(PATIENCE).tokens == alone.tokens
+    assert handle.prediction_length == 40 and handle.predicted_tokens == 40
+    changed = [*alone.tokens[:15], 0 if alone.tokens[15] else 1, *alone.tokens[16:]]
+    handle = engine.submit(PROMPT, prediction=changed, **request)
+    assert handle.result(PATIENCE).tokens == alone.tokens
+    assert 25 <= handle.predicted_tokens < 40
+    nothing = engine.submit(PROMPT, prediction=[], **request)
+    assert nothing.result(PATIENCE).tokens == alone.tokens and nothing.predicted_tokens == 0
+
+
+def test_no_text_ends_too_early(engine, target) -> None:
+    request = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
+    free = engine.submit(PROMPT, eos_token_ids=(), **request).result(PATIENCE)
+    end = free.tokens[4]
+    short = engine.submit(PROMPT, eos_token_ids=(end,), **request)
+    assert len(short.result(PATIENCE).tokens) <= 5 and short.finish_reason == "stop"
+    long = engine.submit(PROMPT, eos_token_ids=(end,), min_new_tokens=20, **request).result(PATIENCE)
+    assert len(long.tokens) >= 20 and end not in long.tokens[:20]
+    same = specjax.generate(
+        target, None, [PROMPT], max_new_tokens=30, min_new_tokens=20, eos_token_ids=(end,), sampling=specjax.Sampling(),
+        key=jax.random.fold_in(specjax.sampling.make_key(3), 0)[None], rule="coupled",
+    )  # fmt: skip
+    assert long.tokens == tuple(same.tokens[0, len(PROMPT) : same.lengths[0]].tolist())
+
+
+def test_stop_strings_are_looked_for_behind_the_least_length(engine) -> None:
+    request = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5, "eos_token_ids": ()}
+    text = engine.submit(PROMPT, **request).result(PATIENCE)
+    stop = [character for character in dict.fromkeys(text.text) if character.strip()][:1]
+    early = engine.submit(PROMPT, stop=stop, **request)
+    assert len(early.result(PATIENCE).tokens) < 30 and early.finish_reason == "stop"
+    late = engine.submit(PROMPT, stop=stop, min_new_tokens=15, **request)
+    assert len(late.result(PATIENCE).tokens) > 15
+    assert late.result().text.startswith(early.result().text + stop[0])
+
+
+def test_totals_are_those_of_all_texts(engine) -> None:
+    engine.submit(PROMPT, max_new_tokens=1).result(PATIENCE)  # of texts that were stopped nothing is counted afterwards
+    before = engine.statistics
+    handles = [engine.submit(PROMPT, max_new_tokens=20, seed=i, temperature=0.5, eos_token_ids=()) for i in range(4)]
+    found = [handle.result(PATIENCE).statistics for handle in handles]
+    after = engine.statistics
+    assert after.generated - before.generated == 80
+    assert after.drafted - before.drafted == sum(each.drafted for each in found)
+    assert (
+        after.accepted - before.accepted
+        == sum(each.accepted for each in found)
+        == sum(after.accepted_at) - sum(before.accepted_at)
+    )
+    assert after.draft in {"none", "chain of 3", str(TREE), "copies of 4"}
+
+
+REFUSED = {
+    "logprobs=6": {"logprobs": 6},
+    "logprobs=-1": {"logprobs": -1},
+    "give logprobs, too": {"echo": True},
+    "max_new_tokens=0": {"max_new_tokens": 0},
+    "min_new_tokens=9": {"max_new_tokens": 8, "min_new_tokens": 9},
+    "id 11 is outside": {"prediction": [11]},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_is_refused(engine, said) -> None:
+    with pytest.raises(InputError, match=said):
+        engine.submit(PROMPT, **REFUSED[said])
+
+
+def test_an_engine_that_was_not_made_for_it_says_so() -> None:
+    with Engine(tiny_target(), rows=1, pages=8, **SIZES) as plain:
+        with pytest.raises(InputError, match="max_logprobs=20"):
+            plain.submit(PROMPT, logprobs=0)
+        with pytest.raises(InputError, match="max_prediction=16"):
+            plain.submit(PROMPT, prediction=[1])
+        with pytest.raises(InputError, match="tokenizer"):
+            plain.submit(PROMPT, spans=True)
+    for wrong in ({"max_logprobs": 12}, {"max_logprobs": -1}, {"max_prediction": 64}):
+        with pytest.raises(InputError, match="max_"):
+            Engine(tiny_target(), rows=1, pages=8, **SIZES, **wrong)
