@@ -25,13 +25,11 @@ class Server:
     Attributes:
         address: such as ``http://127.0.0.1:8000``.
         process: its id.
-        log: what it prints.
         key: without which it does not answer.
     """
 
     address: str
     process: int
-    log: Path
     key: str = ""
 
     @property
@@ -94,7 +92,8 @@ def serving(log: Path, *options: str) -> Iterator[Server]:
             assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()}"
             assert time.monotonic() < deadline, f"it was not ready after {STARTING} s:\n{log.read_text()}"
             time.sleep(0.1)
-        yield Server(found[1], process.pid, log)
+        yield Server(found[1], process.pid)
+        assert "Traceback" not in log.read_text()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.serving.http.chromium import Page, chromium
 from tests.serving.http.conftest import KEY
-from tests.serving.http.conftest import Server as Locked
+from tests.serving.http.conftest import Server as Shared
 from tests.serving.http.process import Server, serving
 
 pytestmark = pytest.mark.browser
@@ -174,7 +174,7 @@ def test_a_prediction_changes_nothing_and_is_accounted_for(page, plain):
     assert not page.troubles()
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(page, server: Locked):
+def test_a_key_is_asked_for_and_kept_for_the_tab(page, server: Shared):
     page.look(360, 740)
     page.open(server.url)
     page.wait_for("!document.querySelector('#key-field').hidden")
@@ -194,7 +194,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page, server: Locked):
     assert page.evaluate("localStorage.length") == 0
 
 
-def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Locked, pictures):
+def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Shared, pictures):
     page.look(1280, 800)
     page.open(server.url)
     page.evaluate(f"sessionStorage.setItem('specjax-api-key', '{KEY}')")
@@ -213,7 +213,7 @@ def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Locked, pictures)
     asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": []}
     for message, shown in (("Write a class.", first), ("And <i>another</i> one.", second)):
         asked["messages"].append({"role": "user", "content": message})
-        answer = Server(server.url, server.process.pid, Path(), KEY).post("/v1/chat/completions", asked)
+        answer = Server(server.url, server.process.pid, KEY).post("/v1/chat/completions", asked)
         asked["messages"].append(answer["choices"][0]["message"])
         assert shown == "Model" + answer["choices"][0]["message"]["content"]
     page.click("#clear")
