@@ -51,8 +51,8 @@ def batches(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """Static batches beside the engine."""
     table = table_of_numbers("requests a minute", "draft", "static", "continuous", "gain", "ideal", "same text", named=True)
     for row in rows:
-        ways = [_spread(row["requests_per_minute"][way]) for way in ("static", "continuous")]
-        table.add_row(row["draft"], *ways, _spread(row["gain"]), f"{row['ideal']:.2f}", f"{row['same_tokens']:.0%}")
+        ways = [spread(row["requests_per_minute"][way]) for way in ("static", "continuous")]
+        table.add_row(row["draft"], *ways, spread(row["gain"]), f"{row['ideal']:.2f}", f"{row['same_tokens']:.0%}")
     yield table
 
 
@@ -61,13 +61,13 @@ def rates(found: Mapping[str, Any]) -> Iterator[Table]:
     most = found["plain_requests_per_minute"]
     headers = ("arrive a minute", "engine", "tokens/s", "finished a minute", "s a request", "first token s", "s a token")
     table = table_of_numbers(
-        f"plain decoding finishes {_number(most)} requests a minute at most; times are mean | p90", *headers
+        f"plain decoding finishes {number(most)} requests a minute at most; times are mean | p90", *headers
     )
     for row in found["rates"]:
         for name, run in row["engines"].items():
-            whole = [_spread(run[each]) for each in ("tokens_per_second", "requests_per_minute", "seconds_per_request")]
+            whole = [spread(run[each]) for each in ("tokens_per_second", "requests_per_minute", "seconds_per_request")]
             times = [f"{run[each]['middle']:.3g} | {run[each + '_p90']['middle']:.3g}" for each in TIMES]
-            table.add_row(f"{_number(row['requests_per_minute'])} ({row['share']:g})", name, *whole, *times)
+            table.add_row(f"{number(row['requests_per_minute'])} ({row['share']:g})", name, *whole, *times)
         if "by_load_over_better" in row:
             table.add_row("", f"{row['by_load_over_better']:.2f} of the better", f"by {row['compared_by']}")
         table.add_section()
@@ -91,7 +91,7 @@ def prefix(found: Mapping[str, Any]) -> Iterator[Table]:
     for name in ("shared", "separate"):
         row = found[name]
         counts = [f"{row[each]['middle']:.0f}" for each in ("prompt_tokens_read", "prompt_tokens_shared", "pages_held")]
-        table.add_row(name, *counts, _spread(row["seconds"]))
+        table.add_row(name, *counts, spread(row["seconds"]))
     yield table
 
 
@@ -99,8 +99,8 @@ def first_token(rows: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
     """How soon a text begins where a row is free."""
     table = table_of_numbers("first token where a row is free", "prompt tokens", "chunks", "decode calls", "seconds")
     for row in rows:
-        counts = str(row["prompt_tokens"]), str(row["chunks"]), _spread(row["decode_calls"])
-        table.add_row(*counts, _spread(row["seconds"]))
+        counts = str(row["prompt_tokens"]), str(row["chunks"]), spread(row["decode_calls"])
+        table.add_row(*counts, spread(row["seconds"]))
     yield table
 
 
@@ -113,11 +113,12 @@ TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
 """By part, as it is called in a results file."""
 
 
-def _spread(values: Mapping[str, float], digits: int = 3) -> str:
-    low, middle, high = (_number(values[name], digits) for name in ("low", "middle", "high"))
+def spread(values: Mapping[str, float], digits: int = 3) -> str:
+    """A `Spread`, as it is written into a results file."""
+    low, middle, high = (number(values[name], digits) for name in ("low", "middle", "high"))
     return f"{middle} ({low}-{high})"
 
 
-def _number(value: float, digits: int = 3) -> str:
+def number(value: float, digits: int = 3) -> str:
     """With so many significant digits, and never as a power of ten."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"

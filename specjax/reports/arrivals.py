@@ -1,4 +1,4 @@
-"""Pictures of requests that arrive over time: who had which row when, and what each engine made of each rate."""
+"""Pictures of serving: who had which row when, and what each engine or server made of requests, by how many there are."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -157,25 +157,60 @@ def draw_by_rate(
         seconds: likewise: from arrival to end of a request, on average.
         saturated: requests a minute that the first engine finishes at most; a line is drawn there.
     """
-    from matplotlib.ticker import LogLocator, NullLocator
-
     figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
     for axes, lines in ((above, tokens), (below, seconds)):
-        for (name, by_rate), marker in zip(lines.items(), style.MARKERS, strict=False):
-            rates = sorted(by_rate)
-            found = [by_rate[rate] for rate in rates]
-            bars = [[each.middle - each.low for each in found], [each.high - each.middle for each in found]]
-            axes.errorbar(rates, [each.middle for each in found], yerr=bars, fmt=f"{marker}-", label=name)
+        _draw_lines(axes, lines)
         axes.axvline(saturated, color=style.theme().muted, linestyle="--", linewidth=1.2)
         axes.set_xlim(left=0)
     first = next(iter(tokens))
     above.set_ylabel("tokens a second")
     above.set_ylim(bottom=0)
-    below.set_ylabel("seconds a request")
-    below.set_yscale("log")
-    below.yaxis.set_major_formatter("{x:g}")
-    below.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    below.yaxis.set_minor_locator(NullLocator())
+    _scale_seconds(below)
     below.set_xlabel(f"requests a minute that arrive\ndashed: the most that “{first}” finishes")
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=len(tokens))
     return figure
+
+
+@style.styled
+def draw_by_clients(
+    title: str, tokens: Mapping[str, Mapping[int, Spread]], seconds: Mapping[str, Mapping[int, Spread]]
+) -> "Figure":
+    """Tokens a second, and below the time that a request takes, against the number of clients; a line for each server.
+
+    Args:
+        title: of the figure.
+        tokens: by server, then by clients: tokens a second of all of them together.
+        seconds: likewise: from sending to the end of an answer.
+    """
+    figure, (above, below) = style.new_figure(3.2, 3.2, title=title)
+    numbers = sorted({count for by_clients in tokens.values() for count in by_clients})
+    for axes, lines in ((above, tokens), (below, seconds)):
+        _draw_lines(axes, lines)
+        axes.set_xlim(left=0)
+        axes.set_xticks(numbers)
+    above.set_ylabel("tokens a second")
+    above.set_ylim(bottom=0)
+    _scale_seconds(below)
+    below.set_xlabel("clients, each of which sends its next request when its last one has ended")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    return figure
+
+
+def _draw_lines(axes: "Axes", lines: Mapping[str, Mapping[float, Spread]] | Mapping[str, Mapping[int, Spread]]) -> None:
+    """A line for each name, through the medians, with bars from the smallest to the largest."""
+    for (name, by_x), marker in zip(lines.items(), style.MARKERS, strict=False):
+        places = sorted(by_x)
+        found = [by_x[place] for place in places]
+        bars = [[each.middle - each.low for each in found], [each.high - each.middle for each in found]]
+        axes.errorbar(places, [each.middle for each in found], yerr=bars, fmt=f"{marker}-", label=name)
+
+
+def _scale_seconds(axes: "Axes") -> None:
+    """Seconds a request, on a logarithmic scale with ordinary numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_ylabel("seconds a request")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())

@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
 from specjax.reports import style
-from specjax.reports.arrivals import Spread, Stay, draw_by_rate, draw_rows, share_in_use, stays_of
+from specjax.reports.arrivals import Spread, Stay, draw_by_clients, draw_by_rate, draw_rows, share_in_use, stays_of
 
 PANELS = {
     "static batches": [Stay(0, 0, 0.0, 8.0), Stay(1, 1, 0.0, 2.0), Stay(2, 0, 8.0, 10.0)],
@@ -92,3 +92,17 @@ def test_lines_go_through_the_medians_in_order_of_the_rates(monkeypatch) -> None
     assert "“plain”" in below.get_xlabel()
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["plain", "by load"]
+
+
+def test_a_line_for_each_server_through_its_medians() -> None:
+    tokens = {"ours": {4: Spread(9, 10, 12), 1: Spread(5, 5, 5)}, "theirs": {1: Spread(5, 6, 7)}}
+    seconds = {name: {count: Spread.of([1.0, 2.0]) for count in by_clients} for name, by_clients in tokens.items()}
+    figure = draw_by_clients("a title", tokens, seconds)
+    above, below = figure.axes
+    for axes, lines in ((above, tokens), (below, seconds)):
+        for container, by_clients in zip(axes.containers, lines.values(), strict=True):
+            expected = [[count, by_clients[count].middle] for count in sorted(by_clients)]
+            assert container.lines[0].get_xydata().tolist() == expected
+        assert list(axes.get_xticks()) == [1, 4]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ours", "theirs"]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import select
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from specjax.serving.http.app import AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
-from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, serving, wait_until
+from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, running, serving, wait_until
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
 
@@ -642,3 +643,39 @@ def test_a_long_body_is_refused_and_the_connection_goes_on() -> None:
             more = connection.recv(65536)
             assert more, said
             said += more
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_after_sigterm_is_waited_for_only_so_long() -> None:
+    engine = MadeUpEngine(pause=0.5)
+    with running(engine, drain_seconds=0.4) as (server, address), connected(address) as whole, connected(address) as stream:
+        whole.sendall(request(max_tokens=50))
+        stream.sendall(request(max_tokens=50, stream=True))
+        wait_until(lambda: len(engine.submitted) == 2)
+        asked = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        said = read_all(whole)
+        assert said.startswith(b"HTTP/1.1 503")
+        assert b"shutting down" in said
+        said = read_all(stream)
+        assert b"shutting down" in said
+        assert b"[DONE]" not in said
+        assert 0.3 < time.monotonic() - asked < 4
+        wait_until(lambda: not server.server_state.connections)
+        assert server.status == 0
+    assert [handle.finish_reason for handle in engine.submitted] == ["cancelled"] * 2
+
+
+def test_a_second_signal_waits_for_nobody() -> None:
+    engine = MadeUpEngine(pause=10.0)
+    with running(engine, drain_seconds=60) as (server, address), connected(address) as connection:
+        connection.sendall(request())
+        wait_until(lambda: engine.submitted)
+        server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.3)
+        assert engine.submitted[0].finish_reason is None
+        server.handle_exit(signal.SIGTERM, None)
+        wait_until(lambda: engine.submitted[0].finish_reason == "cancelled", 2)
+        assert server.status == 128 + signal.SIGTERM

@@ -1,0 +1,428 @@
+"""Servers side by side: ours with and without drafts, `transformers serve`, and llama.cpp's, on the same weights and requests.
+
+    python -m benchmarks.serving --output serving.json               # ours and transformers
+    python -m benchmarks.serving --llama-python PYTHON --llama-server PROGRAM --seconds 30 --repeats 5
+    python -m benchmarks.serving --parts http prediction
+
+Three parts. *clients*: so many clients at a time, each of which sends its next request when its last one has ended. *http*: the
+same requests over HTTP and straight from the engine, in one process. *prediction*: a long text with and without a predicted
+output. Servers run one at a time, in turn over all repeats; the others are stopped meanwhile.
+"""
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+import specjax
+from benchmarks import decode, serving_models, serving_servers, serving_tables
+from benchmarks.serving_clients import Answer, Ask, Request, figures, for_seconds, over_http, tokens_of, work_through
+from benchmarks.serving_servers import Running, Server
+from specjax import text
+from specjax.errors import InputError
+from specjax.progress import track
+from specjax.reports import pictures
+from specjax.reports.arrivals import Spread
+
+Part = Literal["clients", "http", "prediction"]
+
+EAGLE3, PLAIN = "specjax, EAGLE-3", "specjax, no drafts"
+"""Our own two."""
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Measure servers.
+
+    Attributes:
+        parts: which to measure.
+        inflate: hidden size, MLP size and layers to pad the embedded target to; its outputs stay. 0 0 0 leaves it.
+        transformers: how `transformers serve` is to run: one text at a time, or with continuous batching; "none" leaves it out.
+        llama_python: interpreter for which llama-cpp-python[server] is installed; empty: it is left out.
+        llama_server: llama.cpp's own server; empty: it is left out.
+        rows: that ours and llama.cpp's own decode together.
+        drafts: shapes that ours with EAGLE-3 chooses from by load; by default the engine's own choice.
+        clients: how many at a time; each number is a case.
+        sampled_clients: likewise, with requests that are drawn and not greedy.
+        temperature: of these.
+        context: tokens of a prompt, about.
+        shortest: new tokens of a request, at least.
+        longest: new tokens of a request, at most.
+        seconds: that clients go on; longer, up to `patience`, where one has had no answer yet.
+        patience: see `seconds`.
+        repeats: of every measurement.
+        http_requests: of part http, for as many clients as there are rows.
+        http_repeats: of part http.
+        prediction_tokens: of the long text of part prediction.
+        prediction_repeats: of part prediction.
+        positions: that the models are written for, and so the longest text; they were trained with 1,024.
+        agreement: prompts whose greedy texts all servers must agree on.
+        scratch: directory for models, compiled programs and what servers print, kept for the next run; empty: a temporary one.
+        start_seconds: in which a server must have started.
+        output: where to write the results as JSON.
+        plot: a picture of part clients to write.
+    """
+
+    parts: tuple[Part, ...] = ("clients", "http", "prediction")
+    inflate: tuple[int, int, int] = (576, 1792, 15)
+    transformers: Literal["sequential", "continuous", "none"] = "continuous"
+    llama_python: str = ""
+    llama_server: str = ""
+    rows: int = 8
+    drafts: tuple[str, ...] = ()
+    clients: tuple[int, ...] = (1, 4, 8)
+    sampled_clients: tuple[int, ...] = (8,)
+    temperature: float = 0.8
+    context: int = 64
+    shortest: int = 64
+    longest: int = 128
+    seconds: float = 6.0
+    patience: float = 30.0
+    repeats: int = 3
+    http_requests: int = 24
+    http_repeats: int = 5
+    prediction_tokens: int = 3000
+    prediction_repeats: int = 2
+    positions: int = 4096
+    agreement: int = 4
+    scratch: str = ""
+    start_seconds: float = 300.0
+    output: str = ""
+    plot: str = ""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all parts need: the settings, where the models are, and their tokenizer."""
+
+    config: ServingConfig
+    directory: Path
+    tokenizer: Any
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of all servers: programs that were compiled once are found again, and nothing is looked for in the network."""
+        cache = str(self.directory / "compiled")
+        return {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "HF_HUB_OFFLINE": "1"}
+
+    def start(self, name: str, server: Server) -> Running:
+        """Start a server, and wait until it answers."""
+        log = self.directory / f"{''.join(each if each.isalnum() else '_' for each in name)}.log"
+        return Running(server, log, self.environment, self.config.start_seconds)
+
+
+def requests_of(bench: Bench, temperature: float, seed: int) -> Iterator[Request]:
+    """Requests without end: lines of modules of the standard library, which the embedded target knows, to be continued."""
+    config, random = bench.config, np.random.default_rng(seed)
+    modules = [module.splitlines(keepends=True) for module in decode.read_texts("")]
+    while True:
+        lines = modules[random.integers(len(modules))]
+        start = end = int(random.integers(len(lines) - config.context))  # a line has a token at least
+        tokens = 0
+        while tokens < config.context and end < len(lines):
+            tokens += len(bench.tokenizer.encode(lines[end], add_special_tokens=False))
+            end += 1
+        most = int(random.integers(config.shortest, config.longest + 1))
+        yield Request("".join(lines[start:end]), most, temperature, seed=int(random.integers(2**31)))
+
+
+def first_of(requests: Iterator[Request], count: int) -> list[Request]:
+    """So many of them."""
+    return [next(requests) for _ in range(count)]
+
+
+def servers_of(config: ServingConfig, directory: Path) -> dict[str, Server]:
+    """By name, all that are to be measured."""
+    eagle3 = f"eagle3:{directory / 'eagle3'}"
+    found = {
+        EAGLE3: serving_servers.ours(directory, eagle3, config.rows, ("--drafts", *config.drafts) if config.drafts else ()),
+        PLAIN: serving_servers.ours(directory, "none", config.rows),
+    }
+    if "clients" not in config.parts:
+        return found
+    context = 2 * (config.context + config.longest)  # prompts end with a line, and may be longer than context
+    if config.transformers != "none":
+        continuous = config.transformers == "continuous"
+        found["transformers"] = serving_servers.transformers(directory, continuous, config.rows * context)
+    if config.llama_server:
+        found["llama.cpp"] = serving_servers.llama_server(directory, config.llama_server, config.rows, context)
+    if config.llama_python:
+        found["llama-cpp-python"] = serving_servers.llama_cpp_python(directory, config.llama_python, context)
+    return found
+
+
+def asks(running: Running) -> Ask:
+    """How to ask a server."""
+    return over_http(running.port, running.server.model, running.server.more)
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
+    """Whether the greedy texts of all servers are those of `specjax.generate`.
+
+    Where one is not, the two likeliest tokens at the first difference must be nearly as likely: then rounding decides.
+
+    Raises:
+        InputError: it is another model.
+    """
+    config = bench.config
+    generate = specjax.load(str(bench.directory / "target"), dtype="float32")
+    requests = [
+        replace(each, max_tokens=config.shortest) for each in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
+    ]
+    expected = generate([request.prompt for request in requests], max_new_tokens=config.shortest)
+    found = {}
+    for name, server in running.items():
+        server.resume()
+        answers = asyncio.run(work_through(asks(server), requests, 1))
+        server.pause()
+        margins = [
+            margin_at_difference(generate, answer, list(own.tokens))
+            for answer, own in zip(answers, expected, strict=True)
+            if answer.text != own.text
+        ]
+        found[name] = {"prompts": len(requests), "same": len(requests) - len(margins), "margins": margins}
+        if max(margins, default=0.0) > 1e-3:
+            raise InputError(f"{name}: its greedy texts are not this model's: the logits' margins are {margins}")
+    return found
+
+
+def margin_at_difference(generate: specjax.TextGenerator, answer: Answer, tokens: list[int]) -> float:
+    """By how much the likeliest token's logit is above the next one's, where a text leaves the expected ``tokens``."""
+    decoded = [generate.tokenizer.decode(tokens[: i + 1]) for i in range(len(tokens))]
+    same = next((i for i, part in enumerate(decoded) if not answer.text.startswith(part)), len(tokens) - 1)
+    prefix = [*generate.encode(answer.request.prompt), *tokens[:same]]
+    logits = np.asarray(generate.target.forward(np.array([prefix]))[0].logits)[0, -1]
+    second, first = np.sort(logits)[-2:]
+    return float(first - second)
+
+
+def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[str, Any]]:
+    """Every server at every number of clients, in turn over the repeats."""
+    config = bench.config
+    cases = [(0.0, clients) for clients in config.clients]
+    cases += [(config.temperature, clients) for clients in config.sampled_clients]
+    runs: dict[tuple[float, int, str], list[dict[str, float]]] = {}
+    for repeat in track(range(config.repeats), "clients"):
+        for name, server in running.items():
+            server.resume()
+            for number, (temperature, clients) in enumerate(cases):
+                if temperature and serving_servers.CONTINUOUS in server.server.command:
+                    continue
+                requests = requests_of(bench, temperature, seed=1000 * (repeat + 1) + number)
+                limits = config.seconds, config.patience
+                answers = asyncio.run(for_seconds(asks(server), requests, clients, *limits))
+                run = figures(answers, time.perf_counter(), bench.tokenizer)
+                runs.setdefault((temperature, clients, name), []).append(run)
+                # When this is answered, those that were cut short are over.
+                asyncio.run(work_through(asks(server), [Request("import os", 1)], 1))
+            server.pause()
+    return [
+        {
+            "temperature": temperature,
+            "clients": clients,
+            "servers": {
+                name: {figure: asdict(Spread.of([run[figure] for run in all_])) for figure in all_[0]}
+                for (its_temperature, its_clients, name), all_ in runs.items()
+                if (its_temperature, its_clients) == (temperature, clients)
+            },
+        }
+        for temperature, clients in cases
+    ]
+
+
+# --- what HTTP costs -------------------------------------------------------------------------------------------------
+
+
+def measure_http(bench: Bench) -> dict[str, Any]:
+    """The same requests over HTTP and straight from the same engine, with EAGLE-3, in turn."""
+    config = bench.config
+    server = servers_of(config, bench.directory)[EAGLE3]
+    command = [part if part != "specjax" else "benchmarks.serving_in_process" for part in server.command if part != "serve"]
+    server = Server(tuple(command), server.model, server.more, server.about)
+    log = bench.directory / "in_process.log"
+    with Running(server, log, bench.environment, config.start_seconds, talks=True) as running:
+        seconds: dict[str, list[float]] = {"engine": [], "http": []}
+        tokens, same = [], True
+        for repeat in track(range(-1, config.http_repeats), "what HTTP costs"):  # the first time is not counted
+            requests = first_of(requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests)
+            order = ("engine", "http") if repeat % 2 else ("http", "engine")
+            texts, spent = {}, {}
+            for way in order:
+                if way == "http":
+                    began = time.perf_counter()
+                    answers = asyncio.run(work_through(asks(running), requests, config.rows))
+                    spent[way], texts[way] = time.perf_counter() - began, [answer.text for answer in answers]
+                    count = sum(tokens_of(answer, bench.tokenizer) for answer in answers)
+                else:
+                    answer = running.tell({"requests": [asdict(each) for each in requests], "clients": config.rows})
+                    spent[way], texts[way] = answer["seconds"], answer["texts"]
+            same = same and texts["http"] == texts["engine"]
+            if repeat >= 0:
+                tokens.append(count)
+                for way, each in spent.items():
+                    seconds[way].append(each)
+    ratios = [engine / http for engine, http in zip(seconds["engine"], seconds["http"], strict=True)]
+    return {
+        "clients": config.rows,
+        "tokens_per_second": {
+            way: asdict(Spread.of([count / each for count, each in zip(tokens, all_, strict=True)]))
+            for way, all_ in seconds.items()
+        },
+        "http_over_engine": asdict(Spread.of(ratios)),
+        "same_texts": same,
+    }
+
+
+# --- predicted outputs -----------------------------------------------------------------------------------------------
+
+
+def measure_prediction(bench: Bench, running: Mapping[str, Running]) -> dict[str, Any]:
+    """A long text that is drawn with a seed, and the same text again, with itself as prediction but for every tenth line.
+
+    The embedded target does not follow instructions. So that it writes the edited file, that file is what it writes; and the
+    prediction, which stands for the file before the edit, is made from it.
+    """
+    config = bench.config
+    prompt = first_of(requests_of(bench, 0.0, seed=2), 1)[0].prompt
+    plain = Request(prompt, config.prediction_tokens, config.temperature, seed=3, more={"ignore_eos": True})
+    runs: dict[str, dict[str, list[float]]] = {name: {"without": [], "with": []} for name in running}
+    texts, usages = [], {}
+    for _ in track(range(config.prediction_repeats), "predicted outputs"):
+        for name, server in running.items():
+            server.resume()
+            for way in ("without", "with"):
+                more = {**plain.more}
+                if way == "with":
+                    more["prediction"] = {"type": "content", "content": with_changed_lines(texts[0])}
+                request = Request(prompt, plain.max_tokens, plain.temperature, plain.seed, more)
+                answer = asyncio.run(work_through(asks(server), [request], 1))[0]
+                texts.append(answer.text)
+                runs[name][way].append(tokens_of(answer, bench.tokenizer) / (answer.finished - answer.sent))  # pyright: ignore
+                usages[name] = (answer.usage or {}).get("completion_tokens_details")
+            server.pause()
+    return {
+        "tokens": config.prediction_tokens,
+        "lines": texts[0].count("\n"),
+        "same_text": float(np.mean([each == texts[0] for each in texts])),
+        "servers": {
+            name: {
+                "tokens_per_second": {way: asdict(Spread.of(all_)) for way, all_ in ways.items()},
+                "gain": median(b / a for a, b in zip(ways["without"], ways["with"], strict=True)),
+                "usage": usages[name],
+            }
+            for name, ways in runs.items()
+        },
+    }
+
+
+def with_changed_lines(written: str, every: int = 10) -> str:
+    """A text whose every tenth line is another one."""
+    lines = written.split("\n")
+    for i in range(every - 1, len(lines), every):
+        indent = lines[i][: len(lines[i]) - len(lines[i].lstrip())]
+        lines[i] = f"{indent}changed_{i} = None"
+    return "\n".join(lines)
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+def run(config: ServingConfig) -> dict[str, Any]:
+    """Every part that is asked for: the results as they are written to JSON."""
+    check(config)
+    with ExitStack() as stack:
+        scratch = config.scratch or stack.enter_context(tempfile.TemporaryDirectory(prefix="specjax-serving-"))
+        directory = Path(scratch).resolve()
+        directory.mkdir(parents=True, exist_ok=True)
+        parameters = serving_models.write_pair(directory, config.inflate, config.positions)
+        servers = servers_of(config, directory)
+        if config.llama_python or config.llama_server:
+            serving_models.write_gguf(directory / "target", directory / "target.gguf")
+        bench = Bench(config, directory, text.load_tokenizer(directory / "target"))
+        found: dict[str, Any] = {
+            "machine": decode.machine() | {"llama-cpp-python": llama_version(config.llama_python)},
+            "settings": {name: value for name, value in asdict(config).items() if name not in PLACES},
+            "parameters": {"target": parameters},
+            "servers": {name: server.about for name, server in servers.items()},
+        }
+
+        def done(part: str, results: Any) -> None:
+            found[part] = results
+            if config.output:
+                decode.write(found, Path(config.output))
+
+        if {"clients", "prediction"} & set(config.parts):
+            running = {}
+            for name, server in servers.items():
+                running[name] = stack.enter_context(bench.start(name, server))
+                running[name].pause()
+            if "clients" in config.parts:
+                done("agreement", check_agreement(bench, running))
+                done("clients", measure_clients(bench, running))
+            if "prediction" in config.parts:
+                done("prediction", measure_prediction(bench, {name: running[name] for name in (EAGLE3, PLAIN)}))
+        if "http" in config.parts:
+            done("http", measure_http(bench))
+    return found
+
+
+PLACES = ("llama_python", "llama_server", "scratch", "output", "plot")
+"""Settings that say where something is on one machine."""
+
+
+def llama_version(python: str) -> str | None:
+    """Of llama-cpp-python, as its interpreter says."""
+    if not python:
+        return None
+    command = [python, "-c", "from importlib.metadata import version; print(version('llama-cpp-python'))"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise InputError(f"llama_python={python!r}: llama-cpp-python is not installed there") from None
+
+
+def check(config: ServingConfig) -> None:
+    """Refuse what cannot be measured."""
+    for name in ("rows", "context", "shortest", "repeats", "http_requests", "http_repeats", "prediction_repeats", "agreement"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+    if min((*config.clients, *config.sampled_clients), default=0) < 1:
+        raise InputError(f"clients={config.clients}, sampled_clients={config.sampled_clients}: must be at least 1 each")
+    if config.longest < config.shortest:
+        raise InputError(f"longest={config.longest}: must be at least shortest={config.shortest}")
+    if not 0 < config.seconds <= config.patience:
+        raise InputError(f"seconds={config.seconds:g}: must be above 0, and at most patience={config.patience:g}")
+    llama_version(config.llama_python)
+    if config.plot:
+        pictures.check_path("plot", config.plot)
+        if "clients" not in config.parts:
+            raise InputError(f"plot={config.plot!r}: is a picture of part clients, which is not in parts={config.parts}")
+
+
+def main(config: ServingConfig) -> None:
+    """Measure, print the tables and draw the picture."""
+    found = run(config)
+    serving_tables.show(found, Console(width=150))
+    if config.plot:
+        pictures.save(serving_tables.clients_picture(found), "plot", Path(config.plot))
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(ServingConfig))
+    except InputError as error:
+        sys.exit(f"benchmark: error: {error}")

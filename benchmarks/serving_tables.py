@@ -1,0 +1,98 @@
+"""What `benchmarks.serving` writes into a results file, as tables and a picture."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.arrivals_tables import number, spread
+from specjax.reports.arrivals import Spread, draw_by_clients
+from specjax.reports.tables import table_of_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def clients_picture(found: Mapping[str, Any], temperature: float = 0.0) -> "Figure":
+    """Of what is written into a results file: every server at every number of clients."""
+    cases = [case for case in found["clients"] if case["temperature"] == temperature]
+    settings = found["settings"]
+
+    def lines(figure: str) -> dict[str, dict[int, Spread]]:
+        return {
+            name: {case["clients"]: Spread(**case["servers"][name][figure]) for case in cases} for name in cases[0]["servers"]
+        }
+
+    size = f"{found['parameters']['target'] / 1e6:.0f}M parameters, float32"
+    title = f"Servers of one model, {size}; {settings['shortest']} to {settings['longest']} new tokens a request"
+    return draw_by_clients(title, lines("tokens_per_second"), lines("seconds_per_request_p50"))
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print a table for each part."""
+    for part, tables in TABLES.items():
+        if part in found:
+            for table in tables(found[part]):
+                console.print(table)
+
+
+def clients(cases: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """Every server at every number of clients."""
+    headers = ("clients", "temperature", "server", "tokens/s", "s a request", "first token s", "ms a token", "ms a pause")
+    table = table_of_numbers("servers; times are medians over repeats of p50 | p90", *headers, "requests")
+    for case in cases:
+        for name, run in case["servers"].items():
+            times = [percentiles(run, figure, scale) for figure, scale in TIMES.items()]
+            rate, count = spread(run["tokens_per_second"]), f"{run['requests']['middle']:.0f}"
+            table.add_row(str(case["clients"]), f"{case['temperature']:g}", name, rate, *times, count)
+        table.add_section()
+    yield table
+
+
+TIMES = {"seconds_per_request": 1.0, "first_token": 1.0, "between_tokens": 1e3, "pause": 1e3}
+"""The times of a run, and what they are multiplied with."""
+
+
+def percentiles(run: Mapping[str, Any], figure: str, scale: float = 1.0) -> str:
+    """The two that are kept of a time."""
+    return " | ".join(number(scale * run[f"{figure}_p{quantile}"]["middle"]) for quantile in (50, 90))
+
+
+def agreement(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Whether it is the same model."""
+    table = table_of_numbers(
+        "greedy texts as of specjax.generate", "server", "same", "prompts", "margins elsewhere", named=True
+    )
+    for name, row in found.items():
+        margins = ", ".join(f"{margin:.1e}" for margin in row["margins"])
+        table.add_row(name, str(row["same"]), str(row["prompts"]), margins or "-")
+    yield table
+
+
+def http(found: Mapping[str, Any]) -> Iterator[Table]:
+    """What HTTP costs."""
+    table = table_of_numbers(f"the same requests, {found['clients']} clients", "", "tokens/s", named=True)
+    for way, rate in found["tokens_per_second"].items():
+        table.add_row(way, spread(rate))
+    table.add_row("http over engine", spread(found["http_over_engine"]))
+    yield table
+
+
+def prediction(found: Mapping[str, Any]) -> Iterator[Table]:
+    """A long text with and without a predicted output."""
+    title = f"{found['tokens']} tokens, {found['lines']} lines, of which the prediction has every tenth wrong"
+    table = table_of_numbers(title, "server", "without, tokens/s", "with", "gain", named=True)
+    for name, row in found["servers"].items():
+        rates = [spread(row["tokens_per_second"][way]) for way in ("without", "with")]
+        table.add_row(name, *rates, f"{row['gain']:.2f}")
+    yield table
+
+
+TABLES: dict[str, Callable[[Any], Iterator[Table]]] = {
+    "agreement": agreement,
+    "clients": clients,
+    "http": http,
+    "prediction": prediction,
+}
+"""By part, as it is called in a results file."""
