@@ -214,14 +214,15 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
         Array([[  0.,   0., -inf],
                [  0.,   0.,   0.]], dtype=float32)
     """
-    if sampling.no_end is None or sampling.ends is None:
+    ends = sampling.ends
+    if ends is None or sampling.no_end is None:
         return logits
     shape = logits.shape[:-1]
     is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
     def mask(logits: jax.Array) -> jax.Array:
         known = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
-        is_end = jnp.any(known[None, :, None] == sampling.ends[:, None], axis=-1)
+        is_end = jnp.any(known[None, :, None] == ends[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
     # In a server any row may ask for it, and most often none does.

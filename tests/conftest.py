@@ -51,6 +51,8 @@ import pytest
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
+import specjax
+from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
@@ -205,6 +207,26 @@ def tiny_pair(tmp_path_factory) -> tuple[str, str]:
     """Directories of a target of two layers and a draft model of one."""
     root = tmp_path_factory.mktemp("pair")
     return str(save_tiny(root / "target")), str(save_tiny(root / "draft", num_layers=1))
+
+
+@pytest.fixture(scope="session")
+def small_assets(tmp_path_factory) -> Path:
+    """Random checkpoints for those in `specjax.assets`, under the same names, that compile in a third of the time."""
+    root = tmp_path_factory.mktemp("assets")
+    save_tiny(root / "target", max_positions=1024)
+    save_tiny(root / "draft", max_positions=1024, num_layers=1)
+    target = Target.from_pretrained(root / "target")
+    for name, drafter in (("eagle3", Eagle3), ("mtp", MTP)):
+        drafter.init(target, jax.random.key(0)).save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(params=["small", pytest.param("embedded", marks=pytest.mark.thorough)])
+def either_assets(request, monkeypatch) -> None:
+    """A test of what does not depend on the models: "embedded" names small ones, and itself in the thorough tier alone."""
+    if request.param == "small":
+        root = request.getfixturevalue("small_assets")
+        monkeypatch.setattr(specjax.assets, "__file__", str(root / "__init__.py"))
 
 
 class RealPair:

@@ -30,6 +30,7 @@ every_page = pytest.mark.parametrize("page", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))], ids=lambda page: page.stem
 )
+@pytest.mark.usefixtures("either_assets")
 def test_the_python_of_a_page_runs(page: Path, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     documents.run_python(page)
@@ -145,8 +146,9 @@ SLOW = {
     *("check_distribution", "p_values"),
     *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle", "Answer"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
+    *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
 }
-"""Their examples compile a dozen programs each, and run in the thorough tier. Other tests run the functions every time."""
+"""Their examples compile several programs each, and run in the thorough tier. Other tests run the functions every time."""
 
 
 def examples() -> Iterator[tuple[str, doctest.DocTest]]:

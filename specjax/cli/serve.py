@@ -62,10 +62,10 @@ class ServeConfig:
     mesh: tuple[int, int] = field(default=(1, 1))
     max_logprobs: int = 20
     max_prediction: int = 16
-    per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
+    per_request_spec_decode_metrics: bool = False
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
-    max_connections: int = 1024
+    max_connections: int = 512
 
 
 def run_serve(config: ServeConfig) -> int:
@@ -90,7 +90,7 @@ def run_serve(config: ServeConfig) -> int:
                 api_key=key,
                 only_loopback=local and key is None,
                 max_texts=config.rows + config.max_queue,
-                with_acceptance=config.per_request_spec_decode_metrics != "none",
+                with_acceptance=config.per_request_spec_decode_metrics,
             )
             message = f"{run.address(bound)} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
             bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)

@@ -31,10 +31,8 @@ from specjax.models.transformer import Target
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.device import ENDS, Device, Sizes, is_paused
 from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
+from specjax.serving.memory import USUAL_CAPACITY, usual_page
 from specjax.serving.scheduler import Read, Scheduler, Ticket
-
-USUAL_CAPACITY = 4096
-"""Tokens of the longest text, unless asked for otherwise, where the models have room for more."""
 
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
@@ -135,7 +133,7 @@ class Engine:
             drafts: shapes of drafts to choose from by load, as `specjax.load` takes them; None among them is plain decoding.
                 By default None, a short chain, and the drafter's own.
             capacity: most tokens of a text, prompt and output; by default what the models have positions for, at most
-                `USUAL_CAPACITY`.
+                `specjax.serving.memory.USUAL_CAPACITY`.
             pages: of the cache; on a mesh, for each group of rows. By default enough for texts of `USUAL_TEXT` tokens in all
                 rows.
             page: tokens of a page, a power of two; by default 64, on a TPU 256.
@@ -164,7 +162,7 @@ class Engine:
         shapes = _shapes(drafter, drafts)
         drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
         positions = decoding.most_positions(target, drafter)
-        self.page = page or (256 if jax.default_backend() == "tpu" else 64)
+        self.page = page or usual_page()
         self.chunk = chunk or max(self.page, 64 if on_cpu else 512)
         self.capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         self.rows, self.steps = rows, steps

@@ -10,7 +10,9 @@ from specjax.drafters import Drafter, NoDraft
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
-from specjax.serving.engine import USUAL_CAPACITY
+
+USUAL_CAPACITY = 4096
+"""Tokens of the longest text, unless asked for otherwise, where the models have room for more."""
 
 
 def usual_page() -> int:

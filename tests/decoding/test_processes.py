@@ -2,12 +2,15 @@
 
 import json
 
+import pytest
+
 from tests.conftest import tiny_target
 from tests.decoding import two_processes
 from tests.processes import processes, wait
 
 
-def test_two_processes_find_what_one_does(tmp_path) -> None:
+@pytest.mark.parametrize("look", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_two_processes_find_what_one_does(tmp_path, look) -> None:
     """Rows over ``data`` and params over ``model``: the same tokens, streams and statistics in either process.
 
     The clock of process 0 calls drafting hopeless and that of process 1 calls it free: both must go by process 0's.
@@ -15,8 +18,10 @@ def test_two_processes_find_what_one_does(tmp_path) -> None:
     sizes = {"num_layers": 1, "vocab_size": 12}
     tiny_target(**sizes).save_pretrained(tmp_path / "target")
     tiny_target(**sizes, scale=22.0).save_pretrained(tmp_path / "draft")
+    if look:
+        (tmp_path / two_processes.LOOK).touch()
     with processes(two_processes.__name__, tmp_path) as running:
-        alone = two_processes.decode(tmp_path, None, two_processes.SLOW, choose=True, look=True)
+        alone = two_processes.decode(tmp_path, None, two_processes.SLOW, choose=True, look=look)
         wait(running, tmp_path)
     alone = json.loads(json.dumps(alone))
     for process in range(2):

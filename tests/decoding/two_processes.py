@@ -2,7 +2,7 @@
 
     python -m tests.decoding.two_processes DIRECTORY COORDINATOR PROCESS
 
-The directory holds the models, and takes what was found as PROCESS.json.
+The directory holds the models, and takes what was found as PROCESS.json. Where it has a file LOOK, a snapshot is taken as well.
 """
 
 import json
@@ -29,6 +29,7 @@ from specjax.sharding import make_mesh
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 5, 9, 0, 0, 0], [8, 0, 0, 0, 0, 0], [6, 6, 6, 6, 6, 6]])
 LENGTHS = np.array([6, 3, 1, 6])
 NEW_TOKENS = 30
+LOOK = "look"
 SLOW, FREE = 1024.0, 2.0**-10  # seconds of the drafting passes, where every other one takes a second
 
 
@@ -78,7 +79,7 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     drafting = FREE if process else SLOW
     found = {
         "data": decode(directory, make_mesh(data=2), drafting, choose=True, look=False),
-        "model": decode(directory, make_mesh(model=2), drafting, choose=False, look=True),
+        "model": decode(directory, make_mesh(model=2), drafting, choose=False, look=(directory / LOOK).exists()),
     }
     if process == 0:  # a model on a process's own device waits for no other process
         assert costs.agreed(np.ones(1), make_mesh(devices=jax.local_devices())) == 1

@@ -17,6 +17,7 @@ from specjax.drafters.draft_model import MOST_PADDING
 from specjax.drafts import tree
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError
+from specjax.models.transformer import Target
 from specjax.sampling import Sampling, probabilities
 from tests.conftest import SHAPES, tiny_target
 
@@ -24,6 +25,11 @@ PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]]
 LENGTHS = np.array([6, 1, 3])
 SAMPLING = Sampling(temperature=0.8)
 OPTIONS = GenerationOptions(max_new_tokens=40, sampling=SAMPLING)
+
+
+# Models are among the arguments: all of one shape share a program.
+step, advance, propose_step = jax.jit(decoding.step), jax.jit(decoding.advance), jax.jit(decoding.propose_step)
+forward = jax.jit(Target.forward)
 
 
 @partial(jax.jit, static_argnames="layers")
@@ -48,13 +54,12 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     counts = set()
     for _ in range(8):
         draft = propose(drafter, target, state)
         check_q(model, state, draft)
         np.testing.assert_array_equal(draft.q[:, 3], 0)  # the last node has no child
-        state, info = advance(state)
+        state, info = step(target, drafter, state)
         counts |= set(np.asarray(info.emitted).tolist())
     assert counts == {4} if kind == "the target itself" else len(counts) > 1
 
@@ -76,21 +81,17 @@ def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> No
     own = target if model == "the target itself" else softer
     drafter, told = DraftModel(own, draft=Chain(3)), kind(own, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    step = jax.jit(partial(decoding.step, target, drafter))
-    advance = jax.jit(partial(decoding.advance, target, told))
-    proposing = jax.jit(partial(decoding.propose_step, target, drafter))
-    forward, empty = jax.jit(own.forward), own.new_cache(3, 64)
-    behind = []
+    empty, behind = own.new_cache(3, 64), []
     for others in ([0], [], [0, 0, 0], [2], [0, 1], [1, 0]):
-        state, _ = step(state)
+        state, _ = step(target, drafter, state)
         behind += state.drafter.behind.tolist()
         for depth in others:
             guess = jnp.zeros((3, depth), jnp.int32)
-            state, _ = advance(state, Draft.chain(state.roots, guess))
-        draft, proposed = proposing(state)
+            state, _ = advance(target, told, state, Draft.chain(state.roots, guess))
+        draft, proposed = propose_step(target, drafter, state)
         check_q(own, state, draft)
         texts = jnp.pad(state.tokens, ((0, 0), (0, 64 - state.tokens.shape[1])))
-        _, fresh = forward(texts, empty, state.lengths)
+        _, fresh = forward(own, texts, empty, state.lengths)
         np.testing.assert_array_equal(proposed.drafter.cache.length, state.lengths)
         for row, length in enumerate(np.asarray(state.lengths)):
             for kept, read in zip(jax.tree.leaves(proposed.drafter.cache.layers), jax.tree.leaves(fresh.layers), strict=True):
@@ -101,10 +102,9 @@ def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> No
 def test_early_exit_drafts_with_the_first_layers() -> None:
     target, drafter = tiny_target(num_layers=3), EarlyExit(layers=2, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     for _ in range(6):
         check_q(target, state, propose(drafter, target, state), layers=(0, 2))
-        state, _ = advance(state)
+        state, _ = step(target, drafter, state)
 
 
 def test_init_and_round_trip(target, tmp_path) -> None:
@@ -202,7 +202,6 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     model = target if kind == "the target itself" else tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=SHAPES[name])
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS, capacity=64)
-    advance = jax.jit(lambda state: decoding.step(target, drafter, state))
     counts, behind = set(), set()
     for _ in range(8):
         kept = propose(drafter, target, state)
@@ -212,7 +211,7 @@ def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
         np.testing.assert_array_equal(kept.parents, fresh.parents)
         if kept.q is not None:
             np.testing.assert_allclose(kept.q, fresh.q, atol=1e-4)
-        state, info = advance(state)
+        state, info = step(target, drafter, state)
         counts |= set(np.asarray(info.emitted).tolist())
         behind |= set(np.asarray(state.drafter.behind).tolist())
     assert len(counts) > 1 or counts == {4}
@@ -241,12 +240,11 @@ def test_every_q_of_a_tree_is_the_models_own_after_its_path(kind) -> None:
     target, model = tiny_target(num_layers=3), tiny_target(seed=5, num_layers=1)
     drafter = DraftModel(model=model, draft=shape) if kind == "draft model" else EarlyExit(layers=2, draft=shape)
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
-    advance = jax.jit(lambda state: decoding.step(target, drafter, state)[0])
     for _ in range(3):
         draft = propose(drafter, target, state)
         layers = None if kind == "draft model" else (0, 2)
         check_tree_q(model if kind == "draft model" else target, state, draft, shape.template.parents, layers)
-        state = advance(state)
+        state, _ = step(target, drafter, state)
 
 
 def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> None:

@@ -94,10 +94,10 @@ KERNELS = {  # to settle on small sizes
     ("count", "window", "beside"),
     [
         (1, 10, "nothing"),
-        (1, None, "each its own"),
+        pytest.param(1, None, "each its own", marks=pytest.mark.thorough),  # which pages are read with, below
         (5, 10, "scratch and own"),
         (60, None, "scratch and own"),
-        (60, 10, "each its own"),
+        pytest.param(60, 10, "each its own", marks=pytest.mark.thorough),
     ],
 )
 def test_kernels_find_what_plain_attention_finds(count, window, beside, device, monkeypatch) -> None:

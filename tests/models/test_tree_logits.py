@@ -16,16 +16,7 @@ from tests.conftest import MIXTURES, REAL_PAIRS, tiny_target
 LENGTHS = np.array([9, 2, 5])
 
 
-@pytest.fixture(scope="module", params=["tiny", "windows", *MIXTURES, *REAL_PAIRS])
-def case(request):
-    """A target, and prompts of different lengths."""
-    if isinstance(request.param, str):
-        windows = {"windows": {"sliding_window": 4, "windowed_layers": (1,)}}
-        return tiny_target(**(MIXTURES | windows).get(request.param, {})), np.random.default_rng(0).integers(
-            0, 11, (3, 9)
-        ).astype(np.int32)
-    pair = request.param()
-    return pair.target, pair.prompts(3, 9)[0]
+MODELS = {"tiny": {}, "windows": {"sliding_window": 4, "windowed_layers": (1,)}, **MIXTURES}
 
 
 read_prompts = jax.jit(state.read_prompts, static_argnums=4)
@@ -41,10 +32,22 @@ def dynamic_parents() -> jax.Array:
     return jnp.asarray([[-1] + [int(rng.integers(max(0, node - 4), node)) for node in range(1, 12)] for _ in LENGTHS])
 
 
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("parents", [static_parents, dynamic_parents])
-def test_tree_logits_are_those_of_each_path_alone(case, parents) -> None:
-    target, prompts = case
-    parents = parents()
+def test_tree_logits_are_those_of_each_path_alone(model, parents) -> None:
+    prompts = np.random.default_rng(0).integers(0, 11, (3, 9)).astype(np.int32)
+    check(tiny_target(**MODELS[model]), prompts, parents())
+
+
+@pytest.mark.parametrize("pair", REAL_PAIRS)
+@pytest.mark.parametrize("parents", [pytest.param(static_parents, marks=pytest.mark.thorough), dynamic_parents])
+def test_tree_logits_of_trained_models_are_those_of_each_path_alone(pair, parents) -> None:
+    trained = pair()
+    check(trained.target, trained.prompts(3, 9)[0], parents())
+
+
+def check(target, prompts, parents) -> None:
+    """Prompts of LENGTHS, and a tree with these ``parents`` below each."""
     nodes = parents.shape[-1]
     tokens = np.random.default_rng(2).integers(0, target.config.vocab_size, (3, nodes)).astype(np.int32)
     tokens[:, 0] = prompts[np.arange(3), LENGTHS - 1]  # the root is the prompt's last token

@@ -605,10 +605,10 @@ def test_stop_strings_are_a_sequence(of_words) -> None:
 
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
-        plain_engine(target, pages=2) as engine,
-        pytest.raises(InputError, match=r"need 3 pages of 8 tokens, and there are 2: shorten the prompt"),
+        plain_engine(target, pages=7) as engine,  # as another test has it
+        pytest.raises(InputError, match=r"need 8 pages of 8 tokens, and there are 7: shorten the prompt"),
     ):
-        engine.submit([1] * 10, max_new_tokens=8)
+        engine.submit([1] * LONGEST_PROMPT, max_new_tokens=MOST)
 
 
 def test_a_full_line_is_refused(target) -> None:

@@ -139,11 +139,11 @@ class Service:
 
         It takes some milliseconds, and belongs in a thread of its own.
         """
-        name = "messages" if asked.is_chat else "prompt"
-        prompts = [self.encode(prompt, name) for prompt in asked.prompts]
-        if asked.n * len(prompts) > self.options.max_texts:
-            message = f"n: {asked.n * len(prompts)} texts at once; this server takes at most {self.options.max_texts}"
+        name, count = "messages" if asked.is_chat else "prompt", asked.n * len(asked.prompts)
+        if count > self.options.max_texts:
+            message = f"n={asked.n}: {count} texts at once; this server takes at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
+        prompts = [self.encode(prompt, name) for prompt in asked.prompts]
         settings = {
             "temperature": asked.temperature,
             "top_k": asked.top_k,

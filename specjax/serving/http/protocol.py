@@ -36,7 +36,7 @@ class Bounds:
 
     request_seconds: float = 45.0
     reader_seconds: float = 60.0
-    connections: int = 1024
+    connections: int = 512  # below the 1024 files that a process may often have open
 
 
 class Protocol(H11Protocol):
@@ -67,11 +67,17 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """It has sent something."""
+        if self._is_answered_first:
+            self.cycle.keep_alive = False
+            return
         if self._request_timer is None and not self._is_answering:
             self._await_request()
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE and self.conn.their_state is not h11.SEND_BODY:
             self._request_timer = _cancelled(self._request_timer)
+        if self._is_answered_first and self.conn.trailing_data[0]:
+            self.cycle.keep_alive = False
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """It has not taken all that was written."""
@@ -90,6 +96,13 @@ class Protocol(H11Protocol):
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_answered_first(self) -> bool:
+        """Whether a request is there and not answered yet. What comes after it is not read: the connection is closed when it is
+        answered, and the next request may be sent again on another one. uvicorn would keep it and stop reading, and so not see
+        that the client goes away."""
+        return self._is_answering and self.conn.their_state is h11.DONE
 
     def _await_request(self) -> None:
         self._request_timer = self.loop.call_later(self._bounds.request_seconds, self._drop)

@@ -173,11 +173,11 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for handle in first)},
         }
         if self.asked.prediction is not None:
-            accepted = sum(handle.predicted_tokens for handle in self.handles)
-            length = sum(handle.prediction_length for handle in self.handles)
+            # A text that goes through the same part of its prediction twice counts it once.
+            accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": length - accepted,
+                "rejected_prediction_tokens": sum(handle.prediction_length for handle in self.handles) - accepted,
             }
         return usage
 

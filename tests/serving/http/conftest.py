@@ -55,7 +55,7 @@ def start_server(directory: Path, *options: str) -> Server:
         "--api-key-file",
         str(directory / "key"),
     ]
-    line += ["--per-request-spec-decode-metrics", "summary", *options]
+    line += ["--per-request-spec-decode-metrics", *options]
     command = [sys.executable, "-m", "specjax", "serve", *line]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     said: list[str] = []
@@ -68,10 +68,19 @@ def start_server(directory: Path, *options: str) -> Server:
 
 
 @pytest.fixture(scope="package")
-def server(tmp_path_factory) -> Iterator[Server]:
-    """One for all tests, the last of which may end it. It ends when it is asked to, and not before."""
-    server = start_server(tmp_path_factory.mktemp("served"))
-    yield server
-    server.process.terminate()
-    assert server.process.wait(30) == 0
-    assert "Traceback" not in "".join(server.said)
+def _servers(tmp_path_factory) -> Iterator[list[Server]]:
+    """Those that were started. Each ends when it is asked to, and has had no accident."""
+    started: list[Server] = []
+    yield started
+    for server in started:
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in "".join(server.said)
+
+
+@pytest.fixture
+def server(_servers: list[Server], tmp_path_factory) -> Server:
+    """One for all tests; another one where a test has ended it."""
+    if not _servers or _servers[-1].process.poll() is not None:
+        _servers.append(start_server(tmp_path_factory.mktemp("served")))
+    return _servers[-1]

@@ -165,22 +165,31 @@ class MadeUpEngine:
 
 
 @contextmanager
-def serving(engine: MadeUpEngine, bounds: Bounds = Bounds(), **options: Any) -> Iterator[tuple[str, int]]:
-    """uvicorn in a thread, as `specjax serve` runs it: its host and port."""
+def running(
+    engine: MadeUpEngine, bounds: Bounds = Bounds(), drain_seconds: float = 5.0, **options: Any
+) -> Iterator[tuple[run._Server, tuple[str, int]]]:
+    """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port."""
     service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
     with run.bind("127.0.0.1", 0) as bound:
-        server = run._Server(run._config(service, bounds), service, 5.0, "")
+        server = run._Server(run._config(service, bounds), service, drain_seconds, "")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
-        host, port = bound.getsockname()
+        address = bound.getsockname()
         while not server.started:
             time.sleep(0.01)
         try:
-            yield host, port
+            yield server, address
         finally:
             server.should_exit = server.force_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+@contextmanager
+def serving(engine: MadeUpEngine, bounds: Bounds = Bounds(), **options: Any) -> Iterator[tuple[str, int]]:
+    """As `running`: host and port alone."""
+    with running(engine, bounds, **options) as (_, address):
+        yield address
 
 
 def wait_until(happened: Any, seconds: float = 10.0) -> None:

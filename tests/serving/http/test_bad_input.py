@@ -95,10 +95,8 @@ def talk(port: int, seed: int) -> bytes:
                 connection.shutdown(socket.SHUT_WR) if rng.random() < 0.5 else connection.settimeout(0.5)
             while more := connection.recv(65536):
                 heard += more
-        except TimeoutError:
-            pass  # it waits for more, or keeps the connection for the next request
-        except ConnectionError:
-            pass
+        except OSError:
+            pass  # it waits for more, keeps the connection for the next request, or has closed it
     return heard
 
 
@@ -144,18 +142,19 @@ def good_text(server: Server) -> str:
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
-    text = good_text(server)
+    text, sizes = good_text(server), []
     statuses: dict[str, int] = {}
     with ThreadPoolExecutor(16) as clients:
-        for part, seeds in enumerate((range(count // 10), range(count // 10, count))):
-            if part:
-                at_first = memory(server)
-            for status in clients.map(lambda seed: check(talk(server.port, seed)), seeds):
-                statuses[status] = statuses.get(status, 0) + 1
+        for number, status in enumerate(clients.map(lambda seed: check(talk(server.port, seed)), range(count))):
+            statuses[status] = statuses.get(status, 0) + 1
+            if number % (count // 10) == 0:
+                sizes.append(memory(server))
     assert statuses.get("400", 0) > count / 10
     assert statuses.get("200", 0) > count / 50  # some of them are good
     wait_until(lambda: is_idle(server), 60)
     assert good_text(server) == text
     time.sleep(1)
-    assert memory(server) - at_first < 50e6
+    sizes.append(memory(server))
+    print(statuses, [size >> 20 for size in sizes])
+    assert sizes[-1] - sizes[5] < 64 * 2**20
     assert "Traceback" not in "".join(server.said)
