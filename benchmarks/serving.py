@@ -10,6 +10,7 @@ output. Servers run one at a time, in turn over all repeats; the others are stop
 """
 
 import asyncio
+import signal
 import subprocess
 import sys
 import tempfile
@@ -91,7 +92,7 @@ class ServingConfig:
     patience: float = 30.0
     repeats: int = 3
     http_requests: int = 24
-    http_repeats: int = 5
+    http_repeats: int = 6
     prediction_tokens: int = 2500
     prediction_repeats: int = 2
     positions: int = 4096
@@ -254,9 +255,13 @@ def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def measure_http(bench: Bench) -> dict[str, Any]:
-    """The same requests over HTTP and straight from the same engine, with EAGLE-3, in turn."""
+    """The same requests over HTTP and straight from the same engine, in turn.
+
+    Without drafts: the choice among them would change between the two. And the prompts are read beforehand: the first of the
+    two would otherwise read them for the other.
+    """
     config = bench.config
-    server = servers_of(config, bench.directory)[EAGLE3]
+    server = servers_of(config, bench.directory)[PLAIN]
     command = [part if part != "specjax" else "benchmarks.serving_in_process" for part in server.command if part != "serve"]
     server = Server(tuple(command), server.model, server.more, server.about)
     log = bench.directory / "in_process.log"
@@ -265,6 +270,8 @@ def measure_http(bench: Bench) -> dict[str, Any]:
         tokens, same = [], True
         for repeat in track(range(-1, config.http_repeats), "what HTTP costs"):  # the first time is not counted
             requests = first_of(requests_of(bench, 0.0, seed=repeat + 1_000_001), config.http_requests)
+            prompts = [asdict(replace(each, max_tokens=1)) for each in requests]
+            running.tell({"requests": prompts, "clients": config.rows})
             order = ("engine", "http") if repeat % 2 else ("http", "engine")
             texts, spent = {}, {}
             for way in order:
@@ -421,6 +428,7 @@ def check(config: ServingConfig) -> None:
 
 def main(config: ServingConfig) -> None:
     """Measure, print the tables and draw the picture."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # no server outlives this process
     found = run(config)
     serving_tables.show(found, Console(width=150))
     if config.plot:
