@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -235,13 +235,19 @@ def measure_clients(bench: Bench, running: Mapping[str, Running]) -> list[dict[s
             "temperature": temperature,
             "clients": clients,
             "servers": {
-                name: {figure: asdict(Spread.of([run[figure] for run in all_])) for figure in all_[0]}
+                name: spreads(all_)
                 for (its_temperature, its_clients, name), all_ in runs.items()
                 if (its_temperature, its_clients) == (temperature, clients)
             },
         }
         for temperature, clients in cases
     ]
+
+
+def spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Of each figure that some of the runs have."""
+    names = dict.fromkeys(figure for run in runs for figure in run)
+    return {name: asdict(Spread.of([run[name] for run in runs if name in run])) for name in names}
 
 
 # --- what HTTP costs -------------------------------------------------------------------------------------------------

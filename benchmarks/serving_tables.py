@@ -21,7 +21,10 @@ def clients_picture(found: Mapping[str, Any], temperature: float = 0.0) -> "Figu
 
     def lines(figure: str) -> dict[str, dict[int, Spread]]:
         return {
-            name: {case["clients"]: Spread(**case["servers"][name][figure]) for case in cases} for name in cases[0]["servers"]
+            name: {
+                case["clients"]: Spread(**case["servers"][name][figure]) for case in cases if figure in case["servers"][name]
+            }
+            for name in cases[0]["servers"]
         }
 
     size = f"{found['parameters']['target'] / 1e6:.0f}M parameters, float32"
@@ -56,7 +59,8 @@ TIMES = {"seconds_per_request": 1.0, "first_token": 1.0, "between_tokens": 1e3, 
 
 def percentiles(run: Mapping[str, Any], figure: str, scale: float = 1.0) -> str:
     """The two that are kept of a time."""
-    return " | ".join(number(scale * run[f"{figure}_p{quantile}"]["middle"]) for quantile in (50, 90))
+    found = [run.get(f"{figure}_p{quantile}") for quantile in (50, 90)]
+    return " | ".join("-" if each is None else number(scale * each["middle"]) for each in found)
 
 
 def agreement(found: Mapping[str, Any]) -> Iterator[Table]:

@@ -45,8 +45,11 @@ def test_what_clients_saw_is_counted() -> None:
     assert found["first_token_p90"] == pytest.approx(0.5 + 0.9 * 0.5)
     assert found["between_tokens_p50"] == pytest.approx((2.0 / 4 + 4.0 / 8) / 2)
     assert found["pause_p50"] == 2.0  # of 0, 2 and 4
-    with pytest.raises(InputError, match="no answer was complete"):
-        serving_clients.figures(answers[2:], 20.0, Letters())
+    unfinished = serving_clients.figures(answers[2:], 20.0, Letters())
+    assert unfinished == {"tokens_per_second": 0.5, "requests": 0.0}
+    both = serving.spreads([found, unfinished])
+    assert both["requests"] == {"low": 0.0, "middle": 1.0, "high": 2.0}
+    assert both["pause_p50"] == {"low": 2.0, "middle": 2.0, "high": 2.0}
 
 
 def test_clients_go_on_until_each_has_had_an_answer() -> None:

@@ -157,6 +157,12 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str | list[_Part]
     name: str | None = None
+    # What an answer's message has beside its text: clients send it back as it came. There may be nothing in it.
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
+    tool_calls: None = None
 
 
 class _Prediction(msgspec.Struct, forbid_unknown_fields=True):

@@ -174,12 +174,10 @@ class Answer:
         }
         if self.asked.prediction is not None:
             # A text that goes through the same part of its prediction twice counts it once.
-            pairs = [
-                (min(handle.predicted_tokens, handle.prediction_length), handle.prediction_length) for handle in self.handles
-            ]
+            accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
             usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": sum(accepted for accepted, _ in pairs),
-                "rejected_prediction_tokens": sum(length - accepted for accepted, length in pairs),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(handle.prediction_length for handle in self.handles) - accepted,
             }
         return usage
 

@@ -25,12 +25,12 @@ class Server:
     Attributes:
         address: such as ``http://127.0.0.1:8000``.
         process: its id.
-        log: what it prints.
+        key: without which it does not answer.
     """
 
     address: str
     process: int
-    log: Path
+    key: str = ""
 
     @property
     def port(self) -> int:
@@ -38,18 +38,22 @@ class Server:
 
     def get(self, path: str) -> str:
         """The body that a path gives."""
-        with urllib.request.urlopen(self.address + path, timeout=60) as response:
+        with self._open(urllib.request.Request(self.address + path)) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The JSON that comes back."""
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.address + path, json.dumps(body).encode(), headers)
+        request = urllib.request.Request(self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            with self._open(request) as response:
                 return json.load(response)
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{error.code}: {error.read().decode()}") from None
+
+    def _open(self, request: urllib.request.Request) -> Any:
+        if self.key:
+            request.add_header("Authorization", f"Bearer {self.key}")
+        return urllib.request.urlopen(request, timeout=120)
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -88,7 +92,8 @@ def serving(log: Path, *options: str) -> Iterator[Server]:
             assert process.poll() is None, f"it ended with {process.returncode}:\n{log.read_text()}"
             assert time.monotonic() < deadline, f"it was not ready after {STARTING} s:\n{log.read_text()}"
             time.sleep(0.1)
-        yield Server(found[1], process.pid, log)
+        yield Server(found[1], process.pid)
+        assert "Traceback" not in log.read_text()
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()

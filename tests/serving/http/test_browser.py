@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.serving.http.chromium import Page, chromium
+from tests.serving.http.conftest import KEY
+from tests.serving.http.conftest import Server as Shared
 from tests.serving.http.process import Server, serving
 
 pytestmark = pytest.mark.browser
 
 PAIR = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "chain:4", "--rows", "2")
-KEY = "a-key-of-the-tests"
 PROMPT = 'class Stack:\n    """Last in, <b>first</b> out."""\n'
 ASKED = {"max_tokens": 120, "temperature": 0.7, "top_p": 0.95, "seed": 7, "stop": ["\n\n\n"]}
 FIELDS = {"#max-tokens": "120", "#temperature": "0.7", "#top-p": "0.95", "#seed": "7", "#stop-strings": r"\n\n\n"}
@@ -54,7 +55,7 @@ def pictures(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
+def plain(tmp_path_factory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("server") / "log", *PAIR) as running:
         yield running
 
@@ -75,9 +76,9 @@ def fill_in(page: Page) -> None:
     ("name", "width", "height", "theme"),
     [("desktop-light", 1280, 800, "light"), ("desktop-dark", 1280, 800, "dark"), ("phone", 360, 740, "light")],
 )
-def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, server, pictures, name, width, height, theme):
+def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, plain, pictures, name, width, height, theme):
     page.look(width, height, theme)
-    page.open(server.address)
+    page.open(plain.address)
     page.wait_for("document.querySelector('#model').textContent === 'embedded'")
     assert page.evaluate(STATUS) == ""
     fill_in(page)
@@ -93,7 +94,7 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, server, pi
     page.wait_for(IDLE)
 
     assert len(set(page.evaluate("lengths"))) > 3  # it came in pieces
-    whole = server.post("/v1/completions", {"model": "embedded", "prompt": PROMPT, **ASKED})
+    whole = plain.post("/v1/completions", {"model": "embedded", "prompt": PROMPT, **ASKED})
     text = whole["choices"][0]["text"]
     assert page.evaluate(ANSWER) == PROMPT + text  # markup in it is text
     assert page.evaluate("document.querySelector('#answer').children.length") > 10
@@ -116,13 +117,13 @@ def test_an_answer_streams_in_and_shows_what_was_accepted_of_it(page, server, pi
         page.look(narrow, height, theme)
         assert page.evaluate("document.documentElement.scrollWidth") <= narrow  # nothing sticks out
     assert not page.troubles()
-    asked_for = [f"{server.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")]
+    asked_for = [f"{plain.address}/{path}" for path in ("", "metrics", "v1/completions", "v1/models")]
     assert page.requested() == asked_for
 
 
-def test_stopping_frees_the_row(page, server):
+def test_stopping_frees_the_row(page, plain):
     page.look(1280, 800)
-    page.open(server.address)
+    page.open(plain.address)
     page.type("#prompt", "import os\n")
     page.type("#max-tokens", "900")
     page.press(*ENTER, control=True)
@@ -130,21 +131,21 @@ def test_stopping_frees_the_row(page, server):
     page.press(*ESCAPE)
     page.wait_for(IDLE)
     assert page.evaluate(STATUS) == "Stopped."
-    server.wait_until_idle()
+    plain.wait_until_idle()
     assert page.evaluate("Number(document.querySelector('#tokens').textContent)") < 900
 
 
-def test_a_model_without_a_chat_template_has_no_chat(page, server):
+def test_a_model_without_a_chat_template_has_no_chat(page, plain):
     page.look(1280, 800)
-    page.open(server.address)
+    page.open(plain.address)
     page.wait_for("document.querySelector('#chat').disabled")
     assert "no chat template" in page.evaluate("document.querySelector('#mode-note').textContent")
     assert not page.troubles()
 
 
-def test_what_the_server_refuses_is_shown_in_its_own_words(page, server):
+def test_what_the_server_refuses_is_shown_in_its_own_words(page, plain):
     page.look(1280, 800)
-    page.open(server.address)
+    page.open(plain.address)
     page.type("#prompt", "import os")
     page.type("#max-tokens", "100000")
     page.press(*ENTER, control=True)
@@ -152,28 +153,69 @@ def test_what_the_server_refuses_is_shown_in_its_own_words(page, server):
     shown = page.evaluate("document.querySelector('#error').textContent")
     assert "100000" in shown
     with pytest.raises(AssertionError) as refused:
-        server.post("/v1/completions", {"model": "embedded", "prompt": "import os", "max_tokens": 100000})
+        plain.post("/v1/completions", {"model": "embedded", "prompt": "import os", "max_tokens": 100000})
     assert json.loads(str(refused.value).partition(": ")[2])["error"]["message"] == shown
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(page, tmp_path):
-    file = tmp_path / "key"
-    file.write_text(KEY)
-    with serving(tmp_path / "log", *PAIR, "--api-key-file", str(file)) as server:
-        page.look(360, 740)
-        page.open(server.address)
-        page.wait_for("!document.querySelector('#key-field').hidden")
-        page.type("#prompt", "import os\n")
-        page.type("#key", "wrong")
+def test_a_prediction_changes_nothing_and_is_accounted_for(page, plain):
+    page.look(1280, 800)
+    page.open(plain.address)
+    fill_in(page)
+    page.press(*ENTER, control=True)
+    page.wait_for(f"{IDLE} && {STATUS}.startsWith('Ended')")
+    answer = page.evaluate(ANSWER)
+    page.click("#prediction-field summary")
+    page.type("#prediction", answer.removeprefix(PROMPT))
+    page.press(*ENTER, control=True)
+    page.wait_for(f"{IDLE} && {STATUS}.includes('prediction')")
+    assert page.evaluate(ANSWER) == answer
+    kept, left = (int(word) for word in page.evaluate(STATUS).split() if word.isdigit())
+    assert kept > left >= 0
+    assert not page.troubles()
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(page, server: Shared):
+    page.look(360, 740)
+    page.open(server.url)
+    page.wait_for("!document.querySelector('#key-field').hidden")
+    page.type("#prompt", "import os\n")
+    page.type("#key", "wrong")
+    page.click("#generate")
+    page.wait_for("!document.querySelector('#error').hidden")
+    assert "Authorization" in page.evaluate("document.querySelector('#error').textContent")
+    assert page.evaluate("sessionStorage.length") == 0
+    page.type("#key", KEY)
+    page.click("#generate")
+    page.wait_for(f"{ANSWER}.length > 20")
+    page.wait_for(IDLE)
+    page.open(server.url)  # again
+    page.wait_for("document.querySelector('#running').textContent === '0'")
+    assert page.evaluate("document.querySelector('#key-field').hidden")
+    assert page.evaluate("localStorage.length") == 0
+
+
+def test_a_chat_goes_on_until_there_is_a_new_one(page, server: Shared, pictures):
+    page.look(1280, 800)
+    page.open(server.url)
+    page.evaluate(f"sessionStorage.setItem('specjax-api-key', '{KEY}')")
+    page.open(server.url)
+    page.wait_for("document.querySelector('#model').textContent === 'tiny'")
+    page.click("#chat")
+    page.type("#max-tokens", "24")
+    page.type("#temperature", "0")
+    for number, message in enumerate(("Write a class.", "And <i>another</i> one."), 1):
+        page.type("#prompt", message)
         page.click("#generate")
-        page.wait_for("!document.querySelector('#error').hidden")
-        assert "Authorization" in page.evaluate("document.querySelector('#error').textContent")
-        assert page.evaluate("sessionStorage.length") == 0
-        page.type("#key", KEY)
-        page.click("#generate")
-        page.wait_for("document.querySelector('#answer').textContent.length > 20")
-        page.wait_for(IDLE)
-        page.open(server.address)  # again
-        page.wait_for("document.querySelector('#running').textContent === '0'")
-        assert page.evaluate("document.querySelector('#key-field').hidden")
-        assert page.evaluate("localStorage.length") == 0
+        page.wait_for(f"{IDLE} && document.querySelectorAll('.turn').length === {2 * number}")
+        assert page.evaluate("document.querySelector('#prompt').value") == ""
+    page.screenshot(pictures / "chat.png")
+    first, second = page.evaluate("[...document.querySelectorAll('.turn:nth-child(even)')].map((turn) => turn.textContent)")
+    asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, "messages": []}
+    for message, shown in (("Write a class.", first), ("And <i>another</i> one.", second)):
+        asked["messages"].append({"role": "user", "content": message})
+        answer = Server(server.url, server.process.pid, KEY).post("/v1/chat/completions", asked)
+        asked["messages"].append(answer["choices"][0]["message"])
+        assert shown == "Model" + answer["choices"][0]["message"]["content"]
+    page.click("#clear")
+    assert page.evaluate(ANSWER) == ""
+    assert page.evaluate("document.querySelector('#clear').hidden")

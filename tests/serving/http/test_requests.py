@@ -74,6 +74,13 @@ def test_prompts(prompt: Any, prompts: tuple) -> None:
     assert read(prompt=prompt).prompts == prompts
 
 
+def test_an_answer_s_message_can_be_sent_back() -> None:
+    message = {"role": "assistant", "content": "Hello"}
+    empty = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_calls"))
+    assert read("chat", messages=[message | empty]).prompts == ([message],)
+    assert refusal("chat", messages=[message | {"tool_calls": [{"id": "1"}]}]).param == "messages"
+
+
 def test_messages_are_text_or_parts_of_text() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
