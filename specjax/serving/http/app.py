@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -95,6 +95,7 @@ class Service:
             own_ends=tuple(config.eos_token_ids),
         )
         self.texts = TokenTexts(tokenizer)
+        self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.metrics = Metrics(engine, options.names[0])
         self.is_draining = self.has_failed = self.may_have_failed = False
         self.begun = int(time.time())
@@ -154,7 +155,7 @@ class Service:
             "min_new_tokens": asked.min_tokens,
             "logprobs": asked.logprobs,
             "echo": asked.echo and asked.logprobs is not None,
-            "prediction": asked.prediction,
+            "prediction": asked.prediction and asked.prediction[: self._most_characters],
             "spans": asked.include_accepted,
         }
         for tokens in prompts:
@@ -166,7 +167,16 @@ class Service:
         return prompts
 
     def encode(self, prompt: Any, name: str) -> list[int]:
-        """Token ids of a prompt, of which errors speak as ``name``."""
+        """Token ids of a prompt, of which errors speak as ``name``.
+
+        Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
+        """
+        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, Mapping)]
+        if (length := sum(map(len, texts))) > self._most_characters:
+            message = (
+                f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
+            )
+            raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
             return self.engine.encode(prompt)
 

@@ -394,6 +394,18 @@ def test_a_text_that_is_too_long() -> None:
     assert not engine.submitted
 
 
+def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
+    engine = MadeUpEngine()
+    engine.encode = None  # pyright: ignore[reportAttributeAccessIssue]
+    far_too_long = "a" * (6 * CAPACITY + 1)  # of the longest token there is
+    assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
+    assert refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"] == "context_length_exceeded"
+    assert refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)["param"] == "prompt"
+    engine = MadeUpEngine()
+    ask(engine, prediction={"type": "content", "content": far_too_long})
+    assert len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY  # what is behind that is of no use
+
+
 def test_a_text_that_could_not_be_long_enough() -> None:
     assert refused(chat(MadeUpEngine(), min_tokens=CAPACITY), 400)["param"] == "min_tokens"
 
