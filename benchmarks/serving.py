@@ -92,7 +92,7 @@ class ServingConfig:
     repeats: int = 3
     http_requests: int = 24
     http_repeats: int = 5
-    prediction_tokens: int = 3000
+    prediction_tokens: int = 2500
     prediction_repeats: int = 2
     positions: int = 4096
     agreement: int = 4
