@@ -249,8 +249,8 @@ class Engine:
             prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
                 changes the time that the text takes, not the text.
             logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
-                each place: `Piece.logprobs`.
-            echo: with ``logprobs``, those of the prompt too: `Handle.prompt_logprobs`. All of the prompt is computed then.
+                each place, in `Piece.logprobs`.
+            echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is computed then.
             spans: `Piece.spans` are wanted.
 
         Raises:
