@@ -250,7 +250,8 @@ class Engine:
                 changes the time that the text takes, not the text.
             logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
                 each place, in `Piece.logprobs`.
-            echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is computed then.
+            echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is then
+                computed.
             spans: `Piece.spans` are wanted.
 
         Raises:
