@@ -145,6 +145,10 @@ class Service:
             message = f"n={asked.n}: {count} texts at once; this server takes at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
         prompts = [self.encode(prompt, name) for prompt in asked.prompts]
+        prediction = asked.prediction and asked.prediction[: self._most_characters]
+        if prediction is not None:
+            with _as_answers("prediction"):
+                prediction = self.engine.encode_prediction(prediction)  # once for all texts
         settings = {
             "temperature": asked.temperature,
             "top_k": asked.top_k,
@@ -155,7 +159,7 @@ class Service:
             "min_new_tokens": asked.min_tokens,
             "logprobs": asked.logprobs,
             "echo": asked.echo and asked.logprobs is not None,
-            "prediction": asked.prediction and asked.prediction[: self._most_characters],
+            "prediction": prediction,
             "spans": asked.include_accepted,
         }
         for tokens in prompts:
@@ -171,7 +175,9 @@ class Service:
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
         """
-        texts = [prompt] if isinstance(prompt, str) else [each["content"] for each in prompt if isinstance(each, Mapping)]
+        # Of a message the role and the name, too: the template writes them.
+        messages = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, Mapping)]
+        texts = [prompt] if isinstance(prompt, str) else [text for message in messages for text in message.values()]
         if (length := sum(map(len, texts))) > self._most_characters:
             message = (
                 f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
@@ -350,7 +356,9 @@ class _Generation:
                 await _stream(answer, send)
             else:
                 pieces = await together([_pieces(handle) for handle in handles])
-                await _json(answer.whole(pieces))(scope, receive, send)
+                # In a thread: with the log-probabilities of many texts it takes seconds.
+                response = await asyncio.to_thread(lambda: _json(answer.whole(pieces)))
+                await response(scope, receive, send)
         finally:
             service.end(submission)
 
