@@ -37,7 +37,7 @@ from specjax.serving.scheduler import Read, Scheduler, Ticket
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
 
-_COUNTED = tuple(Stats.__dataclass_fields__)
+_COUNTED = tuple(Stats.__dataclass_fields__)  # what a decode call counts in each row
 
 
 @dataclass(frozen=True)
