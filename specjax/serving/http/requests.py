@@ -273,8 +273,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Parameters that would change the answer and are not supported: the values with which they change nothing, beside null."""
 
 IGNORED = frozenset(
-    "user store metadata service_tier parallel_tool_calls prompt_cache_key prompt_cache_retention safety_identifier request_id "
-    "priority cache_salt".split()
+    [
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "request_id",
+        "priority",
+        "cache_salt",
+    ]
 )
 """Parameters that do not change the text: they are taken, and not read."""
 
