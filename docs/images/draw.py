@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import specjax
-from benchmarks import arrivals_tables
+from benchmarks import arrivals_tables, serving_tables
 from benchmarks import long_context as benchmark
 from specjax.assets import embedded
 from specjax.reports import pictures, style
@@ -191,9 +191,15 @@ def arrivals_rates() -> "Figure":
     return arrivals_tables.rates_picture(_results("arrivals_rates"))
 
 
+def serving_clients() -> "Figure":
+    """Servers of one model, by how many clients they have."""
+    return serving_tables.clients_picture(_results("serving"))
+
+
 PICTURES: dict[str, Callable[[], "Figure"]] = {
     "arrivals_rows": arrivals_rows,
     "arrivals_rates": arrivals_rates,
+    "serving_clients": serving_clients,
     "how_it_works": how_it_works,
     "draft_tree": draft_tree,
     "long_context": long_context,
