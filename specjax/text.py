@@ -183,11 +183,9 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
         raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
-    from jinja2 import TemplateError
-
     try:
         text = tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
+    except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
         raise InputError(f"messages: the model's chat template refuses them ({error}); see the roles and their order") from None
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -478,6 +476,8 @@ class GrowingText:
         whole = "".join(self.pieces)
         for count in range(self._said + 1, len(self.tokens)):
             stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
-            if stop.push(stream.push(self.tokens[:count], last=True)) == whole and stop.found:
+            unchecked = stream.push(self.tokens[: self._stop_after])
+            rest = stop.push(stream.push(self.tokens[self._stop_after : count], last=True))
+            if unchecked + rest == whole and stop.found:
                 del self.tokens[count:]
                 return

@@ -6,6 +6,7 @@ without a prediction. OpenAI's name for it is predicted outputs.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -156,14 +157,17 @@ class WithPrediction(Drafter[WithPredictionState]):
         **given: Any,
     ) -> tuple[Draft, WithPredictionState]:
         own_depth = self.drafter.draft_shape.depth
-        draft, own = self.drafter.propose(target, state.own, root, sampling, keys[:own_depth], active, **given)
+        propose = partial(self.drafter.propose, target, state.own, root, sampling, keys[:own_depth], active, **given)
         if not self.longest:
+            draft, own = propose()
             return draft, replace(state, own=own)
         steps = jnp.arange(self.draft_shape.depth)[None]
         places = state.place[:, None] + steps
         copied = _at(state.tokens, places)
         is_there = (places < state.lengths[:, None]) & (steps < self.longest)
         copies = (active & state.fits)[:, None] & is_there[:, :1]
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: propose()[0]))
+        draft = jax.lax.cond(jnp.all(copies[:, 0] | ~active), lambda: nothing, lambda: propose()[0])
         missing = self.draft_shape.depth - own_depth
         drafted = jnp.pad(draft.tokens[:, 1:], ((0, 0), (0, missing)))
         valid = jnp.pad(draft.drafted, ((0, 0), (0, missing)))

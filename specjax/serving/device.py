@@ -69,10 +69,9 @@ class Device:
         """Free rows. Nothing is compiled yet but what makes them."""
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
-        chains = (
-            number for number, drafter in enumerate(drafters) if 0 < drafter.draft_shape.depth == drafter.draft_shape.nodes - 1
-        )
-        self.reporting = next(chains, 0)
+        # The shortest chain, for each node is scored; what copies predictions is for those alone.
+        chains = [number for number, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
+        self.reporting = min(chains, key=lambda number: drafters[number].draft_shape.depth, default=0)
         self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
         depth = max(drafter.draft_shape.depth for drafter in drafters)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
@@ -85,9 +84,8 @@ class Device:
 
     def widths_of(self, number: int) -> tuple[int, ...]:
         """The numbers of rows for which a drafter was compiled: of one that copies predictions, the fewest and the most."""
-        drafter, widths = self.drafters[number], self.sizes.widths
-        copies = isinstance(drafter, WithPrediction) and drafter.longest
-        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies else widths
+        widths = self.sizes.widths
+        return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[number]) else widths
 
     def shares_prefixes(self) -> bool:
         """Whether what a drafter keeps at the end of a chunk takes less memory than the chunk itself.
@@ -254,6 +252,16 @@ class Device:
         progress = self.decode(number, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
         steps = jax.device_get(progress).stats.steps - before
         return (time.perf_counter() - started) / int(steps.max())
+
+
+def copies(drafter: Drafter) -> bool:
+    """Whether a drafter copies predictions."""
+    return isinstance(drafter, WithPrediction) and drafter.longest > 0
+
+
+def _is_chain(drafter: Drafter) -> bool:
+    shape = drafter.draft_shape
+    return 0 < shape.depth == shape.nodes - 1
 
 
 def is_paused(drafter: Drafter) -> bool:

@@ -37,7 +37,7 @@ from specjax.serving.scheduler import Read, Scheduler, Ticket
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
 
-_COUNTED = tuple(Stats.__dataclass_fields__)
+_COUNTED = tuple(Stats.__dataclass_fields__)  # what a decode call counts in each row
 
 
 @dataclass(frozen=True)
@@ -249,8 +249,9 @@ class Engine:
             prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
                 changes the time that the text takes, not the text.
             logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
-                each place: `Piece.logprobs`.
-            echo: with ``logprobs``, those of the prompt too: `Handle.prompt_logprobs`. All of the prompt is computed then.
+                each place, in `Piece.logprobs`.
+            echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is then
+                computed.
             spans: `Piece.spans` are wanted.
 
         Raises:
@@ -267,7 +268,7 @@ class Engine:
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_wanted(max_new_tokens, logprobs, echo, spans)
-        tokens, expected = self.encode(prompt), self._encode_prediction(prediction)
+        tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
         options = pipeline.settings(
             max_new_tokens=max(max_new_tokens, 1),
             min_new_tokens=min_new_tokens,
@@ -304,6 +305,22 @@ class Engine:
         tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         check_prompts([tokens], None, self.target.config.vocab_size)
         return tokens
+
+    def encode_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
+        """The token ids of what `submit` takes as a prediction; of one that is longer than any text, the beginning.
+
+        Raises:
+            InputError: it cannot be used; says why.
+        """
+        if prediction is None or len(prediction) == 0:
+            return []
+        if not self.max_prediction:
+            raise InputError("prediction: this engine copies none; give Engine(max_prediction=16)")
+        if not isinstance(prediction, str):
+            return self.encode(prediction)[: self.capacity]
+        if self.tokenizer is None:
+            raise InputError("prediction: an engine without a tokenizer takes token ids; give tokenizer=...")
+        return text.encode_continuation(self.tokenizer, prediction)[: self.capacity]
 
     @property
     def statistics(self) -> EngineStatistics:
@@ -601,18 +618,6 @@ class Engine:
             settings["prediction"][: len(expected)] = expected
             settings["predicted"] = np.int32(len(expected))
         return settings
-
-    def _encode_prediction(self, prediction: str | Sequence[int] | None) -> list[int]:
-        """Its token ids; of one that is longer than any text, the beginning."""
-        if prediction is None or len(prediction) == 0:
-            return []
-        if not self.max_prediction:
-            raise InputError("prediction: this engine copies none; give Engine(max_prediction=16)")
-        if not isinstance(prediction, str):
-            return self.encode(prediction)[: self.capacity]
-        if self.tokenizer is None:
-            raise InputError("prediction: an engine without a tokenizer takes token ids; give tokenizer=...")
-        return text.encode_continuation(self.tokenizer, prediction)[: self.capacity]
 
     def _check_wanted(self, max_new_tokens: int, logprobs: int | None, echo: bool, spans: bool) -> None:
         if logprobs is not None and not self.max_logprobs:

@@ -37,7 +37,7 @@ class Ticket:
         row: its row, while it has one.
         put_back: how often it had to give way after its prompt was begun.
         shares: whether it may go on from what was read of another prompt. Otherwise all of its own is computed.
-        cached: tokens that another prompt had read when its own was begun last.
+        cached: tokens that another prompt had read when its own was begun.
     """
 
     number: int
@@ -279,7 +279,9 @@ class Scheduler:
         ticket, wanted = row.ticket, len(row.ticket.tokens) - 1
         if is_first := row.read is None:
             chain = self._prefixes_of(ticket, shard)
-            ticket.cached = start = len(chain) * self._chunk
+            start = len(chain) * self._chunk
+            if not ticket.put_back:  # later it may find what it has read itself
+                ticket.cached = start
         else:
             chain, start = row.prefixes, row.read or 0
         count = min(wanted - start, self._chunk)

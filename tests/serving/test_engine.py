@@ -25,7 +25,7 @@ from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
 from specjax.serving.engine import Engine
-from specjax.serving.handle import EngineError, Handle, TextCancelledError
+from specjax.serving.handle import EngineError, Handle, News, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
 from tests.conftest import compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
@@ -502,7 +502,7 @@ def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, pr
     handle.finish_reason = None  # the engine has forgotten it: here is what a model might have said
     for token in tokens:
         handle.ticket.tokens.append(token)  # the scheduler knows of it first
-        if not handle.deliver([token], False):
+        if not handle.deliver(News([token], [False])):
             break
     assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
 
@@ -628,7 +628,7 @@ def test_a_full_line_is_refused(target) -> None:
 def test_whoever_waits_learns_of_a_failure(target, where) -> None:
     with plain_engine(target) as engine:
 
-        def fail(*_):
+        def fail(*_, **named):
             raise ValueError("the device is gone")
 
         setattr(engine, where, fail)
@@ -657,7 +657,7 @@ def test_a_text_that_cannot_be_handed_out_ends_alone(target, plain, monkeypatch)
     with gated(plain):
         first, second = submit_together(plain, [GREEDY] * 2)
 
-        def fail(*_):
+        def fail(*_, **named):
             raise ValueError("no such token")
 
         monkeypatch.setattr(first, "deliver", fail)

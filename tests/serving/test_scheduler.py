@@ -805,3 +805,20 @@ def test_a_wrong_scheduler_is_found_out(mutant, message, monkeypatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=message):
         run_schedules(range(200))
+
+
+def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
+    scheduler = Scheduler(rows=1, pages=4, page=4, chunk=4, capacity=16)
+    ticket = scheduler.submit([1] * 6, most=10)
+
+    def read() -> None:
+        while reads := scheduler.next_reads():
+            for each in reads:
+                scheduler.was_read(each, border=None)
+
+    read()
+    scheduler.decoded(row=0, tokens=[2] * 6, done=False)
+    for _ in range(2):
+        scheduler._put_back(ticket)
+        read()
+    assert (ticket.put_back, ticket.cached) == (2, 0)

@@ -11,11 +11,12 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,6 +36,10 @@ from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
 
+MOST_LOGPROBS = 500_000
+"""Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
+
+Result = TypeVar("Result")
 _CLOSE = {"Connection": "close"}
 _OPEN_PATHS = ("/", "/health")
 
@@ -95,10 +100,16 @@ class Service:
             own_ends=tuple(config.eos_token_ids),
         )
         self.texts = TokenTexts(tokenizer)
+        self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.metrics = Metrics(engine, options.names[0])
         self.is_draining = self.has_failed = self.may_have_failed = False
         self.begun = int(time.time())
         self._submissions: set[Submission] = set()
+        self._threads = ThreadPoolExecutor(2, "specjax-requests")
+
+    async def in_thread(self, work: Callable[..., Result], *given: Any) -> Result:
+        """Tokens are made here, away from the event loop: two at a time, for a long text takes seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
 
     @property
     def is_busy(self) -> bool:
@@ -143,7 +154,15 @@ class Service:
         if count > self.options.max_texts:
             message = f"n={asked.n}: {count} texts at once; this server takes at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
-        prompts = [self.encode(prompt, name) for prompt in asked.prompts]
+        prompts = []
+        for prompt in asked.prompts:
+            submission.check()
+            prompts.append(self.encode(prompt, name))
+        _check_logprobs(asked, prompts)
+        prediction = asked.prediction and asked.prediction[: self._most_characters]
+        if prediction is not None:
+            with _as_answers("prediction"):
+                prediction = self.engine.encode_prediction(prediction)  # once for all texts
         settings = {
             "temperature": asked.temperature,
             "top_k": asked.top_k,
@@ -154,7 +173,7 @@ class Service:
             "min_new_tokens": asked.min_tokens,
             "logprobs": asked.logprobs,
             "echo": asked.echo and asked.logprobs is not None,
-            "prediction": asked.prediction,
+            "prediction": prediction,
             "spans": asked.include_accepted,
         }
         for tokens in prompts:
@@ -166,7 +185,18 @@ class Service:
         return prompts
 
     def encode(self, prompt: Any, name: str) -> list[int]:
-        """Token ids of a prompt, of which errors speak as ``name``."""
+        """Token ids of a prompt, of which errors speak as ``name``.
+
+        Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
+        """
+        # Of a message the role and the name, too: the template writes them.
+        messages = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, Mapping)]
+        texts = [prompt] if isinstance(prompt, str) else [text for message in messages for text in message.values()]
+        if (length := sum(map(len, texts))) > self._most_characters:
+            message = (
+                f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
+            )
+            raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
             return self.engine.encode(prompt)
 
@@ -186,6 +216,19 @@ class Service:
         return most
 
 
+def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse so many log-probabilities that an answer would take hundreds of megabytes."""
+    if asked.logprobs is None:
+        return
+    places = sum((len(prompt) if asked.echo else 0) + (asked.max_tokens or 0) for prompt in prompts) * asked.n
+    if places * (asked.logprobs + 1) > MOST_LOGPROBS:
+        message = (
+            f"logprobs: {asked.logprobs} in each of {places} places; a request may have {MOST_LOGPROBS} in all: ask for fewer, "
+            "or send fewer prompts at a time"
+        )
+        raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
+
+
 class Submission:
     """The texts of one request, from any thread. What is added after it was cancelled is cancelled at once."""
 
@@ -201,6 +244,11 @@ class Submission:
             is_over = self._is_over
         if is_over:
             handle.cancel()
+            raise TextCancelledError("the request is over")
+
+    def check(self) -> None:
+        """Raise TextCancelledError where the request is over."""
+        if self._is_over:
             raise TextCancelledError("the request is over")
 
     def cancel(self) -> None:
@@ -236,7 +284,7 @@ def make_app(service: Service) -> ASGIApp:
 
     async def health(request: Request) -> Response:
         if service.may_have_failed:
-            await asyncio.to_thread(service.check_engine)
+            await asyncio.to_thread(service.check_engine)  # not behind the requests
         if service.is_draining or service.has_failed:
             state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
             raise RequestError(503, state, headers={"Retry-After": "10"})
@@ -257,7 +305,7 @@ def make_app(service: Service) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         asked = requests.read_tokenize(await read_body(request, service.options), service.limits)
-        tokens = await asyncio.to_thread(service.encode, asked.prompt, asked.param)
+        tokens = await service.in_thread(service.encode, asked.prompt, asked.param)
         return _json({"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens})
 
     async def completions(request: Request) -> Any:
@@ -331,16 +379,19 @@ class _Generation:
         submission = service.begin()
         try:
             # A cancelled thread goes on: what it submits then is cancelled by the submission, which is over.
-            prompts = await asyncio.to_thread(service.submit, asked, submission)
+            prompts = await service.in_thread(service.submit, asked, submission)
             handles = submission.handles
             for index, handle in enumerate(handles):
-                service.metrics.watch(handle, len(prompts[index // asked.n]))
+                number, choice = divmod(index, asked.n)
+                service.metrics.watch(handle, 0 if choice else len(prompts[number]))  # a prompt counts once
             answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
             if asked.stream:
                 await _stream(answer, send)
             else:
                 pieces = await together([_pieces(handle) for handle in handles])
-                await _json(answer.whole(pieces))(scope, receive, send)
+                # In a thread: with the log-probabilities of many texts it takes seconds.
+                response = await service.in_thread(lambda: _json(answer.whole(pieces)))
+                await response(scope, receive, send)
         finally:
             service.end(submission)
 

@@ -55,7 +55,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def watch(self, handle: Handle, prompt_tokens: int) -> None:
-        """Observe a text until it ends. Needs a running event loop."""
+        """Observe a text until it ends, and count ``prompt_tokens`` when it begins. Needs a running event loop."""
         task = asyncio.get_running_loop().create_task(self._watch(handle, prompt_tokens))
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
@@ -65,10 +65,11 @@ class Metrics:
         with suppress(TextCancelledError, EngineError):
             async for piece in handle:
                 now = time.perf_counter()
+                self._prompt.inc(prompt_tokens)  # with the first piece, which has no tokens where a prompt is only read
+                prompt_tokens = 0
                 if not piece.tokens:
                     continue
                 if before is None:
-                    self._prompt.inc(prompt_tokens)
                     self._first.observe((handle.times.first_token or now) - handle.times.submitted)
                 else:
                     for _ in piece.tokens:

@@ -51,7 +51,7 @@ class Limits:
         names: of the model, the first of which is the one it goes by.
         vocab_size: its token ids are below it.
         max_logprobs: most likeliest tokens that the engine reports.
-        max_prediction: whether predictions may be given: more than 0.
+        max_prediction: most tokens of a prediction that are copied in a step; 0: none may be given.
         has_chat: whether its tokenizer has a chat template.
         own_ends: its own end-of-sequence ids.
 
@@ -273,10 +273,19 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Parameters that would change the answer and are not supported: the values with which they change nothing, beside null."""
 
 IGNORED = frozenset(
-    (
-        *("user", "store", "metadata", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "request_id", "priority", "cache_salt"),
-    )
+    [
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "request_id",
+        "priority",
+        "cache_salt",
+    ]
 )
 """Parameters that do not change the text: they are taken, and not read."""
 

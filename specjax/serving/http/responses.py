@@ -139,7 +139,7 @@ class Answer:
         choice |= {"logprobs": logprobs, "finish_reason": None}
         if asked.include_accepted:
             choice["accepted"] = [[text, accepted] for text, accepted in spans]
-            choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(getattr(piece, "accepted", ()))}
+            choice |= {"tokens": len(piece.tokens), "accepted_tokens": sum(piece.accepted)}
         return self._chunk(index, choice)
 
     def last(self, index: int) -> dict[str, Any]:

@@ -43,18 +43,8 @@ def start_server(directory: Path, *options: str) -> Server:
         (target / "chat_template.jinja").write_text(TEMPLATE)
         (directory / "key").write_text(f"{KEY}\n")
     line = ["--target", str(target), "--drafter", "embedded:eagle3", "--served-model-name", "tiny", "also-tiny"]
-    line += [
-        "--drafts",
-        "chain:3",
-        "--rows",
-        "2",
-        "--capacity",
-        str(CAPACITY),
-        "--port",
-        "0",
-        "--api-key-file",
-        str(directory / "key"),
-    ]
+    line += ["--drafts", "chain:3", "--rows", "2", "--capacity", str(CAPACITY)]
+    line += ["--port", "0", "--api-key-file", str(directory / "key")]
     line += ["--per-request-spec-decode-metrics", *options]
     command = [sys.executable, "-m", "specjax", "serve", *line]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -27,6 +27,9 @@ class Characters:
 
     chat_template: str | None = "made up"
 
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 97, "<0xC3>": 1003}
+
     def decode(self, tokens: list[int], **_: Any) -> str:
         return "".join(chr(token) if token < 1000 else "\N{REPLACEMENT CHARACTER}" for token in tokens)
 
@@ -109,6 +112,7 @@ class MadeUpEngine:
         room: how many texts it takes; more are refused.
         error: with which all texts end; None: with none.
         is_down: refuse everything, as an engine that has failed.
+        encoded_predictions: how often a prediction was made into tokens.
     """
 
     rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
@@ -121,6 +125,7 @@ class MadeUpEngine:
         self.room: int | None = None
         self.error: BaseException | None = None
         self.is_down = False
+        self.encoded_predictions = 0
         self.counted: dict[str, Any] = {
             "drafted_steps": 5,
             "drafted": 15,
@@ -135,6 +140,10 @@ class MadeUpEngine:
                 raise InputError("messages: the model's chat template refuses them (no such role)")
             prompt = "".join(f"{message['role']}:{message['content']}\n" for message in prompt)
         return [min(ord(each), 999) for each in prompt] if isinstance(prompt, str) else list(prompt)
+
+    def encode_prediction(self, prediction: str) -> list[int]:
+        self.encoded_predictions += 1
+        return self.encode(prediction)
 
     def submit(self, prompt: list[int], *, max_new_tokens: int, **settings: Any) -> MadeUpHandle:
         if self.is_down:

@@ -5,6 +5,7 @@ import json
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from specjax.serving.http import responses
 from specjax.serving.http.app import AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
@@ -208,6 +210,18 @@ def test_the_likelihood_of_a_prompt_alone() -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
+def test_a_whole_answer_is_not_made_where_everybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, whole = [], responses.Answer.whole
+
+    def noted(answer: responses.Answer, pieces: Any) -> Any:
+        threads.append(threading.current_thread())
+        return whole(answer, pieces)
+
+    monkeypatch.setattr(responses.Answer, "whole", noted)
+    assert ask(MadeUpEngine(), echo=True, logprobs=2, max_tokens=0).status_code == 200
+    assert threads and threading.current_thread() not in threads
+
+
 def test_an_echo_in_a_stream() -> None:
     said = events(ask(MadeUpEngine("cd"), max_tokens=2, logprobs=0, echo=True, stream=True))
     assert [each["choices"][0]["text"] for each in said] == ["ab", "c", "d", ""]
@@ -238,6 +252,13 @@ def test_what_of_a_prediction_was_there() -> None:
     usage = ask(MadeUpEngine(), max_tokens=4, prediction={"type": "content", "content": "abcde"}).json()["usage"]
     details = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 3}
     assert usage["completion_tokens_details"] == details
+
+
+def test_a_prediction_is_made_into_tokens_once_for_all_texts() -> None:
+    engine = MadeUpEngine()
+    ask(engine, n=4, prediction={"type": "content", "content": "abcde"})
+    assert [handle.prediction_length for handle in engine.submitted] == [5] * 4
+    assert engine.encoded_predictions == 1
 
 
 def test_how_the_drafts_of_a_text_fared() -> None:
@@ -392,6 +413,20 @@ def test_a_text_that_is_too_long() -> None:
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert not engine.submitted
+
+
+def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
+    engine = MadeUpEngine()
+    engine.encode = None  # pyright: ignore[reportAttributeAccessIssue]
+    far_too_long = "a" * (6 * CAPACITY + 1)  # of the longest token there is
+    assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
+    assert refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"] == "context_length_exceeded"
+    assert refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)["param"] == "prompt"
+    for message in ({"role": far_too_long, "content": "Hi"}, {"role": "user", "content": "Hi", "name": far_too_long}):
+        assert refused(chat(engine, messages=[message]), 400)["code"] == "context_length_exceeded"
+    engine = MadeUpEngine()
+    ask(engine, prediction={"type": "content", "content": far_too_long})
+    assert len(engine.submitted[0].settings["prediction"]) == 6 * CAPACITY  # what is behind that is of no use
 
 
 def test_a_text_that_could_not_be_long_enough() -> None:
