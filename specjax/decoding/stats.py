@@ -113,8 +113,8 @@ class Logprobs:
         >>> from specjax.decoding.stats import Logprobs
         >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2]]]))  # one row, one place
         >>> logprobs = Logprobs.of(logits, jnp.array([[1]]), top=2)
-        >>> jnp.exp(logprobs.chosen).round(2).tolist(), logprobs.ids.tolist()
-        ([[0.3]], [[[0, 1]]])
+        >>> round(float(jnp.exp(logprobs.chosen[0, 0])), 2), logprobs.ids.tolist()
+        (0.3, [[[0, 1]]])
     """
 
     chosen: jax.Array

@@ -57,7 +57,15 @@ def right(target) -> list[list[int]]:
     return [oracle(target, PROMPTS[row], keys[row], settings[row], int(LEAST[row])) for row in range(ROWS)]
 
 
-@pytest.mark.parametrize("name", ["none", "prompt lookup", "chain", "tree", "EAGLE-3 of few tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "none",
+        "tree",
+        "EAGLE-3 of few tokens",
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("prompt lookup", "chain")),
+    ],
+)
 def test_every_text_is_the_oracles(target, right, name) -> None:
     keys = jax.random.split(jax.random.key(0), ROWS)
     options = {"max_new_tokens": NEW, "min_new_tokens": LEAST, "eos_token_ids": ENDS, "sampling": MIXED}
@@ -122,7 +130,9 @@ def p_value(rule: str, draws: int) -> float:
 
 
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(rule, marks=pytest.mark.thorough) for rule in RULES if rule != "block")]
+)
 def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
     assert p_value(rule, draws) >= conformance.FALSE_ALARM
 

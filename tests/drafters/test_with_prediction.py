@@ -97,7 +97,9 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
     assert result.stats.steps[0] <= -(-NEW // 9) + unknown + 4
 
 
-@pytest.mark.parametrize("kind", ["draft model", "EAGLE-3", "prompt lookup"])
+@pytest.mark.parametrize(
+    "kind", ["draft model", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("EAGLE-3", "prompt lookup"))]
+)
 def test_the_contract(target, kind) -> None:
     """Predictions that are right here and there, beside drafters of every kind."""
     inner = {
@@ -112,7 +114,7 @@ def test_the_contract(target, kind) -> None:
     conformance.check(target, drafter, new_tokens=12, come_and_go=False)
 
 
-@pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("draws", [10_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)])
 def test_the_distribution_is_the_targets(rule, draws) -> None:
     """Some rows copy while others draw: q is one-hot in the first, and the drafter's in the others."""
