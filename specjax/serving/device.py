@@ -115,7 +115,8 @@ class Device:
         self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
     ) -> tuple[Any, Any]:
         """`specjax.decoding.rows.read_chunk`: the border, and with ``logprobs`` the log-probabilities."""
-        self.state, border, said = self._read(table, rows, counts, is_last, width, logprobs)
+        given, named = self._of_read(table, rows, counts, is_last, width, logprobs)
+        self.state, border, said = device_rows.read_chunk(*given, **named)
         return border, said
 
     def decode(
@@ -171,9 +172,9 @@ class Device:
         state, rows, most = self.state, self.sizes.rows, self.sizes.max_logprobs
         nothing, last = [0] * self.groups, [False] * self.groups
         jobs = [lambda: device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))]
-        jobs += [lambda width=width: self._lower_read(table, nothing, last, width, False) for width in self.sizes.read_widths]
-        if most:
-            jobs.append(lambda: self._lower_read(table, nothing, last, self.sizes.chunk, True))
+        reads = [(width, False) for width in self.sizes.read_widths] + ([(self.sizes.chunk, True)] if most else [])
+        for given, named in [self._of_read(table, nothing, nothing, last, *read) for read in reads]:
+            jobs.append(lambda given=given, named=named: device_rows.read_chunk.lower(*given, **named))
         calls = [(number, width, False) for number in range(len(self.drafters)) for width in self.widths_of(number)]
         if most:
             calls.append((self.reporting, rows, True))
@@ -187,11 +188,6 @@ class Device:
             for number, each in enumerate(compiled, 1):
                 each.result()
                 wait.update(done=number)
-
-    def _lower_read(self, table: np.ndarray, nothing: list[int], last: list[bool], width: int, logprobs: bool) -> Any:
-        given = np.array(nothing, np.int32), np.array(nothing, np.int32), np.array(last)
-        most = self.sizes.max_logprobs if logprobs else None
-        return device_rows.read_chunk.lower(*self._own, table, *given, width=width, logprobs=most)
 
     def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
         given = table, self._none(), np.int32(1), np.bool_(False)
@@ -211,12 +207,12 @@ class Device:
     def _none(self) -> np.ndarray:
         return np.zeros(self.sizes.rows, bool)
 
-    def _read(
+    def _of_read(
         self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
-    ) -> Any:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `specjax.decoding.rows.read_chunk` is given, by place and by name."""
         given = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        most = self.sizes.max_logprobs if logprobs else None
-        return device_rows.read_chunk(*self._own, table, *given, width=width, logprobs=most)
+        return (*self._own, table, *given), {"width": width, "logprobs": self.sizes.max_logprobs if logprobs else None}
 
     def _made_up(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Pages for all rows, and a text that goes on as long as they last."""
