@@ -1,5 +1,6 @@
 """What a drafter is, and what it is told of."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -13,7 +14,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache, PagedCache
+from specjax.models.cache import Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
@@ -60,9 +61,46 @@ class Committed:
 
     def newest(self, states: jax.Array, before: jax.Array) -> jax.Array:
         """``[B, H]`` of ``states [B, T, H]`` those of each row's newest token; ``before [B, H]`` where none counts."""
-        last = jnp.maximum(self.count - 1, 0)[:, None, None]
-        newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
-        return jnp.where(self.count[:, None] > 0, newest.astype(before.dtype), before)
+        return newest_of(states, self.count, before)
+
+
+def newest_of(states: jax.Array, count: jax.Array, before: jax.Array) -> jax.Array:
+    """``[B, H]`` of ``states [B, T, H]`` the last of the first ``count [B]``; ``before [B, H]`` where none counts."""
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(states, last, axis=1)[:, 0]
+    return jnp.where(count[:, None] > 0, newest.astype(before.dtype), before)
+
+
+@struct.dataclass
+class Told:
+    """What a drafter hears of committed tokens, T a row: also one that runs on another machine than the target.
+
+    Attributes:
+        tokens: ``[B, T]``.
+        following: ``[B, T]`` the token after each, as in `Committed`.
+        arrays: what `Drafter.tell` made of the target's pass over them, each ``[B, T, …]``.
+        count: ``[B]`` how many of them count.
+
+    Examples:
+        >>> from specjax.drafters.base import Told
+        >>> drafter = specjax.Eagle3.init(target, jax.random.key(1))
+        >>> output, entries = target.read(prompts, taps=drafter.taps(target.config))
+        >>> told = Told(
+        ...     tokens=prompts,
+        ...     following=jnp.roll(prompts, -1, axis=1),
+        ...     arrays=drafter.tell(target, output, entries),  # on the server
+        ...     count=jnp.array([5, 5]),
+        ... )
+        >>> state = drafter.start(target, batch=2, capacity=32)
+        >>> state = drafter.hear(target, state, told)  # on the client
+        >>> state.cache.length.tolist()
+        [5, 5]
+    """
+
+    tokens: jax.Array
+    following: jax.Array
+    arrays: dict[str, jax.Array]
+    count: jax.Array
 
 
 @dataclass(frozen=True)
@@ -160,9 +198,66 @@ class Drafter(Generic[State]):
     def absorb(self, target: Target, state: State, committed: Committed) -> State:
         """The state after ``committed``: called for every chunk of the prompts, and from `update` after every verdict.
 
-        A prompt's last token is its first root, so a prompt of n tokens has n - 1 to be absorbed.
+        A prompt's last token is its first root, so a prompt of n tokens has n - 1 to be absorbed. By default the drafter hears
+        what it tells itself (see `hear`); override it in a drafter that needs what lies in the target's memory.
+        """
+        arrays = self.tell(target, committed.output, committed.entries)
+        return self.hear(target, state, Told(committed.tokens, committed.following, arrays, committed.count))
+
+    # --- drafting on another machine than the target's: absorbing in two halves ---
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        """Whether it can draft on another machine than the target's, by what `tell` gives, and has `hear` and `assume`."""
+        return False
+
+    def fingerprint(self) -> str:
+        """By which the two machines can tell whether they have the same drafter; empty where tokens are all that it is told."""
+        return ""
+
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        """What `hear` needs of the target's pass over T tokens, by name, each ``[B, T, …]``: the half of absorbing that is done
+        where the target is. Nothing, where the tokens say it all.
+
+        Args:
+            target: the target model.
+            output: the target's at each token.
+            entries: what each of its layers remembers of the tokens.
+        """
+        return {}
+
+    def entries_told(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+        """Of each of the target's layers that it `reads`, the entries that are among what it was told; see `told_entries`."""
+        reads = self.reads(target.config)
+        names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
+        return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in each) for each in names)
+
+    def hear(self, target: Target, state: State, told: Told) -> State:
+        """The state after committed tokens of which it was ``told``: the half of absorbing that is done where the drafter is.
+
+        Of the target it may use the embedding, the final norm, the head, and the layers that it `reads`.
         """
         return state
+
+    def assume(
+        self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
+    ) -> tuple[State, tuple[Entry, ...]]:
+        """The state as if the first ``count [B]`` of ``tokens [B, T]`` were committed, and the target had said nothing of them.
+
+        So a drafter goes on while it waits for a verdict, or without the target. It is never called where the target is.
+
+        Args:
+            target: as in `hear`.
+            state: to go on from. It stays as it is, to come back to.
+            tokens: the first is the root that `propose` would be given.
+            following: ``[B, T]`` the token after each.
+            count: how many count.
+            cache: of the target's layers that it `reads`, as in `propose`.
+
+        Returns:
+            The state; and for each of these layers the entries of the tokens, which the drafter has worked out itself.
+        """
+        return self.hear(target, state, Told(tokens, following, {}, count)), ()
 
     def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
         """The state once the prompts have been absorbed to their ends.
@@ -231,6 +326,35 @@ class Drafter(Generic[State]):
             cache: the target's entries, by layer; likewise.
         """
         return DraftingReads()
+
+
+def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a drafter on another machine is told of one token, by name; see `Drafter.tell`.
+
+    Args:
+        drafter: any.
+        target: all of it, or the parts that a client has.
+
+    Examples:
+        >>> from specjax.drafters.base import shapes_told
+        >>> shapes_told(specjax.Eagle3.init(target, jax.random.key(1)), target)
+        {'features': (16,)}
+    """
+    config = target.config
+    layers = [config.entry_parts(layer) for layer in range(config.num_layers)]
+
+    def tell() -> dict[str, jax.Array]:
+        hidden = jnp.zeros((1, 1, config.hidden_size))
+        taps = jnp.zeros((1, 1, len(drafter.taps(config)), config.hidden_size))
+        return drafter.tell(target, States(hidden=hidden, taps=taps), empty_entries(layers, batch=1, slots=1))
+
+    return {name: array.shape[2:] for name, array in jax.eval_shape(tell).items()}
+
+
+def told_entries(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
+    """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.tell`."""
+    parts = [(layer, number, part) for layer in layers for number, part in enumerate(entries[layer])]
+    return {f"layer{layer}.{number}": jnp.swapaxes(part, 1, 2) for layer, number, part in parts}
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:

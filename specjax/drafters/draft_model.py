@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax.drafters.base import Committed, Drafter, DraftingReads, check_mesh
+from specjax.drafters.base import Committed, Drafter, DraftingReads, Told, check_mesh
 from specjax.drafters.cache_schemes import Streaming
 from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.drafts.draft import Draft, Verdict
@@ -126,6 +126,7 @@ class DraftModel(Drafter[DraftModelState]):
         self.model.save_pretrained(path, dtype=dtype)
 
     def check(self, target: Target) -> None:
+        self.model.check_whole()
         check_vocabulary(self.model.config, target.config)
         self.draft_shape.check(min(self.model.config.vocab_size, target.config.vocab_size))
         check_mesh(self.model.mesh, target)
@@ -145,13 +146,17 @@ class DraftModel(Drafter[DraftModelState]):
             cache = self.model.new_ring(batch, self.budget, self.cache.kept(self.budget))
         return DraftModelState(cache=cache, last=jnp.zeros(batch, jnp.int32), behind=jnp.zeros(batch, bool))
 
-    def absorb(self, target: Target, state: DraftModelState, committed: Committed) -> DraftModelState:
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return True
+
+    def hear(self, target: Target, state: DraftModelState, told: Told) -> DraftModelState:
         # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
-        before = jnp.concatenate([state.last[:, None], committed.tokens[:, :-1]], axis=1)
-        tokens = jnp.where(state.behind[:, None], before, committed.tokens)
-        wanted, room = committed.count + state.behind, tokens.shape[1]
+        before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
+        tokens = jnp.where(state.behind[:, None], before, told.tokens)
+        wanted, room = told.count + state.behind, tokens.shape[1]
         _, cache = self.model.commit(self._known(tokens), state.cache, jnp.minimum(wanted, room))
-        return DraftModelState(cache=cache, last=committed.tokens[:, -1], behind=wanted > room)
+        return DraftModelState(cache=cache, last=told.tokens[:, -1], behind=wanted > room)
 
     def propose(
         self,

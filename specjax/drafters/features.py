@@ -20,7 +20,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters.base import Committed, check_mesh
+from specjax.drafters.base import Told, check_mesh, newest_of
 from specjax.drafters.expansion import Frontier, Vocabulary, expand
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.draft import Draft
@@ -139,10 +139,17 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         newest = jnp.zeros((batch, self.modules, self.sizes.hidden_size), self._dtype)
         return FeatureState(cache=cache, newest=self._by_row(newest))
 
-    def absorb(self, target: Target, state: FeatureState, committed: Committed) -> FeatureState:
-        count = committed.tokens.shape[1]
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return self.modules == 1
+
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        return {"features": self.features(output, entries)}
+
+    def hear(self, target: Target, state: FeatureState, told: Told) -> FeatureState:
+        count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
-        embedded, states = self.embed(target, committed.following), self.features(committed.output, committed.entries)
+        embedded, states = self.embed(target, told.following), told.arrays["features"].astype(self._dtype)
         causal = jnp.tril(jnp.ones((1, count, count), bool))
         newest, new, first_states = [], [], []
         for module in range(self.modules):
@@ -150,11 +157,35 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
                 states = jnp.concatenate([state.newest[:, module - 1, None].astype(states.dtype), states[:, :-1]], axis=1)
             past = self._past(state.cache, module)
             states, entries = self.run(states, embedded, positions, visible_in(module, positions, causal), past, module)
-            newest.append(committed.newest(states, state.newest[:, module]))
+            newest.append(newest_of(states, told.count, state.newest[:, module]))
             new += entries
             first_states.append(states[:, 0])
-        cache = state.cache.append(new, committed.count, after=sum(first_states[1:], first_states[0]))
+        cache = state.cache.append(new, told.count, after=sum(first_states[1:], first_states[0]))
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest, axis=1)))
+
+    def assume(
+        self,
+        target: Target,
+        state: FeatureState,
+        tokens: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+        cache: KVCache | None = None,
+    ) -> tuple[FeatureState, tuple[Entry, ...]]:
+        """As while drafting, its own state takes the place of the feature: so the pairs are read one after another."""
+        assert self.modules == 1
+
+        def read(state: FeatureState, pair: tuple[jax.Array, jax.Array]) -> tuple[FeatureState, None]:
+            token, counts = pair
+            positions = state.cache.length[:, None]
+            embedded = self.embed(target, token[:, None])
+            states, entries = self.run(state.newest, embedded, positions, None, self._past(state.cache, 0))
+            newest = jnp.where(counts[:, None, None] > 0, states.astype(state.newest.dtype), state.newest)
+            return FeatureState(cache=state.cache.append(entries, counts, after=states), newest=newest), None
+
+        is_assumed = (jnp.arange(tokens.shape[1])[:, None] < count).astype(jnp.int32)
+        state, _ = jax.lax.scan(read, state, (following.T, is_assumed))
+        return state, ()
 
     def propose(
         self,

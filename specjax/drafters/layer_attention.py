@@ -143,20 +143,28 @@ def weights_of(params: Params) -> Params:
     return {name: params[name] for name in ("layer_self_attention", "ekv2e", "ekv2e_bias") if name in params}
 
 
-def mean_over_layers(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
+def by_token(entries: Sequence[Entry]) -> jax.Array:
+    """``[B, T, L, E]`` what each of the L layers of the target remembers of T tokens: by head the key, then the value.
+
+    ``entries`` are keys and values ``[B, kv_heads, T, d]`` of each layer.
+    """
+    joined = jnp.stack([jnp.concatenate(entry, axis=-1) for entry in entries], axis=2)
+    batch, _, layers, count, _ = joined.shape
+    return joined.transpose(0, 3, 2, 1, 4).reshape(batch, count, layers, -1)
+
+
+def mean_over_layers(params: Params, lsa: LayerAttention, remembered: jax.Array, mesh: Mesh | None = None) -> jax.Array:
     """``[B, T, E]`` the mean over the layers of what the block makes of each token's keys and values.
 
     Args:
         params: as declared.
         lsa: the shape.
-        entries: what each layer of the target remembers of T tokens, keys and values ``[B, kv_heads, T, d]``.
+        remembered: ``[B, T, L, E]``, from `by_token`.
         mesh: where the params live.
     """
-    # By head the key, then the value: [B, kv_heads, T, 2d] of each layer -> [B, T, L, E].
-    joined = jnp.stack([jnp.concatenate(entry, axis=-1) for entry in entries], axis=2)
-    batch, _, layers, count, _ = joined.shape
+    batch, count, layers, _ = remembered.shape
     own = params["layer_self_attention"]
-    x = joined.transpose(0, 3, 2, 1, 4).reshape(batch * count, layers, -1).astype(own["q"].dtype)
+    x = remembered.reshape(batch * count, layers, -1).astype(own["q"].dtype)
     turn = rotations(lsa.block.rope, lsa.block.head_dim, jnp.arange(layers)[None])
     x, _ = decoder_layer(own, lsa.block, x, turn, jnp.ones((1, layers, layers), bool), mesh=mesh)
     return jnp.mean(x, axis=1).reshape(batch, count, -1)
@@ -164,4 +172,9 @@ def mean_over_layers(params: Params, lsa: LayerAttention, entries: Sequence[Entr
 
 def summarise(params: Params, lsa: LayerAttention, entries: Sequence[Entry], mesh: Mesh | None = None) -> jax.Array:
     """``[B, T, H]`` the summary of each token: `mean_over_layers`, projected."""
-    return linear(params, "ekv2e", mean_over_layers(params, lsa, entries, mesh))
+    return project(params, mean_over_layers(params, lsa, by_token(entries), mesh))
+
+
+def project(params: Params, mean: jax.Array) -> jax.Array:
+    """``[B, T, H]`` the summary of each token, of which ``mean [B, T, E]`` is the `mean_over_layers`."""
+    return linear(params, "ekv2e", mean)

@@ -10,7 +10,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters.base import Committed, DraftingReads, check_mesh
+from specjax.drafters.base import DraftingReads, Told, check_mesh, newest_of
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.trained import Stored, TrainedDrafter
 from specjax.drafts.draft import Draft
@@ -21,7 +21,7 @@ from specjax.models.cache import Entry
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import linear, vocabulary_logits
-from specjax.models.transformer import Target
+from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 
@@ -167,8 +167,11 @@ class Medusa(TrainedDrafter[jax.Array]):
         newest = jnp.zeros((batch, self.config.hidden_size), target.dtype)
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
-    def absorb(self, target: Target, state: jax.Array, committed: Committed) -> jax.Array:
-        return committed.newest(committed.output.hidden, state)
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        return {"hidden": output.hidden}
+
+    def hear(self, target: Target, state: jax.Array, told: Told) -> jax.Array:
+        return newest_of(told.arrays["hidden"], told.count, state)
 
     def propose(
         self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array

@@ -7,8 +7,9 @@ just what it will see. With *target layer inference* (TLI) the target's own last
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.drafters import layer_attention, moa_checkpoint
-from specjax.drafters.base import Committed, DraftingReads, check_mesh
+from specjax.drafters.base import Drafter, DraftingReads, Told, check_mesh, told_entries
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.drafters.moa_checkpoint import MoAConfig
@@ -47,7 +48,20 @@ def _default_sizes(target: ModelConfig) -> dict[str, int]:
 
 
 @struct.dataclass
-class MixtureOfAttentions(TrainedDrafter[KVCache]):
+class MixtureState:
+    """What the two blocks remember. Their caches differ in length where tokens are assumed, of which there are no summaries.
+
+    Attributes:
+        tokens: what self-attention remembers of all tokens.
+        summaries: what cross-attention remembers of the summaries of tokens that the target has read.
+    """
+
+    tokens: KVCache
+    summaries: KVCache
+
+
+@struct.dataclass
+class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     """Self-attention to all tokens, and cross-attention to summaries of the verified ones, which layer self-attention makes.
 
     The token at position i is predicted from the one at i - 1; EAGLE reads pairs of two positions, and this does not. The
@@ -60,6 +74,8 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         config: its configuration.
         draft: the shape of its drafts.
         mesh: where the params live.
+        told: what it is told of each token where it drafts on another machine than the target's: "summaries", which are made
+            where the target is, or "entries", what all of the target's layers remember, of which it makes them itself.
 
     Examples:
         >>> drafter = specjax.MixtureOfAttentions.init(target, jax.random.key(1), tli=1)
@@ -71,6 +87,7 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
     config: MoAConfig = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=DEFAULT_DRAFT)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    told: Literal["summaries", "entries"] = struct.field(pytree_node=False, default="summaries")
     grows_trees: ClassVar[bool] = True
 
     title: ClassVar[str] = "a Mixture of Attentions drafter"
@@ -268,34 +285,94 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(range(*self.config.tli_layers_of(config.num_layers)))  # these go on behind what they remember
 
-    def start(self, target: Target, batch: int, capacity: int) -> KVCache:
+    def start(self, target: Target, batch: int, capacity: int) -> MixtureState:
         """What self-attention and cross-attention remember of the tokens that the target has read."""
-        blocks = [self.config.self_layer.entry_parts(0), self.config.cross_layer.entry_parts(0)]
-        return KVCache.create(blocks, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
 
-    def absorb(self, target: Target, state: KVCache, committed: Committed) -> KVCache:
-        positions = state.length[:, None] + jnp.arange(committed.tokens.shape[1])[None]
-        summaries = self.summarise(committed.output, committed.entries)
-        of_tokens = self.remember_tokens(target.embed(committed.tokens), positions)
-        return state.append((of_tokens, self.remember_summaries(summaries, positions)), committed.count, after=summaries)
+        def empty(block: ModelConfig) -> KVCache:
+            return KVCache.create([block.entry_parts(0)], batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+
+        return MixtureState(tokens=empty(self.config.self_layer), summaries=empty(self.config.cross_layer))
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return True
+
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        """A `layer_attention.mean_over_layers`, which is smaller than a summary, or all that it is made of."""
+        of_layers = told_entries(entries, self.reads(target.config))
+        if self.config.lsa is None:
+            return {"hidden": output.hidden, **of_layers}
+        remembered = layer_attention.by_token(entries)
+        if self.told == "entries":
+            return {"entries": remembered}  # those of the layers that it reads among them
+        means = layer_attention.mean_over_layers(self.params, self.config.lsa, remembered, self.mesh)
+        return {"means": means, **of_layers}
+
+    def entries_told(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+        if self.config.lsa is None or self.told == "summaries":
+            return super().entries_told(target, arrays)
+        (heads, dim), _ = target.config.entry_parts(0)
+        by_head = arrays["entries"].reshape(*arrays["entries"].shape[:3], heads, 2 * dim)
+        layers = [jnp.swapaxes(by_head[:, :, layer], 1, 2) for layer in self.reads(target.config)]
+        return tuple((both[..., :dim], both[..., dim:]) for both in layers)
+
+    def hear(self, target: Target, state: MixtureState, told: Told) -> MixtureState:
+        positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
+        summaries = self._summaries(told.arrays)
+        of_tokens = self.remember_tokens(target.embed(told.tokens), positions)
+        of_summaries = self.remember_summaries(summaries, positions)
+        return MixtureState(
+            tokens=state.tokens.append((of_tokens,), told.count, after=summaries),
+            summaries=state.summaries.append((of_summaries,), told.count, after=summaries),
+        )
+
+    def _summaries(self, told: Mapping[str, jax.Array]) -> jax.Array:
+        """``[B, T, H]`` of what `tell` gave."""
+        if self.config.lsa is None:
+            return told["hidden"].astype(self._dtype)
+        if self.told == "entries":
+            means = layer_attention.mean_over_layers(self.params, self.config.lsa, told["entries"], self.mesh)
+        else:
+            means = told["means"].astype(self._dtype)
+        return layer_attention.project(self.params, means)
+
+    def assume(
+        self,
+        target: Target,
+        state: MixtureState,
+        tokens: jax.Array,
+        following: jax.Array,
+        count: jax.Array,
+        cache: KVCache | None = None,
+    ) -> tuple[MixtureState, tuple[Entry, ...]]:
+        """As while drafting, it sees the tokens and no summaries of them."""
+        positions = state.tokens.length[:, None] + jnp.arange(tokens.shape[1])[None]
+        causal = np.tril(np.ones((1, tokens.shape[1], tokens.shape[1]), bool))
+        past = [Filled.of(state.tokens, 0, mesh=self.mesh)]
+        x, of_tokens = self.self_attend(target.embed(tokens), positions, jnp.asarray(causal), past)
+        entries: tuple[Entry, ...] = ()
+        if self.config.tli:
+            x = self.cross_attend(x, positions, Filled.of(state.summaries, 0, mesh=self.mesh))
+            _, entries = self.finish(target, x, positions, causal, cache=cache)
+        return replace(state, tokens=state.tokens.append((of_tokens,), count, after=x)), entries
 
     def propose(
         self,
         target: Target,
-        state: KVCache,
+        state: MixtureState,
         root: jax.Array,
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
         cache: KVCache | None = None,
-    ) -> tuple[Draft, KVCache]:
-        tokens_read, summaries = (Filled.of(state, layer, mesh=self.mesh) for layer in range(2))
+    ) -> tuple[Draft, MixtureState]:
+        tokens_read, summaries = (Filled.of(each, 0, mesh=self.mesh) for each in (state.tokens, state.summaries))
 
         def read(
             tokens: jax.Array, depth: Any, visible: jax.Array, scratch: tuple[Entry, ...]
         ) -> tuple[jax.Array, tuple[Entry, ...]]:
             """Tokens ``[B, F]`` of one depth: the target's last states of each, and the new entries."""
-            positions = jnp.broadcast_to(state.length[:, None] + depth, tokens.shape)
+            positions = jnp.broadcast_to(state.tokens.length[:, None] + depth, tokens.shape)
             past = [tokens_read, (scratch[0], visible)]
             x, own = self.self_attend(target.embed(tokens), positions, None, past)
             x = self.cross_attend(x, positions, summaries)
@@ -319,7 +396,9 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         draft, _, _ = expand(self.draft_shape, read_frontier, target.head(hidden)[:, 0], scratch, root, sampling, keys, active)
         return draft, state
 
-    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(
+        self, target: Target, state: MixtureState | tuple[()] = (), cache: Sequence[Entry] = ()
+    ) -> DraftingReads:
         """Summaries are made once a step. A level is self-attention, cross-attention, the target's last layers over what they
         remember where these finish a prediction, and its head."""
         of_summaries = layer_attention.weights_of(self.params)
@@ -327,3 +406,14 @@ class MixtureOfAttentions(TrainedDrafter[KVCache]):
         first, _ = self.tli_layers(target)
         of_target = (target.params["layers"][first:], cache[first:], target.head_as_stored)
         return DraftingReads(level=(blocks, state, of_target), step=of_summaries)
+
+
+def with_told(drafter: Drafter, told: Literal["summaries", "entries"]) -> Drafter:
+    """``drafter`` as one that is ``told`` so; see `MixtureOfAttentions`.
+
+    Raises:
+        InputError: it is no Mixture of Attentions.
+    """
+    if not isinstance(drafter, MixtureOfAttentions):
+        raise InputError(f"told={told!r}: is of Mixture of Attentions, and drafter is {type(drafter).__name__}; leave it out")
+    return drafter.replace(told=told)  # pyright: ignore[reportAttributeAccessIssue]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Committed, Drafter, append_tokens
+from specjax.drafters.base import Drafter, Told, append_tokens
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, halvings
 from specjax.errors import InputError
@@ -70,10 +70,14 @@ class PromptLookup(Drafter[PromptLookupState]):
     def start(self, target: Target, batch: int, capacity: int) -> PromptLookupState:
         return PromptLookupState(tokens=jnp.zeros((batch, capacity), jnp.int32), lengths=jnp.zeros(batch, jnp.int32))
 
-    def absorb(self, target: Target, state: PromptLookupState, committed: Committed) -> PromptLookupState:
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return True
+
+    def hear(self, target: Target, state: PromptLookupState, told: Told) -> PromptLookupState:
         return PromptLookupState(
-            tokens=append_tokens(state.tokens, state.lengths, committed.tokens, committed.count),
-            lengths=state.lengths + committed.count,
+            tokens=append_tokens(state.tokens, state.lengths, told.tokens, told.count),
+            lengths=state.lengths + told.count,
         )
 
     def propose(

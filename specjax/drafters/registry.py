@@ -111,7 +111,9 @@ def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
 def _make_draft_model(request: Request) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
-    check_vocabulary(huggingface.read_config(huggingface.locate(request.where, weights=False)), request.target)
+    directory = huggingface.locate(request.where, weights=False)
+    huggingface.check_whole(directory)
+    check_vocabulary(huggingface.read_config(directory), request.target)
     return DraftModel.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
 
 

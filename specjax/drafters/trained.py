@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from specjax.drafters.base import Drafter, DraftingReads, State
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, fingerprint, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
@@ -110,6 +110,9 @@ class TrainedDrafter(Drafter[State]):
     layouts: ClassVar[tuple[str, ...]]
 
     # --- what a subclass says ---
+
+    def fingerprint(self) -> str:
+        return fingerprint.of_params(self.params, self.config, self.mesh)
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:

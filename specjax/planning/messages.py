@@ -1,9 +1,10 @@
 """What a drafter on one machine and its target on another have to say to each other in a round (arXiv 2410.03804, table 7).
 
 The drafter sends its draft up: of every node its token, and which node it hangs below. The target sends down what it kept, and
-what the drafter reads of it: nothing but tokens for a model of its own; a hidden state a token for EAGLE, three for EAGLE-3;
-and for Mixture of Attentions either the mean that layer self-attention gave, where that runs beside the target, or the keys and
-values of all layers that it is made from. Target layer inference also needs the keys and values of the layers that it runs.
+what the drafter reads of it: nothing but tokens for a model of its own; a hidden state a token for EAGLE, and for EAGLE-3 what
+its first matrix, which runs beside the target, makes of three; and for Mixture of Attentions either the mean that layer
+self-attention gave, where that runs beside the target, or the keys and values of all layers that it is made from. Target layer
+inference also needs the keys and values of the layers that it runs.
 """
 
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def message_sizes(
         >>> message_sizes("draft model", target_config, nodes=4, accepted=3)
         Messages(up=24, down=12)
         >>> message_sizes("eagle3", target_config, nodes=4, accepted=3)
-        Messages(up=24, down=73740)
+        Messages(up=24, down=24588)
     """
     if reader not in get_args(Reader):
         raise InputError(f"reader={reader!r}: give one of {', '.join(map(repr, get_args(Reader)))}")
@@ -81,7 +82,7 @@ def message_sizes(
     numbers = {
         "draft model": 0,
         "eagle": target.hidden_size,
-        "eagle3": 3 * target.hidden_size,
+        "eagle3": target.hidden_size,
         "moa, no layers": target.hidden_size,
         "moa": layers[0],
         "moa, layers on the client": sum(layers),

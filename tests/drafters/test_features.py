@@ -202,12 +202,13 @@ def test_what_is_remembered_comes_from_the_target(name) -> None:
     state = decoding.decode(target, drafter, state, jnp.asarray(50))
     text = np.asarray(state.tokens[:, : int(state.lengths[0])])
     _, fresh = decoding.start(target, drafter, text, None, GenerationOptions(max_new_tokens=1))
-    after, afresh = (each.drafter if name == "moa" else each.drafter.cache for each in (state, fresh))
-    length = int(afresh.length[0])
-    assert int(after.length[0]) == length == text.shape[1] - 1
     assert int(state.stats.accepted[0]) > 0
-    for grown, read in zip(after.layers, afresh.layers, strict=True):
-        for one, other in zip(grown, read, strict=True):
-            np.testing.assert_allclose(one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3)
+    for of_drafter in ("tokens", "summaries") if name == "moa" else ("cache",):
+        after, afresh = (getattr(each.drafter, of_drafter) for each in (state, fresh))
+        length = int(afresh.length[0])
+        assert int(after.length[0]) == length == text.shape[1] - 1
+        for grown, read in zip(after.layers, afresh.layers, strict=True):
+            for one, other in zip(grown, read, strict=True):
+                np.testing.assert_allclose(one[:, :, :length], other[:, :, :length], atol=1e-3, rtol=1e-3)
     if name != "moa":
         np.testing.assert_allclose(state.drafter.newest, fresh.drafter.newest, atol=1e-3, rtol=1e-3)

@@ -211,9 +211,9 @@ def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> Non
     drafter = strong(target)
     original = layer_attention.mean_over_layers
 
-    def counting(params, block, entries, mesh):
-        ran.append(entries[0][0].shape[2])
-        return original(params, block, entries, mesh)
+    def counting(params, block, remembered, mesh):
+        ran.append(remembered.shape[1])
+        return original(params, block, remembered, mesh)
 
     monkeypatch.setattr(layer_attention, "mean_over_layers", counting)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
@@ -243,7 +243,7 @@ def test_no_cache_is_copied_in_the_compiled_loop() -> None:
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), Chain(3), tli=1, num_kv_heads=2)
     drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2]]), options=GenerationOptions(max_new_tokens=450))
     program = decoding.decode.lower(target, drafter, state, 5).compile().as_text().splitlines()
-    for cache in (state.cache, state.drafter):
+    for cache in (state.cache, state.drafter.tokens, state.drafter.summaries):
         shape = ",".join(map(str, cache.layers[0][0].shape))
         assert any(f"f32[{shape}]" in line for line in program)
         assert [line for line in program if f"f32[{shape}]" in line and " copy(" in line] == []
@@ -638,7 +638,7 @@ def test_published_checkpoints_draft_by_the_definition(tmp_path, layout, tli) ->
     drafter = MixtureOfAttentions.from_pretrained(tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=tli)
     options = GenerationOptions(max_new_tokens=12, sampling=Sampling(temperature=0.0))
     drafter, state = decoding.start(target, drafter, np.array([[1, 4, 2, 4, 2]]), None, options)
-    assert [entry[0].shape[1] for entry in state.drafter.layers] == [2, 1]
+    assert [cache.layers[0][0].shape[1] for cache in (state.drafter.tokens, state.drafter.summaries)] == [2, 1]
     propose, advance = jax.jit(decoding.propose_step), jax.jit(decoding.advance)
     for _ in range(2):
         draft, drafting = propose(target, drafter, state)

@@ -31,7 +31,7 @@ def test_the_papers_figures_for_llama_3_8b() -> None:
     assert a_token("moa") == 4 * 1024
     assert a_token("moa, layers on the client") == 128 * 1024
     assert a_token("eagle") == 8 * 1024
-    assert a_token("eagle3") == 24 * 1024
+    assert a_token("eagle3") == 8 * 1024
     assert a_token("moa, no layers") == 8 * 1024
     assert a_token("draft model") == 0
     assert a_token("moa", tli=3) == (4 + 3 * 4) * 1024
@@ -43,7 +43,7 @@ def test_they_are_the_sizes_of_the_arrays() -> None:
     accepted = np.array([[1, 4, 2]])
     output, entries = target.score(accepted)
     drafter = MixtureOfAttentions.init(target, jax.random.key(0), tli=2)
-    mean = layer_attention.mean_over_layers(drafter.params, drafter.config.lsa, entries)
+    mean = layer_attention.mean_over_layers(drafter.params, drafter.config.lsa, layer_attention.by_token(entries))
     last = entries[slice(*drafter.config.tli_layers_of(target.config.num_layers))]
     tokens = accepted.astype(np.int32).nbytes
 
