@@ -93,6 +93,7 @@ def load(
         config = target.config
     else:
         directory = huggingface.locate(target, weights=False)
+        huggingface.check_whole(directory)
         config = huggingface.read_config(directory)
         tokenizer = directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,35 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _TOKENIZER_FILES)
 
 
+_WITH_TOKENIZER = (*_TOKENIZER_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
+_WITH_TOKENIZER += ("chat_template.jinja", "chat_template.json")
+
+
+def copy_tokenizer(directory: Path, into: Path) -> None:
+    """Copy a checkpoint's tokenizer, with its chat template, to the directory ``into``.
+
+    Raises:
+        InputError: it has none.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from specjax.assets import embedded
+        >>> Path("copy").mkdir()
+        >>> specjax.text.copy_tokenizer(embedded("target"), Path("copy"))
+        >>> len(specjax.text.load_tokenizer(Path("copy")))
+        3072
+    """
+    _check_has_tokenizer(directory)
+    for name in _WITH_TOKENIZER:
+        if (directory / name).is_file():
+            shutil.copyfile(directory / name, into / name)
+
+
+def _check_has_tokenizer(directory: Path) -> None:
+    if not has_tokenizer(directory):
+        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
+
+
 def load_tokenizer(directory: Path) -> Any:
     """The checkpoint's tokenizer, as transformers loads it, without running any code that the checkpoint brings.
 
@@ -53,8 +83,7 @@ def load_tokenizer(directory: Path) -> Any:
         >>> len(tokenizer)
         3072
     """
-    if not has_tokenizer(directory):
-        raise InputError(f"{directory} has no tokenizer (tokenizer.json): copy the one the model was trained with there")
+    _check_has_tokenizer(directory)
     with waiting("loading the tokenizers of transformers"):  # for a second or two
         from transformers import AutoTokenizer
 

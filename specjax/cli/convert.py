@@ -1,17 +1,21 @@
-"""``specjax convert``: a trained drafter in the layout that another engine loads."""
+"""``specjax convert``: a trained drafter in the layout that another engine loads, or what a client needs of a target."""
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from specjax.drafters import registry
+from specjax import text
+from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, huggingface, parts
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Target
 from specjax.progress import waiting
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a drafter in another layout. Weights keep their bits and their data type.
+    """Write a drafter in another layout, or the part of a target with which a client drafts. Weights keep their data type.
 
     Attributes:
         drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY.
@@ -19,20 +23,26 @@ class ConvertConfig:
             of Mixture of Attentions "authors" for the authors' training code, "vllm" for their fork of vLLM, and "specjax".
         output: directory to write.
         target: directory or hub id of the target, for layouts whose config.json says what the drafter is for: "speculators"
-            names it, and vLLM reads it there; "authors" repeats its configuration.
+            names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut.
+        client_parts: write no drafter, but what this one needs of the target at a client: embedding, final norm, head, the
+            last layers where it runs them, and the tokenizer.
     """
 
     drafter: str = ""
     to: str = "speculators"
     output: str = ""
     target: str = ""
+    client_parts: bool = False
 
 
 def run_convert(config: ConvertConfig) -> None:
     """``specjax convert``."""
-    for name in ("drafter", "output"):
+    for name in ("drafter", "output", *("target",) * config.client_parts):
         if not getattr(config, name):
             raise InputError(f"{name}='': give a directory")
+    if config.client_parts:
+        write_client_parts(config)
+        return
     method, where = registry.resolve(config.drafter)
     if (kind := method.trained) is None or len(kind.layouts) < 2:
         kinds = {one.trained for one in registry.METHODS.values() if one.trained is not None and len(one.trained.layouts) > 1}
@@ -49,3 +59,49 @@ def run_convert(config: ConvertConfig) -> None:
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=config.to, target=config.target)
     print("; ".join(filter(None, [f"{config.output}: layout {config.to}, {dtype}", drafter.describe(config.to)])))
+
+
+# --- what a client needs of a target ---------------------------------------------------------------------------------
+
+
+def write_client_parts(config: ConvertConfig) -> None:
+    """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
+    output = Path(config.output)
+    source = huggingface.locate(config.target, weights=False)
+    huggingface.check_whole(source)
+    checkpoint.check_writable(output)
+    if source.resolve() == output.resolve():
+        raise InputError(f"output={config.output!r}: is the target itself; give another directory")
+    shape = huggingface.read_config(source)
+    tokenizer = text.load_tokenizer(source)
+    drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
+    layers = layers_for(config.drafter, drafter, shape)
+    source = huggingface.locate(config.target)
+    part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
+    drafter.check(part)
+    with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
+        part.save_pretrained(scratch)
+        text.copy_tokenizer(source, scratch)
+        if (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", scratch / "generation_config.json")
+    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+    print(
+        f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; "
+        f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target; fingerprint {part.fingerprint()}"
+    )
+
+
+def layers_for(name: str, drafter: Drafter, target: ModelConfig) -> parts.Layers:
+    """The layers of the target that the ``drafter`` of that ``name`` runs.
+
+    Raises:
+        InputError: it cannot draft without the target itself.
+    """
+    reads, count = drafter.reads(target), target.num_layers
+    first = reads[0] if reads else count
+    if not drafter.drafts_elsewhere or reads != tuple(range(first, count)):
+        raise InputError(
+            f"drafter={name!r}: needs the target itself while it drafts, which a client does not have: give Mixture of "
+            "Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
+        )
+    return first, count

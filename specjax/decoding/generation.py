@@ -172,6 +172,7 @@ def start(
         >>> state.lengths.tolist(), state.limits.tolist()
         ([6, 6], [14, 14])
     """
+    target.check_whole()
     config = target.config
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape

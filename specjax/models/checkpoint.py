@@ -8,7 +8,7 @@ another shape is refused by name, for each of them would change the outputs.
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -35,6 +35,7 @@ MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """The names under which Medusa's heads are published."""
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 _WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 
 
@@ -68,10 +69,68 @@ def stored_type(directory: Path) -> Any:
     """The one data type of all floating-point tensors. Raises `CheckpointError` where they are of several."""
     with _open_tensors(directory) as tensors:
         kinds = sorted({tensor.get_dtype() for tensor in tensors.values()} & set(_FLOATS))
-    types = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
-    if len(kinds) != 1 or kinds[0] not in types:
-        raise CheckpointError(f"{directory}: its tensors are {', '.join(kinds)}: all must be one of {', '.join(types)}")
-    return jnp.dtype(types[kinds[0]])
+    if len(kinds) != 1 or kinds[0] not in _TYPES:
+        raise CheckpointError(f"{directory}: its tensors are {', '.join(kinds)}: all must be one of {', '.join(_TYPES)}")
+    return jnp.dtype(_TYPES[kinds[0]])
+
+
+def type_of(directory: Path, name: str) -> Any:
+    """The data type of the tensor ``name``; of one in FP8, and of one that is not there, bfloat16."""
+    with _open_tensors(directory) as tensors:
+        kind = tensors[name].get_dtype() if name in tensors else ""
+    return jnp.dtype(_TYPES.get(kind, jnp.bfloat16))
+
+
+def stored_bytes(directory: Path) -> int:
+    """The size of a checkpoint's files with weights, all of which are there."""
+    return sum((directory / name).stat().st_size for name in _weight_files(directory))
+
+
+Values = Callable[[Param, tuple[slice, ...]], np.ndarray]
+"""Gives a part of a parameter: a slice of each of its axes, as it is used."""
+
+
+@contextmanager
+def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored: Collection[str] = ()) -> Iterator[Values]:
+    """A checkpoint that holds the tensors that ``declared`` names, from which any part of them is read when it is asked for.
+
+    Arguments and errors are those of `load`.
+    """
+    dtype = float_type(dtype)
+    with _open_tensors(directory) as tensors:
+        _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
+
+        def tensor(name: str, part: tuple[slice, ...]) -> np.ndarray:
+            stored = tensors[name]
+            if stored.get_dtype() == float8.KIND:
+                return float8.dequantise(stored, tensors[float8.scale_name(name)], part)
+            return stored[part]
+
+        def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
+            array = tensor(name, part[::-1]).T if param.transposed else tensor(name, part)
+            return np.ascontiguousarray(array, param.dtype or dtype)
+
+        def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
+            if not param.stacked:
+                return one(param, param.name, part)
+            shape = [len(range(size)[piece]) for size, piece in zip(param.shape, part, strict=True)]
+            stack = np.empty(shape, param.dtype or dtype)
+            for slot, name in enumerate(param.stored_names[part[0]]):
+                stack[slot] = one(param, name, part[1:])
+            return stack
+
+        yield values
+
+
+def place(declared: Any, values: Values, mesh: Mesh | None = None, units: Mapping[str, int] | None = None) -> Any:
+    """Arrays of all the ``values`` of what is ``declared``, in its structure; ``mesh`` and ``units`` as in `load`."""
+
+    def whole(param: Param) -> jax.Array:
+        if mesh is None:
+            return jnp.asarray(values(param, (slice(None),) * len(param.shape)))
+        return jax.make_array_from_callback(param.shape, param.place(mesh, units or {}), lambda part: values(param, part or ()))
+
+    return jax.tree.map(whole, declared)
 
 
 def load(
@@ -101,36 +160,8 @@ def load(
         CheckpointError: a file is missing or damaged; a tensor is missing, left over, or of another shape or type than
             declared. All of it is checked before any weight is read.
     """
-    dtype = float_type(dtype)
-    with _open_tensors(directory) as tensors:
-        _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
-
-        def tensor(name: str, part: tuple[slice, ...]) -> np.ndarray:
-            stored = tensors[name]
-            if stored.get_dtype() == float8.KIND:
-                return float8.dequantise(stored, tensors[float8.scale_name(name)], part)
-            return stored[part]
-
-        def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
-            array = tensor(name, part[::-1]).T if param.transposed else tensor(name, part)
-            return np.ascontiguousarray(array, param.dtype or dtype)
-
-        def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
-            if not param.stacked:
-                return one(param, param.name, part)
-            shape = [len(range(size)[piece]) for size, piece in zip(param.shape, part, strict=True)]
-            stack = np.empty(shape, param.dtype or dtype)
-            for slot, name in enumerate(param.stored_names[part[0]]):
-                stack[slot] = one(param, name, part[1:])
-            return stack
-
-        def load(param: Param) -> jax.Array:
-            if mesh is None:
-                return jnp.asarray(values(param, (slice(None),) * len(param.shape)))
-            place = param.place(mesh, units or {})
-            return jax.make_array_from_callback(param.shape, place, lambda part: values(param, part or ()))
-
-        return jax.tree.map(load, declared)
+    with reading(directory, declared, dtype, what, ignored) as values:
+        return place(declared, values, mesh, units)
 
 
 def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], dtype: DTypeLike | None = None) -> None:
@@ -148,10 +179,7 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
     Raises:
         CheckpointError: ``directory`` is a file, or holds a sharded checkpoint, whose index would hide the new weights.
     """
-    if directory.is_file():
-        raise CheckpointError(f"{directory} is a file: save to a directory")
-    if (directory / INDEX).exists():
-        raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
+    check_writable(directory)
     dtype = None if dtype is None else float_type(dtype)
     params = sharding.to_host(params, sharding.mesh_of(params))
     if jax.process_index() != 0:
@@ -170,6 +198,14 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
         for name, content in files.items():
             (scratch / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def check_writable(directory: Path) -> None:
+    """Refuse, with a `CheckpointError`, a ``directory`` in which no checkpoint can be written; it need not exist."""
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file: save to a directory")
+    if (directory / INDEX).exists():
+        raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
 
 
 @contextmanager

@@ -6,18 +6,20 @@ are read and written by `specjax.models.checkpoint`.
 """
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.models import checkpoint, float8
+from specjax.models import checkpoint, fingerprint, float8, parts
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
@@ -35,6 +37,7 @@ from specjax.models.fields import (
     whole,
 )
 from specjax.models.params import Params
+from specjax.models.parts import Layers
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
@@ -177,6 +180,46 @@ def read_config(directory: Path) -> ModelConfig:
         return config
     eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
     return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+
+
+_PART: dict[str, Field] = {
+    "specjax_layers": Field(
+        "two whole numbers, the first layer and the one after the last",
+        lambda value: type(value) is list and len(value) == 2 and all(type(one) is int for one in value),
+        default=None,
+    ),
+    "specjax_part_of": Field(
+        "the fingerprint of the whole target, 32 hexadecimal digits",
+        lambda value: type(value) is str and re.fullmatch("[0-9a-f]{32}", value) is not None,
+        default="",
+    ),
+}
+
+
+def read_part(directory: Path) -> tuple[Layers, str] | None:
+    """The layers of a part of a target, and the fingerprint of the whole; None where the checkpoint is whole.
+
+    Raises:
+        CheckpointError: config.json cannot be read, or says something else there.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
+    fields = check_fields(raw, _PART, str(path))
+    if fields["specjax_layers"] is None:
+        return None
+    (first, last), count = fields["specjax_layers"], parse_config(raw, str(path)).num_layers
+    if not fields["specjax_part_of"] or not 0 <= first <= last <= count or (first == last and last != count):
+        raise CheckpointError(
+            f"{path}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of the "
+            f"{count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
+        )
+    return (first, last), fields["specjax_part_of"]
+
+
+def check_whole(directory: Path) -> None:
+    """Refuse, with an InputError, a checkpoint that is a part of a target. No weights are read."""
+    if (part := read_part(directory)) is not None:
+        raise parts.refusal(str(directory), part[0], read_config(directory).num_layers)
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
@@ -401,38 +444,94 @@ def load_params(directory: Path, config: ModelConfig, dtype: DTypeLike, mesh: Me
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
+    with _reading(directory, config, dtype, None) as (declared, values):
+        return checkpoint.place(declared, values, mesh, config.axis_units)
+
+
+def load_part(
+    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers, mesh: Mesh | None = None
+) -> tuple[Params, str]:
+    """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
+
+    Args:
+        directory: holds the whole checkpoint, all of which is checked.
+        config: its configuration.
+        dtype: of the params.
+        layers: which the part has.
+        mesh: as in `load_params`.
+
+    Raises:
+        CheckpointError: as `load_params`.
+    """
+    with _reading(directory, config, dtype, None) as (declared, values):
+        part = _declare(config, FAMILIES[config.model_type], layers)
+        of = fingerprint.of_stored(declared, values, config)
+        return checkpoint.place(part, values, mesh, config.axis_units), of
+
+
+def load_saved_part(directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers, mesh: Mesh | None = None) -> Params:
+    """Read the params of a part that was saved as one; arguments and errors are those of `load_part`."""
+    with _reading(directory, config, dtype, layers) as (declared, values):
+        return checkpoint.place(declared, values, mesh, config.axis_units)
+
+
+@contextmanager
+def _reading(
+    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None
+) -> Iterator[tuple[Params, checkpoint.Values]]:
+    """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
     file = directory / "config.json"
     raw = read_json(file)
     family = _family(raw, str(file))
-    modules = _modules_behind(raw, family)
-    _compare_sizes(directory, config, family, modules)
+    modules = _modules_behind(raw, family) if layers is None else 0
+    _compare_sizes(directory, config, family, modules, layers)
     left_over = [f"{family.name_of('model.layers.')}{config.num_layers + i}.*" for i in range(modules)]
-    return checkpoint.load(
-        directory,
-        _declare(config, family),
-        dtype,
-        what=f"a {config.model_type} model with this config.json",
-        ignored=("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *family.left_over, *left_over),
-        mesh=mesh,
-        units=config.axis_units,
-    )
+    what = f"a {config.model_type} model with this config.json"
+    ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *family.left_over, *left_over)
+    declared = _declare(config, family, layers)
+    with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
+        yield declared, values
 
 
-def save(directory: Path, config: ModelConfig, params: Params, dtype: DTypeLike | None = None) -> None:
+def save(
+    directory: Path,
+    config: ModelConfig,
+    params: Params,
+    dtype: DTypeLike | None = None,
+    *,
+    layers: Layers | None = None,
+    part_of: str = "",
+) -> None:
     """Write config.json, generation_config.json and model.safetensors; other files there stay.
+
+    Args:
+        directory: is made where there is none.
+        config: the model's configuration, that of the whole also for a part.
+        params: of the model.
+        dtype: of the file; by default that of the params.
+        layers: that are there, of a part.
+        part_of: the fingerprint of the whole, of a part.
 
     Raises:
         CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights; or ``dtype`` is none.
     """
     content = format_config(config, checkpoint.float_type(dtype or params["embed"].dtype).name)
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
+    if layers is not None:
+        content |= {"specjax_layers": list(layers), "specjax_part_of": part_of}
     files = {"generation_config.json": generation, "config.json": content}
-    checkpoint.save(directory, _declare(config, FAMILIES[config.model_type]), params, files, dtype)
+    checkpoint.save(directory, _declare(config, FAMILIES[config.model_type], layers), params, files, dtype)
 
 
-def _declare(config: ModelConfig, family: Family) -> Params:
-    """The declarations of a model, with the names that its tensors have in the family's checkpoints."""
-    return jax.tree.map(lambda param: replace(param, name=family.name_of(param.name)), declarations.declare(config))
+def embedding_type(directory: Path) -> np.dtype:
+    """The data type in which a target's embedding is stored; bfloat16 where it is in FP8."""
+    raw = read_json(directory / "config.json")
+    return checkpoint.type_of(directory, _family(raw, str(directory / "config.json")).name_of("model.embed_tokens.weight"))
+
+
+def _declare(config: ModelConfig, family: Family, layers: Layers | None = None) -> Params:
+    """The declarations of a model, or of a part of it, with the names that its tensors have in the family's checkpoints."""
+    return jax.tree.map(lambda param: replace(param, name=family.name_of(param.name)), declarations.declare(config, layers))
 
 
 def _modules_behind(raw: dict[str, Any], family: Family) -> int:
@@ -440,14 +539,16 @@ def _modules_behind(raw: dict[str, Any], family: Family) -> int:
     return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
 
 
-def _compare_sizes(directory: Path, config: ModelConfig, family: Family, modules: int) -> None:
-    """Compare config.json's main sizes with the tensors' headers, before declarations are made after them."""
+def _compare_sizes(directory: Path, config: ModelConfig, family: Family, modules: int, part: Layers | None) -> None:
+    """Compare config.json's main sizes with the tensors' headers, before declarations are made after them; of a ``part`` of a
+    target, with these layers."""
+    field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
     stored = checkpoint.stored_shapes(directory)
     layer = re.compile(re.escape(family.name_of("model.layers.")) + r"([0-9]{1,9})\.")
     layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
-    if layers and not 0 <= layers - config.num_layers <= modules:
+    if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
-            f"{directory / 'config.json'}: num_hidden_layers={config.num_layers}, but the tensors are of {layers} layers: "
+            f"{directory / 'config.json'}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
     indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)

@@ -80,11 +80,15 @@ class Param:
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
 
 
-def declare(config: ModelConfig) -> Params:
-    """The tree of `Param` declarations of a model: ``{"embed", "layers": [{...}], "norm", "lm_head"?}``."""
+def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Params:
+    """The tree of `Param` declarations of a model: ``{"embed", "layers": [{...}], "norm", "lm_head"?}``.
+
+    Of a part of it with the ``layers`` from the first number up to, and without, the second, all others are ``{}``.
+    """
+    held = range(*(layers or (0, config.num_layers)))
     tree: Params = {
         "embed": Param((config.vocab_size, config.hidden_size), ("vocab", None), "model.embed_tokens.weight"),
-        "layers": [declare_layer(config, f"model.layers.{i}.", i) for i in range(config.num_layers)],
+        "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in held else {} for i in range(config.num_layers)],
         "norm": Param((config.hidden_size,), (None,), "model.norm.weight", "ones"),
     }
     if not config.tie_embeddings:

@@ -1,6 +1,7 @@
 """The decoder behind every target and every draft model: one class for all families."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Int
 
 from specjax import sharding
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import fingerprint, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_entries
@@ -73,6 +74,7 @@ class Target:
         params: nested dicts of arrays, declared in `specjax.models.params`.
         config: the model's configuration.
         mesh: where its params live; None is the default device.
+        part_of: the fingerprint of the whole target, where this is a part of one (see `part`); "" where it is whole.
 
     Examples:
         >>> target.save_pretrained("tiny")
@@ -87,9 +89,17 @@ class Target:
     params: Params
     config: ModelConfig = struct.field(pytree_node=False)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    part_of: str = struct.field(pytree_node=False, default="")
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> "Target":
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+        layers: parts.Layers | None = None,
+    ) -> "Target":
         """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
         Weights in FP8 with a scale for each block, as DeepSeek publishes them, are converted to ``dtype``. Modules that predict
@@ -100,14 +110,25 @@ class Target:
             dtype: of the params; by default float32 on CPU (bfloat16 products are several times slower there) and
                 bfloat16 elsewhere.
             mesh: shards the params (see `specjax.sharding`); each device reads only its own part of each file.
+            layers: of a part of the target, as in `part`: of the other layers nothing is read but what the fingerprint of the
+                whole is taken of. None: all that the checkpoint has, which may itself be a part.
 
         Raises:
             huggingface.CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
         directory = huggingface.locate(path)
-        config = huggingface.read_config(directory)
+        config, stored = huggingface.read_config(directory), huggingface.read_part(directory)
+        dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
-            params = huggingface.load_params(directory, config, default_dtype() if dtype is None else dtype, mesh)
+            if stored is not None:
+                params = huggingface.load_saved_part(directory, config, dtype, stored[0], mesh)
+                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1])
+                return part if layers is None else part.part(layers)
+            if layers is not None:
+                layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
+                params, of = huggingface.load_part(directory, config, dtype, layers, mesh)
+                return cls(params=params, config=config, mesh=mesh, part_of=of)
+            params = huggingface.load_params(directory, config, dtype, mesh)
         return cls(params=params, config=config, mesh=mesh)
 
     @classmethod
@@ -118,7 +139,45 @@ class Target:
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the model as a Hugging Face checkpoint, in ``dtype`` (by default its own). All of it or nothing."""
-        huggingface.save(Path(path), self.config, self.params, dtype)
+        layers = self.held if self.part_of else None
+        huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
+
+    # --- parts of a target ---
+
+    def part(self, layers: parts.Layers) -> "Target":
+        """A target with embedding, final norm and head, and of the layers those from the first number up to, and without, the
+        second. They keep their numbers; of the others `run` refuses to run any.
+
+        Raises:
+            InputError: there are no such layers.
+
+        Examples:
+            >>> part = target.part(layers=(1, 2))
+            >>> part.held, part.fingerprint() == target.fingerprint()
+            ((1, 2), True)
+            >>> specjax.generate(part, None, prompts)
+            Traceback (most recent call last):
+            specjax.errors.InputError: target: is a part of a target (embedding, final norm, head, and layer 1 of 2), ...
+        """
+        first, last = parts.check_layers(layers, self.held, self.config.num_layers)
+        kept = [layer if first <= i < last else {} for i, layer in enumerate(self.params["layers"])]
+        return replace(self, params={**self.params, "layers": kept}, part_of=self.fingerprint())
+
+    @property
+    def held(self) -> parts.Layers:
+        """The layers that are there: from the first number up to, and without, the second."""
+        there = [i for i, layer in enumerate(self.params["layers"]) if layer]
+        return (there[0], there[-1] + 1) if there else (self.config.num_layers, self.config.num_layers)
+
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits by which a server and a client tell whether they have the same target; of a part, those of the
+        whole. See `specjax.models.fingerprint`."""
+        return self.part_of or fingerprint.of_params(self.params, self.config, self.mesh)
+
+    def check_whole(self) -> None:
+        """Refuse, with an InputError, a part of a target."""
+        if self.part_of:
+            raise parts.refusal("target", self.held, self.config.num_layers)
 
     @property
     def dtype(self) -> np.dtype:
@@ -178,10 +237,14 @@ class Target:
             layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none.
 
         Raises:
-            InputError: a layer of the slice reads the entries of one before it.
+            InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target.
         """
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
+        if not all(self.params["layers"][start:stop]):
+            raise InputError(
+                f"layers=({start}, {stop}): this is {parts.describe(self.held, self.config.num_layers)}: give the whole target"
+            )
         if positions is None:
             offset = jnp.zeros(batch, jnp.int32) if cache is None else cache.length
             positions = offset[:, None] + jnp.arange(count)[None]

@@ -86,7 +86,9 @@ def abstract_run(
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
     if method.target and target is None:
-        shape = huggingface.read_config(huggingface.locate(method.target, weights=False))
+        directory = huggingface.locate(method.target, weights=False)
+        huggingface.check_whole(directory)
+        shape = huggingface.read_config(directory)
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
     alone = None if target is None else replace(target, mesh=None)

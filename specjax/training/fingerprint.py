@@ -1,6 +1,8 @@
-"""Short hashes of what a run's result depends on, so that a run which is continued can tell whether it is still the same."""
+"""Short hashes of what a run's result depends on, so that a run which is continued can tell whether it is still the same.
 
-import dataclasses
+Where `specjax.models.fingerprint` looks at some rows of a target, rounded, every bit counts here.
+"""
+
 import hashlib
 import json
 import math
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sharding
+from specjax.models.fingerprint import stated
 from specjax.models.transformer import Target
 
 
@@ -32,20 +35,11 @@ def of_target(target: Target | None) -> str | None:
     if target is None:
         return None
     sums = sharding.to_host(_checksums(target.params), target.mesh)
-    digest = hashlib.sha256(json.dumps(_stated(target.config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(stated(target.config), sort_keys=True).encode())
     leaves = jax.tree_util.tree_leaves_with_path(target.params)
     for (path, leaf), checksum in zip(leaves, jax.tree.leaves(sums), strict=True):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {int(checksum)}\n".encode())
     return digest.hexdigest()[:32]
-
-
-def _stated(value: Any) -> Any:
-    """``value`` without the fields of dataclasses in it that have their defaults: a field that a later version adds, and that
-    leaves a model as it was, changes nothing here."""
-    if dataclasses.is_dataclass(value):
-        fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return {field.name: _stated(each) for field, each in fields if each != field.default}
-    return [_stated(each) for each in value] if isinstance(value, tuple) else value
 
 
 def of_tokenizer(tokenizer: Any) -> str:

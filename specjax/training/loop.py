@@ -160,6 +160,8 @@ def _prepare(config: TrainConfig) -> _Run:
             f"mesh={config.mesh}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
         )
     compute = jnp.dtype(config.compute_dtype)
+    if method.target:
+        huggingface.check_whole(huggingface.locate(method.target, weights=False))
     target = Target.from_pretrained(method.target, dtype=compute, mesh=mesh) if method.target else None
     data_config = config.data
     if target is not None and not data_config.tokenizer:
@@ -192,6 +194,8 @@ def _warm_start(student: Any, path: str) -> Any:
     """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now, its RoPE
     stretched."""
     earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
+    if isinstance(earlier, Target):
+        earlier.check_whole()
     if isinstance(student, Target) and _is_stretched(earlier.config, student.config):
         of_positions = {"rope": student.config.rope, "max_positions": student.config.max_positions}
         earlier = replace(earlier, config=replace(earlier.config, **of_positions))

@@ -1,15 +1,18 @@
-"""``specjax convert``: from one layout to the other and back, bit for bit; and ``train --dry-run``."""
+"""``specjax convert``: from one layout to the other and back, bit for bit, and parts of a target; and ``train --dry-run``."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import text
 from specjax.cli.main import main
 from specjax.drafters import Eagle, Eagle3, MixtureOfAttentions
 from specjax.drafts.shapes import Chain
+from specjax.models.transformer import Target
 from tests.conftest import save_tiny, tiny_target
 
 
@@ -87,3 +90,91 @@ def test_a_dry_run_says_what_a_run_takes_and_takes_nothing(tmp_path, capsys) -> 
     assert "tokens [2, 17]" in out
     assert "10 steps of 2 x 16 tokens, 320 in all. Nothing was trained." in out
     assert not (tmp_path / "run").exists()
+
+
+# --- parts of a target -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A target in bfloat16 of three layers, with all that is beside its weights."""
+    directory = save_tiny(tmp_path / "target", num_layers=3)
+    Target.from_pretrained(directory).save_pretrained(directory, dtype=jnp.bfloat16)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "temperature": 0.6}))
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    return directory
+
+
+def cut(capsys, target, drafter: str, output) -> str:
+    line = ["convert", "--client-parts", "--target", str(target), "--drafter", drafter, "--output", str(output)]
+    assert main(line) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, capsys) -> None:
+    whole = Target.from_pretrained(served, dtype=np.float32)
+    key, vocabulary = jax.random.key(0), {"vocab_size": 3072}
+    MixtureOfAttentions.init(whole, key, tli=1).save_pretrained(tmp_path / "moa")
+    Eagle3.init(whole, key, ids=np.arange(1, 99), taps=(0, 1, 2)).save_pretrained(tmp_path / "eagle3")
+    save_tiny(tmp_path / "model", num_layers=1)
+    drafters = {f"moa:{tmp_path}/moa": (2, 3), f"{tmp_path}/eagle3": (3, 3), f"draft-model:{tmp_path}/model": (3, 3)}
+    for name, layers in {**drafters, "prompt-lookup": (3, 3)}.items():
+        output = tmp_path / f"part for {name.rpartition('/')[2]}"
+        out = cut(capsys, served, name, output)
+        part = Target.from_pretrained(output, dtype=np.float32)
+        assert (part.config, part.held, part.fingerprint()) == (whole.config, layers, whole.fingerprint())
+        assert part.config.eos_token_ids == (2, 5) and part.config.vocab_size == vocabulary["vocab_size"]
+        assert jax.tree.all(jax.tree.map(np.array_equal, part.params, whole.part(layers).params))
+        ours, theirs = (text.load_tokenizer(directory) for directory in (output, served))
+        messages = [{"role": "user", "content": "import os"}]
+        assert text.encode_chat(ours, messages) == text.encode_chat(theirs, messages)
+        assert (output / "generation_config.json").read_bytes() == (served / "generation_config.json").read_bytes()
+        size, whole_size = ((where / "model.safetensors").stat().st_size for where in (output, served))
+        said = re.search(r"bfloat16; ([0-9.]+) MB, ([0-9.]+)% of the ([0-9.]+) MB of the target; fingerprint (\w+)", out)
+        assert said and said[4] == whole.fingerprint(), out
+        np.testing.assert_allclose([float(said[1]), float(said[3])], [size / 1e6, whole_size / 1e6], atol=0.051)
+        np.testing.assert_allclose(float(said[2]), 100 * size / whole_size, atol=0.051)
+
+
+def test_what_needs_the_target_itself_has_no_part_of_it(served, tmp_path, capsys) -> None:
+    output = tmp_path / "part"
+    line = ["convert", "--client-parts", "--target", str(served), "--output", str(output)]
+    for name in ("early-exit:2", "streaming:64", "snapkv"):
+        assert main([*line, "--drafter", name]) == 2
+        assert f"drafter='{name}': needs the target itself while it drafts" in " ".join(capsys.readouterr().err.split())
+    assert main(line) == 2
+    assert "drafter='': give" in capsys.readouterr().err
+    assert main(["convert", "--client-parts", "--drafter", "prompt-lookup", "--output", str(output)]) == 2
+    assert "target='': give" in capsys.readouterr().err
+    assert main([*line, "--drafter", "prompt-lookup", "--output", str(served)]) == 2
+    assert "is the target itself" in capsys.readouterr().err
+    (served / "tokenizer.json").unlink()
+    assert main([*line, "--drafter", "prompt-lookup"]) == 2
+    assert "has no tokenizer" in " ".join(capsys.readouterr().err.split())
+    assert not output.exists()
+
+
+def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, capsys) -> None:
+    part = tmp_path / "part"
+    cut(capsys, served, "prompt-lookup", part)
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"output: {tmp_path}/run\nmethod: {{name: eagle3, target: {part}, steps: 2, draft_vocab_size: 100}}\n"
+        "steps: 10\ndata: {source: nowhere, window: 16, batch: 2}\n"
+    )
+    (tmp_path / "prompts.txt").write_text("import os\n")
+    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
+    for line in (
+        ["generate", "--prompt", "x", "--target", str(part)],
+        ["generate", "--prompt", "x", "--target", str(served), "--drafter", str(part)],
+        ["serve", "--port", "0", "--target", str(part)],
+        ["evaluate", "--questions", prompts[1], "--target", str(part), "--drafter", "prompt-lookup"],
+        ["plan", "measure", *prompts, "--target", str(part), "--drafter", "prompt-lookup"],
+        ["train", "--config", str(file)],
+        ["train", "--config", str(file), "--dry-run"],
+        ["convert", "--client-parts", "--target", str(part), "--drafter", "prompt-lookup", "--output", str(tmp_path / "x")],
+    ):
+        assert main(line) == 2, line
+        said = " ".join(capsys.readouterr().err.split())
+        assert "is a part of a target (embedding, final norm, head, and none of the 3 layers)" in said, (line, said)
+        assert "give the whole target that it was cut from" in said

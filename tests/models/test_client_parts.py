@@ -1,0 +1,22 @@
+"""Drafting at a client with a part of the target."""
+
+import jax
+import numpy as np
+
+import specjax
+from specjax.client.device import Device, Settings
+from specjax.drafters import Eagle3, MixtureOfAttentions
+
+
+def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> None:
+    """With Mixture of Attentions that runs the target's last layer, and with EAGLE-3, which runs none."""
+    count, settings = target.config.num_layers, Settings.of(specjax.Sampling(temperature=0.0), seed=0)
+    key, texts = jax.random.key(1), ([5, 3, 1], [3, 1, 2])
+    drafters = (MixtureOfAttentions.init(target, key, tli=1), Eagle3.init(target, key, taps=(0, 1)))
+    for drafter, first in zip(drafters, (count - 1, count), strict=True):
+        part, trees = target.part(layers=(first, count)), []
+        for model in (target, part):
+            device = Device(model, drafter, [specjax.Chain(2)], capacity=16)
+            arrays = {name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()}
+            trees.append(device.propose(device.hear(device.start(), *texts, arrays), 2, 4, settings, depth=2))
+        np.testing.assert_array_equal(*[tree.tokens for tree in trees])
