@@ -20,14 +20,17 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from specjax.decoding.few_rows import by_rows
-from specjax.decoding.loop import run_steps
+from specjax.decoding.loop import advance, run_steps
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
-from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.base import Committed, Drafter, NoDraft
 from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
+from specjax.drafts.draft import Draft, Verdict
+from specjax.drafts.shapes import DraftShape
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
-from specjax.models.transformer import Target
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 Tree = TypeVar("Tree")
@@ -275,7 +278,8 @@ def read_chunk(
     *,
     width: int,
     logprobs: int | None = None,
-) -> tuple[DecodeState, Any, Logprobs | None]:
+    teller: Drafter | None = None,
+) -> tuple[DecodeState, Any, Logprobs | None, dict[str, jax.Array]]:
     """Read the next tokens of a prompt: of one row, or on a mesh of one row of each group.
 
     Args:
@@ -289,10 +293,12 @@ def read_chunk(
             step of decoding reads the last token, which is the first root.)
         width: tokens that are computed.
         logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place.
+        teller: a drafter that drafts for this text elsewhere, and must be told of its tokens.
 
     Returns:
-        The state; what the drafter knows at the end of the chunk, for `admit`; and where they are asked for, the
-        log-probabilities ``[G, width]`` of the token that comes after each of the chunk's.
+        The state; what the drafter knows at the end of the chunk, for `admit`; where they are asked for, the log-probabilities
+        ``[G, width]`` of the token that comes after each of the chunk's; and of each of the chunk's tokens what `Drafter.tell`
+        of the ``teller`` gives, ``[G, width, …]``: nothing without one.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -315,7 +321,7 @@ def read_chunk(
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
-        >>> state, _, _ = rows.read_chunk(
+        >>> state, _, _, _ = rows.read_chunk(
         ...     target, drafter, state, table, row, count, is_last, width=8
         ... )
         >>> state.cache.length.tolist(), state.done.tolist()
@@ -339,7 +345,11 @@ def read_chunk(
         return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
 
     tokens, following = at(places), at(places + 1)
-    output, new = target.read(tokens, part.cache, taps=drafter.taps(target.config))
+    asked = drafter.taps(target.config), () if teller is None else teller.taps(target.config)
+    taps = tuple(sorted({*asked[0], *asked[1]}))
+    output, new = target.read(tokens, part.cache, taps=taps)
+    told = {} if teller is None else teller.tell(target, _with_taps(output, taps, asked[1]), new)
+    output = _with_taps(output, taps, asked[0])
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
     own = drafter.absorb(target, part.drafter, committed)
@@ -347,7 +357,14 @@ def read_chunk(
     own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
     said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
-    return place_rows(put_rows(state, part, put), target), border, said
+    return place_rows(put_rows(state, part, put), target), border, said, told
+
+
+def _with_taps(output: States, taps: tuple[int, ...], asked: tuple[int, ...]) -> States:
+    """``output``, in which ``taps`` were recorded, with those alone that were ``asked`` for."""
+    if taps == asked:
+        return output
+    return replace(output, taps=output.taps[:, :, np.array([taps.index(tap) for tap in asked], np.int32)])
 
 
 _SCORED_AT_ONCE = 64
@@ -447,7 +464,7 @@ def decode_rows(
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
-        >>> state, _, _ = rows.read_chunk(
+        >>> state, _, _, _ = rows.read_chunk(
         ...     target, drafter, state, table, row, count, is_last, width=8
         ... )
         >>> free = np.array([True, False, True, True])
@@ -466,6 +483,139 @@ def decode_rows(
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
     progress = Progress(state.tokens, state.lengths, state.done, state.stats, state.accepted, matched, said)
     return place_rows(state, target), progress
+
+
+@struct.dataclass
+class Checked:
+    """What became of the drafts of W rows.
+
+    Attributes:
+        path: ``[W, D+1]`` the nodes of the accepted path, the root first.
+        tokens: ``[W, D+1]`` what was emitted.
+        count: ``[W]`` how many of both count; 0 where no row was asked for.
+        accepted: ``[W]`` how many of the emitted tokens were drafted.
+        done: ``[W]`` bool, the text is over.
+        told: of each node of the path, what `Drafter.tell` gives, ``[W, D+1, …]``.
+    """
+
+    path: jax.Array
+    tokens: jax.Array
+    count: jax.Array
+    accepted: jax.Array
+    done: jax.Array
+    told: dict[str, jax.Array]
+
+
+@struct.dataclass
+class _Elsewhere(Drafter[Any]):
+    """Stands where a drafter would that is on another machine: its state, after a verdict, is what that one is to be told."""
+
+    teller: Drafter
+
+    @property
+    def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return NoDraft().draft
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.teller.taps(config)
+
+    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
+        return self.teller.tell(target, committed.output, committed.entries)
+
+
+def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
+    """How many nodes the target reads in the pass of `verify_rows`."""
+    return math.prod(tokens.shape)
+
+
+@by_rows(nodes_of_call, models=("target", "teller"), static_argnames="depth", donate_argnames="state")
+def verify_rows(
+    target: Target,
+    teller: Drafter,
+    state: DecodeState,
+    table: HostOrDevice,
+    rows: HostOrDevice,
+    tokens: HostOrDevice,
+    parents: HostOrDevice,
+    valid: HostOrDevice,
+    *,
+    depth: int,
+) -> tuple[DecodeState, Checked]:
+    """One pass of the target over drafts that were made elsewhere, for some rows. Not on a mesh that splits rows.
+
+    The rows are done, as far as `decode_rows` goes, before and afterwards. Other rows, and what a drafter here keeps, stay as
+    they are.
+
+    Args:
+        target: the target.
+        teller: the drafter that drafts elsewhere, or one like it: its ``taps`` and its `Drafter.tell` are used.
+        state: of `empty`, whose drafts may be as deep; donated.
+        table: ``[B, n]`` the pages of all rows, with room for what is emitted: up to depth + 1 tokens a row.
+        rows: ``[W]`` whose prompts have been read, each once; B where none is asked for.
+        tokens: ``[W, N]`` of each node; whatever stands there, the root is the row's newest token.
+        parents: ``[W, N]`` of each node the number of its parent, which is smaller; -1 for the root.
+        valid: ``[W, N]`` bool, which of the nodes are there.
+        depth: D, of the deepest node that there may be.
+
+    Returns:
+        The state, and what became of the drafts.
+
+    Examples:
+        >>> from specjax.decoding import rows
+        >>> from specjax.drafters import NoDraft
+        >>> drafter = NoDraft()
+        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
+        >>> state = rows.empty(target, drafter, rows=4, depth=2, **sizes)
+        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> text = rows.Text(
+        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
+        ...     length=np.int32(6),
+        ...     limit=np.int32(14),
+        ...     key=jax.random.key(0),
+        ...     eos=np.full(8, -1, np.int32),
+        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
+        ...     top_k=np.int32(0),
+        ...     top_p=np.float32(1),
+        ... )
+        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
+        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
+        >>> table[1, :2] = 3, 7
+        >>> row, count, is_last = np.array([1]), np.array([5]), np.array([False])
+        >>> state, _, _, _ = rows.read_chunk(
+        ...     target, drafter, state, table, row, count, is_last, width=8
+        ... )
+        >>> first, second = plain.tokens[0, 6:8]
+        >>> wrong = (first + 1) % 11
+        >>> tokens = np.array([[7, wrong, first, second]], np.int32)
+        >>> parents, valid = np.array([[-1, 0, 0, 2]], np.int32), np.ones((1, 4), bool)
+        >>> state, checked = rows.verify_rows(
+        ...     target, drafter, state, table, row, tokens, parents, valid, depth=2
+        ... )
+        >>> checked.path.tolist(), checked.count.tolist()  # and one token of the target's own
+        ([[0, 2, 3]], [3])
+    """
+    numbers, batch = jnp.asarray(rows), state.lengths.shape[0]
+    state = with_table(state, table)
+    # A number out of range is no row's: it takes the last one, of which nothing is kept.
+    part = map_rows(lambda leaf: leaf.at[numbers].get(mode="clip"), replace(state, drafter=()))
+    part = replace(part, done=numbers >= batch)
+    draft = Draft.of_tree(
+        jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
+    )
+    after, info = advance(target, _Elsewhere(teller), part, draft)
+    places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
+    checked = Checked(
+        path=info.path[:, : depth + 1],
+        tokens=jnp.take_along_axis(after.tokens, places, axis=1),
+        count=info.emitted,
+        accepted=info.accepted,
+        done=after.done,
+        told=after.drafter,
+    )
+    after = replace(after, drafter=(), done=jnp.ones_like(after.done))
+    kept = put_rows(replace(state, drafter=()), after, lambda leaf, new: leaf.at[numbers].set(new, mode="drop"))
+    return place_rows(replace(kept, drafter=state.drafter), target), checked
 
 
 @partial(jax.jit, static_argnames="width", donate_argnames="state")

@@ -381,7 +381,7 @@ class _PagedRows:
             count = min(_PAGE, end - cached)
             cached += count
             given = of_groups, np.full_like(of_groups, count), np.full(self.groups, cached == end)
-            self.state, border, _ = rows.read_chunk(
+            self.state, border, _, _ = rows.read_chunk(
                 self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE
             )
             borders.append(border)

@@ -1,8 +1,9 @@
 """The engine's rows on the device: their state, and every program that works on them, compiled before the first request."""
 
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax import wire
 from specjax.decoding import rows as device_rows
-from specjax.drafters import Drafter, WithPrediction
+from specjax.drafters import Drafter, NoDraft, WithPrediction
+from specjax.drafters.base import shapes_told
 from specjax.drafters.pausable import Pausable
+from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.progress import track, waiting
@@ -21,6 +25,79 @@ ENDS = 8
 """End-of-sequence ids that a request may have."""
 
 _TIMED_STEPS = 4
+_NO_DRAFT = np.zeros(1, np.int32), np.full(1, -1, np.int32)  # a root
+
+
+@dataclass(frozen=True)
+class ClientDrafts:
+    """Drafts that come from clients, for `specjax.serving.Engine`: what programs are compiled for.
+
+    Attributes:
+        drafter: the clients' own, or one like it, by which they are told of the text: see `Drafter.tell`. None: the tokens are
+            all that they need.
+        nodes: most nodes of a draft, the root among them.
+        depth: of the deepest node that there may be.
+
+    Examples:
+        >>> from specjax.serving import ClientDrafts
+        >>> drafter = specjax.Eagle3.init(target, jax.random.key(1))
+        >>> drafts = ClientDrafts(drafter, nodes=16, depth=4)
+        >>> drafts.check(target)
+        >>> drafts.tells(target)
+        {'features': (16,)}
+    """
+
+    drafter: Drafter | None = None
+    nodes: int = 64
+    depth: int = 16
+
+    def check(self, target: Target) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            InputError: says why.
+        """
+        if not 0 < self.depth < self.nodes:
+            raise InputError(
+                f"clients: nodes={self.nodes} and depth={self.depth}: a draft has a root, and at least a node at each depth; "
+                "give a depth of at least 1, and more nodes"
+            )
+        if self.nodes > wire.MOST_NODES:
+            raise InputError(f"clients: nodes={self.nodes}: a draft that is sent has at most {wire.MOST_NODES}; give fewer")
+        if groups_of(target.mesh) > 1:
+            raise InputError(
+                f"clients: the mesh splits rows ({groups_of(target.mesh)} groups), and drafts of clients are verified for rows "
+                "of one group: give a mesh whose data axis is 1"
+            )
+        if isinstance(self.drafter, NoDraft) or self.drafter is None:
+            return
+        if not self.drafter.drafts_elsewhere:
+            raise InputError(
+                f"clients: a {type(self.drafter).__name__} of this kind does not draft on another machine than its target's: "
+                "give another drafter"
+            )
+        self.drafter.check(target)
+        self._check_told(self.tells(target))
+
+    def _check_told(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse where what a verdict tells of does not fit a frame, however deep the draft was accepted."""
+        sizes = {name: 4 * (self.depth + 1) * math.prod(shape) for name, shape in shapes.items()}
+        largest, total = max(sizes.values(), default=0), sum(sizes.values()) + 2**16
+        if largest > wire.MOST_ARRAY or total > wire.MOST_DOWN:
+            raise InputError(
+                f"clients: with depth={self.depth}, a client is told up to {total:,} bytes at a time, {largest:,} in an array, "
+                f"and a frame takes {wire.MOST_DOWN:,}, {wire.MOST_ARRAY:,} in an array: give a smaller depth, or a drafter "
+                "that is told less"
+            )
+        if len(shapes) > wire.MOST_ARRAYS or any(len(shape) > 3 for shape in shapes.values()):
+            raise InputError(
+                f"clients: a {type(self.drafter).__name__} of this kind is told {len(shapes)} arrays of each token, and a "
+                f"frame takes {wire.MOST_ARRAYS}, of at most 3 axes: give a drafter that is told less"
+            )
+
+    def tells(self, target: Target) -> dict[str, tuple[int, ...]]:
+        """The shapes of what clients are told of one token, by name."""
+        return {} if self.drafter is None else shapes_told(self.drafter, target)
 
 
 @dataclass(frozen=True)
@@ -62,20 +139,28 @@ class Device:
         groups: of rows, on a mesh that splits them.
         reporting: the number of the drafter with which log-probabilities are reported: for one alone that is compiled.
         paused: a drafter that is paused, where there is one.
+        clients: drafts that come from clients; None: there are none.
+        teller: by which they are told of the text; None: nothing is told.
+        depth: of the deepest drafts that there are.
         state: None once `release` was called.
     """
 
-    def __init__(self, target: Target, drafters: Sequence[Drafter], sizes: Sizes) -> None:
-        """Free rows. Nothing is compiled yet but what makes them."""
+    def __init__(self, target: Target, drafters: Sequence[Drafter], sizes: Sizes, clients: ClientDrafts | None = None) -> None:
+        """Free rows. Nothing is compiled yet but what makes them. Refuses ``clients`` that cannot be served."""
         self.target, self.drafters, self.sizes = target, drafters, sizes
         self.groups = groups_of(target.mesh)
         # The shortest chain, for each node is scored; what copies predictions is for those alone.
         chains = [number for number, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
         self.reporting = min(chains, key=lambda number: drafters[number].draft_shape.depth, default=0)
         self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
-        depth = max(drafter.draft_shape.depth for drafter in drafters)
+        if clients is not None:
+            clients.check(target)
+        self.clients = clients
+        self.teller = clients.drafter if clients is not None and clients.tells(target) else None
+        deepest = [drafter.draft_shape.depth for drafter in drafters] + ([clients.depth] if clients else [])
+        self.depth = max(deepest)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
-        self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=depth, **pools)
+        self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
         self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
 
     def release(self) -> None:
@@ -112,12 +197,30 @@ class Device:
         self.state = device_rows.admit(*self._own, np.int32(row), words, np.int32(start), kept, group)
 
     def read(
-        self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
-    ) -> tuple[Any, Any]:
-        """`specjax.decoding.rows.read_chunk`: the border, and with ``logprobs`` the log-probabilities."""
-        given, named = self._of_read(table, rows, counts, is_last, width, logprobs)
-        self.state, border, said = device_rows.read_chunk(*given, **named)
-        return border, said
+        self,
+        table: np.ndarray,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        is_last: Sequence[bool],
+        width: int,
+        logprobs: bool,
+        for_client: bool = False,
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """`specjax.decoding.rows.read_chunk`: the border, with ``logprobs`` the log-probabilities, and ``for_client`` what it
+        is to be told."""
+        given, named = self._of_read(table, rows, counts, is_last, width, logprobs, for_client)
+        self.state, *read = device_rows.read_chunk(*given, **named)
+        border, said, told = read
+        return border, said, told
+
+    def verify(
+        self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> device_rows.Checked:
+        """`specjax.decoding.rows.verify_rows`; of each row's draft the ``tokens [n]`` and ``parents [n]``."""
+        width = next(width for width in self.sizes.widths if width >= len(rows))
+        given = self._of_verify(table, width, rows, drafts)
+        self.state, checked = device_rows.verify_rows(*given, depth=self._clients.depth)
+        return checked
 
     def decode(
         self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
@@ -158,8 +261,14 @@ class Device:
                 self.catch_up(table)
             if len(self.sizes.widths) > 1:
                 self.rearrange(np.arange(self.sizes.rows, dtype=np.int32))
+        nothing = [0] * self.groups
+        if self.teller is not None:
+            for width in self.sizes.read_widths:
+                self.read(table, nothing, nothing, [False], width, logprobs=False, for_client=True)
+        if self.clients is not None:
+            for width in self.sizes.widths:
+                self.verify(table, [self.sizes.rows] * width, [_NO_DRAFT] * width)
         if self.sizes.max_logprobs:
-            nothing = [0] * self.groups
             self.read(table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True)
             self.decode(self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True)
         # A border that came out of a chunk, in place of the empty one, is the same program.
@@ -172,13 +281,17 @@ class Device:
         state, rows, most = self.state, self.sizes.rows, self.sizes.max_logprobs
         nothing, last = [0] * self.groups, [False] * self.groups
         jobs = [lambda: device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))]
-        reads = [(width, False) for width in self.sizes.read_widths] + ([(self.sizes.chunk, True)] if most else [])
+        reads = [(width, False, False) for width in self.sizes.read_widths]
+        reads += [(self.sizes.chunk, True, False)] if most else []
+        reads += [(width, False, True) for width in self.sizes.read_widths if self.teller is not None]
         for given, named in [self._of_read(table, nothing, nothing, last, *read) for read in reads]:
             jobs.append(lambda given=given, named=named: device_rows.read_chunk.lower(*given, **named))
         calls = [(number, width, False) for number in range(len(self.drafters)) for width in self.widths_of(number)]
         if most:
             calls.append((self.reporting, rows, True))
         jobs += [lambda call=call: self._lower_decode(table, *call) for call in calls]
+        for given in [self._of_verify(table, width, [], []) for width in self.sizes.widths if self.clients is not None]:
+            jobs.append(lambda given=given: device_rows.verify_rows.lower(*given, depth=self._clients.depth))
         if self.paused is not None:
             jobs.append(lambda: device_rows.catch_up.lower(self.target, self.paused, state, table, width=rows))
         threads = min(os.cpu_count() or 1, len(jobs))
@@ -207,12 +320,40 @@ class Device:
     def _none(self) -> np.ndarray:
         return np.zeros(self.sizes.rows, bool)
 
+    @property
+    def _clients(self) -> ClientDrafts:
+        assert self.clients is not None
+        return self.clients
+
+    def _of_verify(
+        self, table: np.ndarray, width: int, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[Any, ...]:
+        """What `specjax.decoding.rows.verify_rows` is given, for ``width`` rows."""
+        numbers = np.full(width, self.sizes.rows, np.int32)
+        numbers[: len(rows)] = rows
+        tokens = np.zeros((width, self._clients.nodes), np.int32)
+        parents, valid = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+        parents[:, 0], valid[:, 0] = -1, True
+        for place, (own, above) in enumerate(drafts):
+            tokens[place, : len(own)], parents[place, : len(own)], valid[place, : len(own)] = own, above, True
+        teller = NoDraft() if self.teller is None else self.teller
+        return self.target, teller, self.state, table, numbers, tokens, parents, valid
+
     def _of_read(
-        self, table: np.ndarray, rows: Sequence[int], counts: Sequence[int], is_last: Sequence[bool], width: int, logprobs: bool
+        self,
+        table: np.ndarray,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        is_last: Sequence[bool],
+        width: int,
+        logprobs: bool,
+        for_client: bool,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What `specjax.decoding.rows.read_chunk` is given, by place and by name."""
         given = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
-        return (*self._own, table, *given), {"width": width, "logprobs": self.sizes.max_logprobs if logprobs else None}
+        named = {"width": width, "logprobs": self.sizes.max_logprobs if logprobs else None}
+        teller = {"teller": self.teller} if for_client and self.teller is not None else {}
+        return (*self._own, table, *given), named | teller
 
     def _made_up(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Pages for all rows, and a text that goes on as long as they last."""
@@ -236,7 +377,7 @@ class Device:
             short, whole = self.sizes.read_widths
             for width in (short, whole) if row == 0 else (short,):
                 counts = [int(width == short)] * self.groups
-                border, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
+                border, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
         return border
 
     def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:

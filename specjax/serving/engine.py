@@ -29,7 +29,8 @@ from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.serving.choice import Copies, DraftChoice
-from specjax.serving.device import ENDS, Device, Sizes, is_paused
+from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
+from specjax.serving.device import ENDS, ClientDrafts, Device, Sizes, is_paused
 from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
 from specjax.serving.memory import USUAL_CAPACITY, usual_page
 from specjax.serving.scheduler import Read, Scheduler, Ticket
@@ -60,6 +61,7 @@ class EngineStatistics:
         accepted_at: of those, by depth: the first is below the root.
         draft: the one that was used last.
         drafts: what the choice of drafts goes by, `DraftChoice.table`.
+        clients: what rows of clients have come to. None of it is in the other numbers, but for prompts and pages.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -85,6 +87,7 @@ class EngineStatistics:
     accepted_at: tuple[int, ...]
     draft: str
     drafts: list[dict[str, object]]
+    clients: ClientStatistics
 
 
 class Engine:
@@ -123,6 +126,7 @@ class Engine:
         widths: Sequence[int] | None = None,
         max_logprobs: int = 0,
         max_prediction: int = 0,
+        clients: ClientDrafts | None = None,
     ) -> None:
         """Compile everything, time it, and begin to wait for requests.
 
@@ -146,6 +150,7 @@ class Engine:
             max_logprobs: most likeliest tokens that a request may ask for in each place. With 0 it may ask for no
                 log-probabilities at all: they take programs of their own, which then are not compiled.
             max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
+            clients: what drafts come from clients, for `open_row`; None: there are no clients.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -154,6 +159,7 @@ class Engine:
             if drafter is not None:
                 raise InputError("drafter: the generator has its own; give it to specjax.load")
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
+        target.check_whole()
         drafter = None if isinstance(drafter, NoDraft) else drafter
         mesh = target.mesh
         if mesh is not None and mesh.is_multi_process:
@@ -178,8 +184,8 @@ class Engine:
         self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, self.widths, self.capacity, pages, self.page, self.chunk, steps, max_logprobs)
-        self._device = Device(target, drafters, sizes)
-        self._depth = max(each.draft_shape.depth for each in drafters)
+        self._device = Device(target, drafters, sizes, clients)
+        self._depth = self._device.depth
         self._scheduler = Scheduler(
             rows=rows,
             pages=pages,
@@ -203,6 +209,7 @@ class Engine:
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
         self._wake = threading.Condition(threading.RLock())
+        self._clients = Clients(self._device, self._scheduler, self._wake)
         self._closing, self._error = False, None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self._thread.start()
@@ -284,15 +291,76 @@ class Engine:
         growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
-            if self._error is not None:
-                raise EngineError("the engine could not go on") from self._error
-            if self._closing:
-                raise InputError("the engine is closed")
-            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=not echo)
+            self._check_open()
+            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=0 if echo else None)
             handle = Handle(self._cancel, ticket, settings, growing, wanted)
             self._handles[ticket] = handle
             self._wake.notify_all()
         return handle
+
+    def open_row(
+        self,
+        tokens: Sequence[int],
+        *,
+        prompt_length: int | None = None,
+        max_new_tokens: int = 128,
+        known: int = 0,
+        listener: Listener,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> ClientRow:
+        """Ask for a row for a client, whose drafts come from elsewhere. Returns at once.
+
+        The client's text is the one that `submit` gives for the same prompt, settings and seed, whatever it drafts.
+
+        A row is the client's until the text is over, or it is closed or dropped: where others need rows or pages, first that of
+        a client that is away (`ClientRow.is_away`). As long as clients that are not away have all rows, others wait: close what
+        is not used.
+
+        Args:
+            tokens: ``[n]`` token ids of the prompt, and of whatever there is already of the text.
+            prompt_length: tokens of the prompt; None: all of them.
+            max_new_tokens: most tokens after the prompt, those that there are among them.
+            known: of how many tokens, from the first on, the client has been told already.
+            listener: is called from the engine's thread with each `specjax.serving.clients.Event`. It must be quick.
+            temperature: this and the following as in `submit`.
+            top_k: 0 is no limit.
+            top_p: in (0, 1].
+            min_p: in [0, 1].
+            seed: of the random draws.
+            eos_token_ids: ids that end the text.
+
+        Raises:
+            InputError: an argument cannot be used; names it, its value and what to give instead.
+            QueueFullError: too many requests wait.
+            EngineError: the engine has failed; its error is the cause.
+        """
+        if self._device.clients is None:
+            raise InputError("open_row: this engine has no programs for drafts of clients; give Engine(clients=ClientDrafts())")
+        tokens = self.encode(tokens)
+        length = len(tokens) if prompt_length is None else prompt_length
+        options = pipeline.settings(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            eos_token_ids=eos_token_ids,
+        )
+        settings = self._settings(options, 0, None, length, ())
+        with self._wake:
+            self._check_open()
+            return self._clients.open(tokens, length, max_new_tokens, known, settings, listener)
+
+    @property
+    def client_drafts(self) -> ClientDrafts | None:
+        """What drafts may come from clients; None: there are no clients."""
+        return self._device.clients
 
     def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
         """The token ids of what `submit` takes as a prompt.
@@ -343,6 +411,7 @@ class Engine:
                 accepted_at=tuple(self._total.accepted_at[0].tolist()),
                 draft=self._draft,
                 drafts=self._choice.table(),
+                clients=self._clients.statistics,
             )
 
     def close(self) -> None:
@@ -366,11 +435,12 @@ class Engine:
         try:
             while True:
                 with self._wake:
-                    while self._scheduler.idle and not self._closing:
+                    while not (self._scheduler.can_go_on() or self._clients.has_work or self._closing):
                         self._wake.wait()
                     if self._closing:
                         break
                 self._read_prompts()
+                self._clients.verify()
                 if not self._decode():
                     self._deliver()
             self._deliver()
@@ -385,6 +455,7 @@ class Engine:
                 self._handles.clear()
             for handle in handles:
                 handle.end("error" if self._error else "cancelled", self._error)
+            self._clients.end("the engine could not go on" if self._error else "the engine is closed")
             # The caches are free, whoever still holds the engine or a handle.
             self._scheduler.forget_prefixes()
             self._device.release()
@@ -404,26 +475,27 @@ class Engine:
             with self._wake:
                 if self._closing:
                     return
-                running = bool(self._scheduler.running)
-                reads = self._scheduler.next_reads(left if running else self.chunk)
-                chosen = [(read, self._handles[read.ticket]) for read in reads]
+                others_wait = bool(self._scheduler.running) or self._clients.are_here
+                reads = self._scheduler.next_reads(left if others_wait else self.chunk)
+                chosen = [(read, self._handles.get(read.ticket) or self._clients.rows[read.ticket]) for read in reads]
                 table = self._scheduler.table.copy()
             if not chosen:
                 return
-            for read, handle in chosen:
+            for read, owner in chosen:
                 if read.is_first:
-                    self._admit(read, handle)
-            echoed = [pair for pair in chosen if pair[1].wanted.echo]
-            border, said = self._read(reads, table, logprobs=bool(echoed))
-            self._unread += [(handle, read, self._group(read), said) for read, handle in echoed]
+                    self._admit(read, owner)
+            echoed = [(owner, read) for read, owner in chosen if isinstance(owner, Handle) and owner.wanted.echo]
+            border, said, told = self._read(reads, table, logprobs=bool(echoed))
+            self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
             with self._wake:
                 for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
                     self._counts["read"] += read.count
                     self._counts["shared"] += read.start if read.is_first else 0
                     self._scheduler.was_read(read, (border, np.int32(group)))
+                    self._clients.was_read(read, told)
                     if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
                         self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
-            if running:
+            if others_wait:
                 left -= max(read.width for read in reads)
                 if left < self._device.sizes.read_widths[0]:
                     return
@@ -431,21 +503,22 @@ class Engine:
     def _group(self, read: Read) -> int:
         return read.row // (self.rows // self._groups)
 
-    def _admit(self, read: Read, handle: Handle) -> None:
+    def _admit(self, read: Read, owner: Handle | ClientRow) -> None:
         ticket = read.ticket
         tokens = np.zeros(self.capacity, np.int32)
         tokens[: len(ticket.tokens)] = ticket.tokens
         words = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(ticket.tokens)),
-            limit=np.int32(ticket.prompt_length + ticket.most),
-            **handle.settings,
+            limit=np.int32(ticket.limit),
+            **owner.settings,
         )
         self._admitted[read.row] = ticket
-        handle.admitted()
+        if isinstance(owner, Handle):
+            owner.admitted()
         self._device.admit(read.row, words, read.start, read.border)
 
-    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: bool) -> tuple[Any, Any]:
+    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
@@ -453,9 +526,11 @@ class Engine:
             table,
             rows=[group * share if read is None else read.row for group, read in enumerate(given)],
             counts=[0 if read is None else read.count for read in given],
-            is_last=[read is not None and read.is_last for read in given],
+            # The device is to decode what has been read; not a client's.
+            is_last=[read is not None and read.is_last and not read.ticket.is_client for read in given],
             width=self.chunk if logprobs else max(read.width for read in reads),
             logprobs=logprobs,
+            for_client=any(read.ticket.is_client for read in reads),
         )
 
     def _decode(self) -> bool:
@@ -467,9 +542,10 @@ class Engine:
             width, number, logprobs = self._choose()
             self._draft = str(self._choice.drafts[number] or "none")
             drafter = self._device.drafters[number]
-            # Where a prompt is half read its owner waits; where none is, the call ends by itself when a row is free.
-            is_reading = len(scheduler.running) < scheduler.occupied
-            steps = max(1, self.steps // 4) if is_reading else self.steps
+            # Where a prompt is half read its owner waits, and a client may send a draft at any time. Where there is neither,
+            # the call ends by itself when a row is free.
+            is_short = bool(scheduler.reading) or self._clients.are_here
+            steps = max(1, self.steps // 4) if is_short else self.steps
             scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
             if not scheduler.running:
                 return False
@@ -572,6 +648,7 @@ class Engine:
 
     def _deliver(self) -> None:
         """Hand out tokens: they become text here, and their owners are told."""
+        self._clients.deliver()
         for handle, read, group, said in self._unread:
             places = [np.asarray(each)[group] for each in vars(said).values()]
             tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
@@ -618,6 +695,12 @@ class Engine:
             settings["prediction"][: len(expected)] = expected
             settings["predicted"] = np.int32(len(expected))
         return settings
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise EngineError("the engine could not go on") from self._error
+        if self._closing:
+            raise InputError("the engine is closed")
 
     def _check_wanted(self, max_new_tokens: int, logprobs: int | None, echo: bool, spans: bool) -> None:
         if logprobs is not None and not self.max_logprobs:

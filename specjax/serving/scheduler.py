@@ -7,6 +7,11 @@ generated so far as a part of its prompt.
 
 The oldest request always comes to its end: it is the last to give way, and `Scheduler.submit` refuses what would need more
 pages than there are.
+
+A client, whose drafts come from elsewhere, holds its row: once its prompt is read, the client says when the text goes on, and
+nothing is decoded. A row that is held may be dropped; then the client must ask anew. Rows of clients that are away go first,
+longest away first, also for whoever waits. Those of other clients go where a text that has a row needs pages: as any that is
+newer, and where all other texts are clients' (nobody knows when they go on). Who only waits drives out nobody who is there.
 """
 
 from bisect import insort
@@ -33,22 +38,31 @@ class Ticket:
         tokens: prompt and what was generated so far.
         prompt_length: tokens of the prompt.
         most: new tokens.
-        state: where it is.
+        state: where it is. A client's is held once its prompt is read, and may be dropped.
         row: its row, while it has one.
         put_back: how often it had to give way after its prompt was begun.
-        shares: whether it may go on from what was read of another prompt. Otherwise all of its own is computed.
+        shares: most tokens that need not be computed, where another prompt that begins alike was read; None: any number.
         cached: tokens that another prompt had read when its own was begun.
+        is_client: whether it is a client's.
+        away: since when the client is away, by the scheduler's count of departures; None: it is not.
     """
 
     number: int
     tokens: list[int]
     prompt_length: int
     most: int
-    state: Literal["waiting", "reading", "running", "done", "cancelled"] = "waiting"
+    state: Literal["waiting", "reading", "running", "held", "done", "cancelled", "dropped"] = "waiting"
     row: int | None = None
     put_back: int = 0
-    shares: bool = True
+    shares: int | None = None
     cached: int = 0
+    is_client: bool = False
+    away: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """Most tokens of prompt and output."""
+        return self.prompt_length + self.most
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,7 @@ class Scheduler:
     Attributes:
         table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
         times_put_back: of all tickets.
+        dropped: clients' tickets that have lost their rows, for whoever is to tell them.
 
     Examples:
         >>> from specjax.serving.scheduler import Scheduler
@@ -151,37 +166,53 @@ class Scheduler:
         self._waiting: list[Ticket] = []
         self._submitted = 0
         self._ahead = page  # what `reserve` was asked for last
+        self._departures = 0
         self.times_put_back = 0
+        self.dropped: list[Ticket] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
     # --- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, prompt: Sequence[int], most: int, *, shares: bool = True) -> Ticket:
-        """A request for at most ``most`` tokens after ``prompt``; with 0 the prompt is read, and that is all.
+    def submit(
+        self,
+        tokens: Sequence[int],
+        most: int,
+        *,
+        prompt_length: int | None = None,
+        shares: int | None = None,
+        is_client: bool = False,
+    ) -> Ticket:
+        """A request for at most ``most`` tokens after a prompt; with 0 the prompt is read, and that is all.
 
-        With ``shares`` False, all of the prompt is computed, whoever has read a part of it before.
+        Args:
+            tokens: the prompt, and what of the text there is already.
+            most: new tokens, those among them.
+            prompt_length: tokens of the prompt; None: all of them.
+            shares: as `Ticket.shares`: with 0, all is computed, whoever has read a part of it before.
+            is_client: its row is held when the prompt is read.
 
         Raises:
             InputError: it can never be served; says why.
             QueueFullError: too many wait.
         """
-        if not prompt or most < 0:
-            raise InputError(f"prompt of {len(prompt)} tokens, max_new_tokens={most}: must be at least 1, and at least 0")
-        if len(prompt) + most > self._capacity:
+        length = len(tokens) if prompt_length is None else prompt_length
+        if not tokens or most < 0:
+            raise InputError(f"prompt of {len(tokens)} tokens, max_new_tokens={most}: must be at least 1, and at least 0")
+        if length + most > self._capacity:
             raise InputError(
-                f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} make {len(prompt) + most} tokens, and there is room "
+                f"prompt ({length} tokens) plus max_new_tokens={most} make {length + most} tokens, and there is room "
                 f"for {self._capacity}: shorten the prompt, or give a larger capacity"
             )
-        needed, total = -(-(len(prompt) + most - 1) // self._page), self._pools[0].total
+        needed, total = -(-(length + most - 1) // self._page), self._pools[0].total
         if needed > total:
             raise InputError(
-                f"prompt ({len(prompt)} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
+                f"prompt ({length} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
                 f"there are {total}: shorten the prompt, or give more pages"
             )
-        free = len(self._rows) - self.occupied
+        free = sum(row is None or row.ticket.away is not None for row in self._rows)
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._submitted, list(prompt), len(prompt), most, shares=shares)
+        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client)
         self._submitted += 1
         self._waiting.append(ticket)
         return ticket
@@ -195,6 +226,12 @@ class Scheduler:
         else:
             return
         ticket.state = "cancelled"
+
+    def set_away(self, ticket: Ticket, is_away: bool) -> None:
+        """A client is away, or here again."""
+        if is_away != (ticket.away is not None):
+            self._departures += 1
+            ticket.away = self._departures if is_away else None
 
     # --- prompts -------------------------------------------------------------------------------------------------------
 
@@ -224,11 +261,19 @@ class Scheduler:
             if made is not None:
                 row.prefixes.append(made)
                 del row.pages[:count]
-        if read.is_last and read.ticket.most:
+        if read.is_last and read.ticket.is_client:
+            read.ticket.state = "held"
+        elif read.is_last and read.ticket.most:
             read.ticket.state = "running"
         elif read.is_last:
             self._leave(read.ticket)
             read.ticket.state = "done"
+
+    def can_go_on(self) -> bool:
+        """Give rows to those who wait. Whether there is anything to read or to decode: otherwise clients hold all that others
+        could have."""
+        self._give_rows()
+        return any(self._holder(row).ticket.state != "held" for row in self._occupied)
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
@@ -236,7 +281,9 @@ class Scheduler:
             ticket = self._waiting[0]
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             if not free:
-                return
+                if not self._drop_away(self._occupied):
+                    return
+                continue
             shards = {self._shard(row) for row in free}
             shard = max(shards, key=lambda shard: (self._left(shard), -len(self._of_shard(shard)), -shard))
             row = next(row for row in free if self._shard(row) == shard)
@@ -244,24 +291,31 @@ class Scheduler:
             others = [self._holder(other) for other in self._of_shard(shard)]
             theirs = sum(max(0, self._missing(other, self._goal(other.ticket))) for other in others)
             if others and self._pools[shard].available < self._wanted(ticket, shard) + theirs:
-                return
+                if not self._drop_away(self._of_shard(shard)):
+                    return
+                continue
             del self._waiting[0]
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
 
     def _goal(self, ticket: Ticket) -> int:
         """Entries that a text may come to in the next decode call, as far as it may grow at all."""
-        return min(len(ticket.tokens) - 1 + self._ahead, ticket.prompt_length + ticket.most - 1)
+        return min(len(ticket.tokens) - 1 + self._ahead, ticket.limit - 1)
 
     def _wanted(self, ticket: Ticket, shard: int) -> int:
         """Pages that a ``ticket`` would need beside those that others hold for it already."""
         chain = self._prefixes_of(ticket, shard)
-        held = sum(len(prefix.pages) for prefix in chain if prefix.holders)
-        return len(ticket.tokens) // self._page + 1 - held
+        shared = sum(len(prefix.pages) for prefix in chain if prefix.holders)
+        pages = len(ticket.tokens) // self._page + 1
+        if any(self._holder(row).ticket.state == "held" for row in self._of_shard(shard)):
+            # For those who hold rows nobody knows when they let go: it is not to begin what it could not go on with.
+            pages = max(pages, -(-self._goal(ticket) // self._page))
+        return pages - shared
 
     def _prefixes_of(self, ticket: Ticket, shard: int) -> list[Prefix]:
         """What others have read of its prompt, and it may take."""
-        return self._pools[shard].find(ticket.tokens, self._chunk, len(ticket.tokens) - 1) if ticket.shares else []
+        most = len(ticket.tokens) - 1 if ticket.shares is None else min(ticket.shares, len(ticket.tokens) - 1)
+        return self._pools[shard].find(ticket.tokens, self._chunk, most)
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""
@@ -315,8 +369,14 @@ class Scheduler:
             self._grow(number, self._goal(row.ticket))
         return sorted((ticket for ticket in before if ticket.state == "waiting"), key=lambda ticket: ticket.number)
 
+    def make_room(self, ticket: Ticket, ahead: int) -> bool:
+        """See to it that a row that is held has pages for ``ahead`` tokens more, or for all that it may still become. False:
+        it has been dropped."""
+        assert ticket.row is not None
+        return self._grow(ticket.row, min(len(ticket.tokens) - 1 + ahead, ticket.limit - 1))
+
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
-        """A running row has come to new ``tokens``; ``done``: its text is finished."""
+        """A row that runs or is held has come to new ``tokens``; ``done``: its text is finished."""
         ticket = self._holder(row).ticket
         ticket.tokens.extend(tokens)
         if done:
@@ -340,7 +400,20 @@ class Scheduler:
     @property
     def running(self) -> list[int]:
         """The rows in which texts are generated."""
-        return [row for row in self._occupied if self._holder(row).ticket.state == "running"]
+        return self._in_state("running")
+
+    @property
+    def reading(self) -> list[int]:
+        """The rows whose prompts are not read to the end."""
+        return self._in_state("reading")
+
+    @property
+    def held(self) -> list[int]:
+        """The rows that clients hold, and whose prompts are read."""
+        return self._in_state("held")
+
+    def _in_state(self, state: str) -> list[int]:
+        return [row for row in self._occupied if self._holder(row).ticket.state == state]
 
     @property
     def occupied(self) -> int:
@@ -355,7 +428,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits, is read or runs."""
-        return not self._waiting and not self._occupied
+        return not self._waiting and len(self.held) == self.occupied
 
     @property
     def free_pages(self) -> int:
@@ -370,16 +443,20 @@ class Scheduler:
     # --- pages ---------------------------------------------------------------------------------------------------------
 
     def _grow(self, number: int, tokens: int) -> bool:
-        """See to it that a row has pages for ``tokens``. Others that are newer give way first, and at last it does itself:
-        False."""
+        """See to it that a row has pages for ``tokens``. Others give way first, and at last it does itself: False."""
         row, pool = self._holder(number), self._pool(number)
         missing = self._missing(row, tokens)
         if missing <= 0:
             return True
         while (taken := pool.take(missing)) is None:
-            newest = max(self._of_shard(self._shard(number)), key=lambda each: self._holder(each).ticket.number)
-            self._put_back(self._holder(newest).ticket)
-            if newest == number:
+            rows = self._of_shard(self._shard(number))
+            if self._drop_away(rows):
+                if self._rows[number] is not row:
+                    return False
+                continue
+            giving = self._next_to_give_way(number, rows)
+            self._give_way(self._holder(giving).ticket)
+            if giving == number:
                 return False
         row.pages += taken
         self._fill(number)
@@ -389,6 +466,29 @@ class Scheduler:
         """How many pages more ``tokens`` need."""
         held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
         return -(-tokens // self._page) - held
+
+    def _next_to_give_way(self, number: int, rows: Sequence[int]) -> int:
+        """Which of ``rows`` is to give way to row ``number``, one of them: the newest."""
+        held = set(rows) & set(self.held)
+        if number not in held and len(held) == len(rows) - 1 and held:
+            rows = list(held)  # without it nobody would go on: clients may do nothing for long
+        return max(rows, key=lambda row: self._holder(row).ticket.number)
+
+    def _drop_away(self, rows: Sequence[int]) -> bool:
+        """Drop the client that has been away for the longest of those in ``rows``; False: none is."""
+        away = [(ticket.away, ticket) for row in rows if (ticket := self._holder(row).ticket).away is not None]
+        if away:
+            self._give_way(min(away, key=lambda each: each[0])[1])
+        return bool(away)
+
+    def _give_way(self, ticket: Ticket) -> None:
+        """Its row is free. A client's ticket whose prompt is read, or whose client is away, is dropped; others wait again."""
+        if ticket.state != "held" and ticket.away is None:
+            self._put_back(ticket)
+            return
+        self._leave(ticket)
+        ticket.state = "dropped"
+        self.dropped.append(ticket)
 
     def _put_back(self, ticket: Ticket) -> None:
         """Its row is free, and it waits again, before those who came later."""

@@ -143,7 +143,7 @@ class Host:
             read = [done + count for done, count in zip(read, counts, strict=True)]
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
             given = np.array(numbers, np.int32), np.array(counts, np.int32), last
-            self.state, border, _ = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
+            self.state, border, _, _ = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
             borders.append(border)
             if last.all():
                 return borders
@@ -241,7 +241,7 @@ def test_a_row_that_is_read_leaves_the_others_alone() -> None:
     for start in (0, CHUNK):  # half of the prompt, a few steps of the other, the other half
         count = min(CHUNK, int(second.length) - 1 - start)
         given = np.array([3], np.int32), np.array([count], np.int32), np.array([start > 0])
-        host.state, _, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
+        host.state, _, _, _ = rows.read_chunk(TARGET, host.drafter, host.state, host.table, *given, width=CHUNK)
         if not start:
             assert_same(own_state(host, 0), before)
             assert host.decode(host.drafter, 2).lengths[3] == 2 * CHUNK  # as long as its prompt, which is not read yet
@@ -293,6 +293,46 @@ def test_rows_beyond_the_width_stay_as_they_are() -> None:
     host.rearrange([0, 3, 1, 2])
     progress = host.decode(host.drafter, width=2)
     assert [row_of(progress, row) for row in range(4)] == [alone(texts[number]) for number in (3, 2, 1, 0)]
+
+
+def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they_are() -> None:
+    """Right drafts, wrong ones and none, side by side, with room for a row that is none."""
+    rng, depth = np.random.default_rng(5), 3
+    host = Host(make("eagle3"), depth=4)
+    texts = [some_text(rng, number, length, 12) for number, length in enumerate((9, 2, 17, 20))]
+    right = [alone(text) for text in texts]
+    for row, text in enumerate(texts):
+        host.begin(row, text)
+    before, teller = [own_state(host, row) for row in range(4)], host.drafter.drafter
+    asked, lengths = [3, 1], [int(text.length) for text in texts]
+    while asked:
+        # The root; a chain that is right as far as it is drawn to be; a wrong node; one that is not there.
+        tokens, wrong = np.zeros((3, 6), np.int32), rng.integers(0, 5, 3)
+        for place, row in enumerate(asked):
+            after = np.resize([*right[row][lengths[row] :], *[0] * depth], depth)
+            tokens[place, 1:4] = np.where(np.arange(depth) < wrong[place], after, (after + 1) % 11)
+            tokens[place, 4:] = after[0] + np.array([2, 0]) - 11 * (after[0] > 8) * np.array([1, 0])
+        given = np.array([*asked, *[ROWS] * (3 - len(asked))], np.int32), tokens
+        parents = np.tile(np.array([-1, 0, 1, 2, 0, 0], np.int32), (3, 1))
+        valid = np.tile(np.arange(6) < 5, (3, 1))
+        host.state, checked = rows.verify_rows(TARGET, teller, host.state, host.table, *given, parents, valid, depth=depth)
+        assert checked.count[len(asked) :].tolist() == [0] * (3 - len(asked))
+        assert host.state.done.tolist() == [False, True, False, True]
+        for place, row in enumerate(asked):
+            count = int(checked.count[place])
+            accepted = min(int(wrong[place]), depth)
+            assert count == min(accepted + 1, len(right[row]) - lengths[row])
+            assert checked.path[place, :count].tolist() == list(range(count))
+            assert checked.tokens[place, :count].tolist() == right[row][lengths[row] :][:count]
+            assert np.isfinite(checked.told["features"][place, :count]).all()
+            lengths[row] += count
+            assert bool(checked.done[place]) == (lengths[row] == len(right[row]))
+        assert host.state.lengths.tolist() == lengths
+        asked = [row for row in asked if lengths[row] < len(right[row])]
+    for row in range(4):
+        assert_same(own_state(host, row), before[row])
+    progress = host.decode(host.drafter)
+    assert [row_of(progress, row) for row in range(4)] == right
 
 
 def test_a_retired_row_reads_and_writes_nothing() -> None:

@@ -446,6 +446,126 @@ def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
     assert made.running == [1, 3]
 
 
+# --- clients -----------------------------------------------------------------------------------------------------------
+
+
+def held(made: Scheduler, *tickets: Ticket) -> None:
+    read_all(made)
+    assert [ticket.state for ticket in tickets] == ["held"] * len(tickets)
+
+
+def test_a_client_holds_its_row_and_is_not_decoded() -> None:
+    made = scheduler()
+    ticket = made.submit([1] * 6, most=4, is_client=True)
+    held(made, ticket)
+    assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == ([], [0], 1, True, False)
+    assert made.make_room(ticket, ahead=3)
+    assert len(pages_of(made, 0)) == 4  # of 5 + 3 entries
+    made.decoded(0, [2, 3], done=False)
+    assert made.make_room(ticket, ahead=5)
+    assert len(pages_of(made, 0)) == 5  # of no more than 6 + 4 - 1
+    made.decoded(0, [4, 5], done=True)
+    assert (ticket.state, made.occupied) == ("done", 0)
+
+
+def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
+    made = scheduler(capacity=8)
+    ticket = made.submit([1] * 7, most=5, prompt_length=3, is_client=True)
+    assert ticket.limit == 8
+    held(made, ticket)
+    assert made.make_room(ticket, ahead=20)
+    assert len(pages_of(made, 0)) == 4
+
+
+def test_only_so_much_is_shared_as_may_be() -> None:
+    made = scheduler(rows=1, pages=12)
+    finish(made, (made.submit([1] * 13, most=1), read_all(made))[0])
+    for shares, start in ((0, 0), (3, 0), (4, 4), (11, 8), (None, 12)):
+        ticket = made.submit([1] * 13, most=1, shares=shares)
+        assert read_all(made)[0].start == start
+        finish(made, ticket)
+
+
+def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> None:
+    made = scheduler(rows=3)
+    first, second, third = (made.submit([token, token], most=2, is_client=True) for token in range(3))
+    held(made, first, second, third)
+    waiting = made.submit([4, 4], most=2)
+    assert not made.can_go_on()  # they are all there
+    made.set_away(third, True)
+    made.set_away(first, True)
+    made.set_away(third, True)  # still
+    made.set_away(second, True)
+    made.set_away(second, False)
+    assert made.can_go_on()
+    assert (made.dropped, third.state, waiting.row) == ([third], "dropped", 2)
+    made.set_away(first, False)
+    made.submit([5, 5], most=2)
+    read_all(made)
+    assert (made.dropped, made.waiting) == ([third], 1)
+
+
+def test_a_client_that_is_away_is_dropped_for_pages() -> None:
+    made = scheduler(rows=3, pages=8)
+    client = made.submit([1] * 8, most=4, is_client=True)
+    held(made, client)
+    waiting = made.submit([2] * 9, most=4)
+    assert not made.can_go_on()
+    made.set_away(client, True)
+    assert made.can_go_on()
+    assert (client.state, waiting.state) == ("dropped", "reading")
+
+
+def test_a_running_text_does_not_give_way_to_clients_that_do_nothing() -> None:
+    made = scheduler(pages=8)
+    client, running = made.submit([1] * 6, most=4, is_client=True), made.submit([2] * 2, most=12)
+    read_all(made)
+    assert made.reserve(8) == []
+    assert (client.state, running.state) == ("held", "running")
+    assert made.reserve(12) == []
+    assert (client.state, running.state) == ("dropped", "running")  # though it is older
+
+
+def test_a_newer_text_gives_way_to_a_client() -> None:
+    made = scheduler(pages=8)
+    client, running = made.submit([1] * 6, most=8, is_client=True), made.submit([2] * 6, most=4)
+    read_all(made)
+    assert made.make_room(client, ahead=8)
+    assert (client.state, running.state, made.dropped) == ("held", "waiting", [])
+    read_all(made)
+    assert running.state == "waiting"  # it would only have to give way again
+
+
+def test_a_client_gives_way_to_what_is_older() -> None:
+    made = scheduler(pages=8)
+    running, client = made.submit([2] * 6, most=8), made.submit([1] * 6, most=4, is_client=True)
+    read_all(made)
+    made.reserve(5)
+    assert not made.make_room(client, ahead=8)
+    assert (client.state, running.state, made.dropped) == ("dropped", "running", [client])
+
+
+def test_a_client_whose_text_is_being_read_is_put_back() -> None:
+    made = scheduler(pages=8)
+    running = made.submit([2] * 4, most=13)
+    read_all(made)
+    client = made.submit([1] * 6, most=4, is_client=True)
+    (read,) = made.next_reads()
+    made.was_read(read, None)
+    assert made.reserve(12) == [client]
+    assert (client.state, client.put_back, made.dropped, running.state) == ("waiting", 1, [], "running")
+
+
+def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
+    made = scheduler(rows=1, max_waiting=0)
+    client = made.submit([1, 1], most=1, is_client=True)
+    held(made, client)
+    with pytest.raises(QueueFullError):
+        made.submit([2], most=1)
+    made.set_away(client, True)
+    made.submit([2], most=1)
+
+
 # --- all of it, under random schedules ---------------------------------------------------------------------------------
 
 
@@ -474,6 +594,8 @@ class Request:
 
 class Device:
     """Pages that hold what is written into them, and a schedule of everything that can happen."""
+
+    ends: tuple[str, ...] = ("done", "cancelled")
 
     def __init__(self, seed: int) -> None:
         self.draw = draw = random.Random(seed)
@@ -578,7 +700,7 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted((ticket for ticket in before if ticket.row is None), key=lambda ticket: ticket.number)
+        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda ticket: ticket.number)
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -593,7 +715,7 @@ class Device:
                 coming -= 1
                 self.submit()
             self.step()
-            if self.scheduler.idle and not coming:
+            if self.scheduler.idle and not self.scheduler.held and not coming:
                 break
         else:
             pytest.fail("somebody starves")
@@ -643,7 +765,7 @@ class Device:
 
     def check_end(self) -> None:
         for ticket, request in self.requests.items():
-            assert ticket.state in ("done", "cancelled")
+            assert ticket.state in self.ends
             assert ticket.tokens == request.text
             text = list(request.prompt)
             while len(text) < len(request.text):
@@ -657,16 +779,65 @@ class Device:
             assert sorted(pool._free) == list(range(self.pages))
 
 
+class WithClients(Device):
+    """Some of the texts are clients': these verify drafts when they like, go away and come back, or never do."""
+
+    ends = ("done", "cancelled", "dropped")
+
+    def submit(self) -> None:
+        before = set(self.requests)
+        super().submit()
+        for new in set(self.requests) - before:
+            new.is_client, new.shares = self.draw.random() < 0.5, self.draw.choice([None, 0, 5])
+
+    def step(self) -> None:
+        super().step()
+        for ticket in [ticket for ticket in self.requests if ticket.is_client]:
+            if self.draw.random() < 0.1:
+                self.scheduler.set_away(ticket, self.draw.random() < 0.6)
+            if ticket.state == "held" and self.draw.random() < 0.5:
+                self.verify(ticket)
+        self.check_pages()
+
+    def verify(self, ticket: Ticket) -> None:
+        ahead, before = self.draw.randint(1, 6), self.holders()
+        if self.scheduler.make_room(ticket, ahead):
+            self.decode(ticket.row or 0, ahead)
+        self.check_left(before)
+
+    def check_order(self, before: dict[Ticket, int]) -> None:
+        self.check_left(before)
+        for ticket, shard in before.items():
+            if ticket.state == "waiting":
+                kept = [other for other, place in self.holders().items() if place == shard]
+                assert any(other.state != "held" for other in kept), "nobody goes on"
+
+    def check_left(self, before: dict[Ticket, int]) -> None:
+        after = self.holders()
+        for ticket in self.scheduler.dropped:
+            assert ticket.is_client and ticket.state == "dropped"
+            self.seen["dropped"] += 1
+            self.seen["dropped, being there"] += ticket.away is None
+            if ticket.away is None:
+                left = [other for other in after if after[other] == before[ticket] and other in before]
+                assert all(other.away is None for other in left), "one that is away stays"
+        self.scheduler.dropped.clear()
+        for ticket in before:
+            if ticket.state == "waiting":
+                assert ticket.away is None
+                self.seen["put back"] += 1
+
+
 def shared_pages(made: Scheduler, shard: int) -> set[int]:
     pages = [page for prefix in made._pools[shard]._prefixes for page in prefix.pages]
     assert len(pages) == len(set(pages)), "a page has not one owner"
     return set(pages)
 
 
-def run_schedules(seeds: Sequence[int]) -> Counter[str]:
+def run_schedules(seeds: Sequence[int], kind: type[Device] = Device) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        device = Device(seed)
+        device = kind(seed)
         device.run()
         seen += device.seen
     return seen
@@ -676,6 +847,11 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1500))
     # Otherwise they would test little.
     assert min(seen[what] for what in ("done", "cancelled", "shared", "put back")) > 200
+
+
+def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
+    seen = run_schedules(range(1000), WithClients)
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "dropped, being there")) > 30
 
 
 # --- schedulers that are wrong, and are found out ----------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""An engine's rows that compute nothing: the next token is a hash of the text before it. What they say is held back."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.errors import InputError
+from specjax.serving.clients import Checked, Dropped, Ready, Told
+
+VOCABULARY, STOP = 50, 49
+NODES, DEPTH = 16, 5
+
+
+def next_token(text: Sequence[int]) -> int:
+    """What the target says after a text."""
+    return hashlib.sha256(np.asarray(text, "<i4").tobytes()).digest()[0] % (VOCABULARY - 1)
+
+
+def whole(prompt: Sequence[int], limit: int) -> list[int]:
+    """The text of a prompt, without any drafts."""
+    text = list(prompt)
+    while len(text) < len(prompt) + limit:
+        text.append(next_token(text))
+    return text
+
+
+def told_of(text: Sequence[int]) -> list[float]:
+    """What is told of the last token of a text."""
+    return [float(next_token([*text, 1])), float(len(text))]
+
+
+class MadeUpRow:
+    """A row."""
+
+    def __init__(self, engine: "MadeUpRows", tokens: list[int], limit: int, listener: Callable[[Any], None]) -> None:
+        self.engine, self.tokens, self.limit, self.listener = engine, tokens, limit, listener
+        self.is_away = self.is_closed = self.is_dropped = False
+
+    def say(self, event: Any) -> None:
+        self.engine.held.append((self, event))
+
+    def verify(self, tokens: np.ndarray, parents: np.ndarray) -> None:
+        if self.is_dropped:
+            return  # whoever asks has not been told yet
+        assert not self.is_closed
+        if len(tokens) > NODES:
+            raise InputError(f"tokens: {len(tokens)} nodes")
+        assert tokens[0] == self.tokens[-1]
+        assert parents[0] == -1
+        self.engine.verified += 1
+        start, node, accepted = len(self.tokens), 0, []
+        while True:
+            token, over = next_token(self.tokens), ""
+            self.tokens.append(token)
+            if len(self.tokens) == self.limit:
+                over = "length"
+            children = [i for i in range(1, len(tokens)) if parents[i] == node and tokens[i] == token]
+            if over or not children:
+                break
+            node = children[0]
+            accepted.append(node)
+        arrays = self.engine.arrays(self.tokens, start - 1, start + len(accepted))
+        self.say(Checked(tuple(accepted), token, arrays, over, 0.001))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class MadeUpRows:
+    """All rows.
+
+    Attributes:
+        rows: that were ever opened.
+        held: what they have to say, and have not said.
+        opened: how often a row was opened.
+        verified: how many drafts were.
+        tells: whether anything is told.
+        error: raised when a row is asked for.
+    """
+
+    def __init__(self, tells: bool = True, chunk: int = 3) -> None:
+        self.tells, self.chunk = tells, chunk
+        self.error: Exception | None = None
+        self.rows: list[MadeUpRow] = []
+        self.held: list[tuple[MadeUpRow, Any]] = []
+        self.verified = 0
+
+    def arrays(self, text: Sequence[int], start: int, stop: int) -> dict[str, np.ndarray]:
+        """What is told of the tokens of a text from start to before stop."""
+        if not self.tells:
+            return {}
+        return {"hidden": np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(-1, 2)}
+
+    def open_row(self, tokens: Sequence[int], *, prompt_length: int, max_new_tokens: int, known: int, listener, **_: Any):
+        if self.error is not None:
+            raise self.error
+        if max(tokens) >= VOCABULARY:
+            raise InputError(f"tokens: {max(tokens)} is no token")
+        row = MadeUpRow(self, list(tokens), prompt_length + max_new_tokens, listener)
+        self.rows.append(row)
+        for start in range(0, len(tokens) - 1, self.chunk):
+            stop = min(start + self.chunk, len(tokens) - 1)
+            if self.tells and stop > (start := max(start, known)):
+                row.say(Told(start, stop - start, self.arrays(tokens, start, stop)))
+        row.say(Ready(len(tokens)))
+        return row
+
+    def drop(self, row: MadeUpRow) -> None:
+        """Give the row to somebody else."""
+        row.say(Dropped("the row was given to others"))
+        row.is_closed = row.is_dropped = True
+
+    def speak(self, count: int = 10**9) -> None:
+        """Say what is held back, or the first of it. A closed row says nothing more, but that it was dropped."""
+        count = min(count, len(self.held))
+        for row, event in self.held[:count]:
+            if not row.is_closed or isinstance(event, Dropped):
+                row.listener(event)
+        del self.held[:count]

@@ -1,0 +1,154 @@
+"""Sessions over a real engine: texts are the engine's own, whatever a client drafts and however its connection fares."""
+
+import os
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from specjax import wire
+from specjax.drafters import Eagle3
+from specjax.serving import ClientDrafts, Engine
+from specjax.serving.sessions import Sessions, Terms
+from tests.conftest import tiny_target
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+LIMIT = 20
+
+
+@dataclass
+class Served:
+    """An engine and its sessions.
+
+    Attributes:
+        engine: it.
+        sessions: over it.
+        work: what is to be done in the thread of the test.
+    """
+
+    engine: Engine
+    sessions: Sessions
+    work: "queue.SimpleQueue[Any]"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    target = tiny_target()
+    clients = ClientDrafts(Eagle3.init(target, jax.random.key(1)), nodes=6, depth=4)
+    work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sizes = {"rows": 2, "widths": (2,), "capacity": 48, "page": 8, "chunk": 8}
+    with Engine(target, drafts=(None,), clients=clients, **sizes) as engine:
+        tells = clients.tells(engine.target)
+        sessions = Sessions(engine, Terms(nodes=6, depth=4, capacity=48, tells=tells), post=work.put)
+        yield Served(engine, sessions, work)
+        sessions.close()
+
+
+class Client:
+    """One that drafts what it likes."""
+
+    def __init__(self, served: Served, **sampling: Any) -> None:
+        self.served, self.sampling = served, sampling
+        self.text, self.told, self.session, self.epoch, self.sequence = list(PROMPT), [], b"", 0, 0
+        self.connect()
+
+    def connect(self) -> None:
+        self.frames: list[bytes] = []
+        self.connection = self.served.sessions.connect("me", self.frames.append, print)
+
+    def say(self, message: wire.Up) -> None:
+        self.connection.receive(wire.encode(message))
+
+    def hear(self) -> Any:
+        """The next message."""
+        while not self.frames:
+            self.served.work.get(timeout=60)()
+        message = wire.decode_down(self.frames.pop(0))
+        self.epoch = getattr(message, "epoch", self.epoch)
+        return message
+
+    def until_ready(self) -> int:
+        """Hear what is told. The length at which a draft may come."""
+        while True:
+            message = self.hear()
+            if isinstance(message, wire.Opened):
+                self.session = message.session
+            elif isinstance(message, wire.Ready):
+                return message.length
+            else:
+                assert message.start == len(self.told)
+                self.told += list(wire.unpack(message.arrays["features"]))
+
+    def open(self) -> None:
+        tokens = wire.pack(self.text, "int32")
+        known = len(self.told)
+        self.say(
+            wire.Open(
+                nonce=os.urandom(16), tokens=tokens, prompt=len(PROMPT), limit=LIMIT, known=known, eos=[], **self.sampling
+            )
+        )
+        assert self.until_ready() == len(self.text)
+
+    def resume(self) -> int:
+        known, digest = len(self.told), wire.digest(self.text)
+        self.epoch += 1
+        self.say(wire.Resume(session=self.session, epoch=self.epoch, base=len(self.text), digest=digest, known=known))
+        return self.until_ready()
+
+    def draft(self, ahead: list[int]) -> wire.Draft:
+        """A draft of these tokens, and of others beside them."""
+        self.sequence += 1
+        tokens = [self.text[-1], *ahead, (ahead[0] + 1) % 11]
+        return wire.Draft(
+            session=self.session,
+            epoch=self.epoch,
+            sequence=self.sequence,
+            base=len(self.text),
+            digest=wire.digest(self.text),
+            tokens=wire.pack(tokens, "int32"),
+            parents=wire.pack([255, *range(len(ahead)), 0], "uint8"),
+        )
+
+    def follow(self, draft: wire.Draft, verdict: wire.Verdict) -> None:
+        tokens = wire.unpack(draft.tokens).tolist()
+        self.text += [*(tokens[node] for node in verdict.accepted), verdict.token]
+        self.told += list(wire.unpack(verdict.arrays["features"]))
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 6, "seed": 2**62 + 3}])
+def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
+    handle = served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **sampling)
+    expected = [*PROMPT, *handle.result().tokens]
+    client, rng, over = Client(served, **sampling), np.random.default_rng(0), ""
+    client.open()
+    while not over:
+        at = len(client.text)
+        ahead = [token if rng.random() < 0.7 else (token + 1) % 11 for token in [*expected[at : at + 3], 0][:3]]
+        draft = client.draft(ahead)
+        client.say(draft)
+        how = rng.random()
+        if how < 0.3:  # the answer is lost
+            client.connection.lost()
+            client.connect()
+            if client.resume() == len(client.text):
+                client.say(msgspec.structs.replace(draft, epoch=client.epoch))
+        verdict = client.hear()
+        client.follow(draft, verdict)
+        over = verdict.over
+        if 0.3 < how < 0.5 and not over:  # the client forgets something
+            del client.told[len(client.told) // 2 :]
+            client.connect()
+            assert client.resume() == len(client.text)
+    assert (client.text, over) == (expected, "length")
+    assert len(client.told) == len(client.text) - 1
+
+    again = Client(served, **sampling)  # read at once, it is told the same
+    again.text = expected[:-1]
+    again.open()
+    np.testing.assert_allclose(np.stack(client.told)[: len(again.told)], np.stack(again.told), atol=1e-4)
+    again.say(wire.Close(session=again.session))
