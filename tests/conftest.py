@@ -39,6 +39,7 @@ os.environ.setdefault("XLA_FLAGS", _FAST_COMPILATION)  # `make test-thorough` se
 import ast
 import gc
 import json
+import subprocess
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -219,6 +220,20 @@ def small_assets(tmp_path_factory) -> Path:
     for name, drafter in (("eagle3", Eagle3), ("mtp", MTP)):
         drafter.init(target, jax.random.key(0)).save_pretrained(root / name)
     return root
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory) -> tuple[str, str]:
+    """Files with a certificate of 127.0.0.1, and its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    files = str(directory / "certificate.pem"), str(directory / "private.pem")
+    about = ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-out", files[0], "-keyout"]
+    try:
+        subprocess.run(["openssl", "req", "-x509", *made, files[1], *about], check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("needs openssl, to make a certificate")
+    return files
 
 
 @pytest.fixture(params=["small", pytest.param("embedded", marks=pytest.mark.thorough)])

@@ -8,8 +8,9 @@ from typing import Literal
 import jax
 
 from specjax import pipeline
+from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
-from specjax.serving import Engine, memory
+from specjax.serving import ClientDrafts, Engine, memory
 from specjax.sharding import make_mesh
 
 
@@ -20,7 +21,11 @@ class ServeConfig:
     Attributes:
         target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
         drafter: as for generate: METHOD:WHERE, or the directory or hub id of a checkpoint; "none" for plain decoding.
-        drafts: shapes of drafts to choose from by load, such as none chain:3 chain:6; by default the engine's choice.
+        drafts: shapes of drafts to choose from by load, such as none chain:3 chain:6; "auto": the engine's choice. With
+            "clients" among them, clients may draft for themselves (/v1/drafts), with the drafter that is named; with that word
+            alone, or none at all, nobody else's texts are drafted.
+        told: what clients with Mixture of Attentions are told of each token: summaries, which are made here (the default), or
+            entries, all that the target's layers remember, which take many more bytes.
         rows: most texts that are generated at a time.
         capacity: most tokens of a text, prompt and output; 0: what the models have positions for, at most 4096.
         max_queue: most requests that wait for a row; more are answered with 429.
@@ -29,8 +34,10 @@ class ServeConfig:
         chunk: tokens of a prompt that are read at a time; 0: 64 on a CPU, else 512.
         host: to listen at; one that other machines reach needs a key, or no_api_key.
         port: to listen at; 0: any that is free.
-        api_key_file: file with the key that clients have to send.
+        api_key_file: file with the key that clients have to send, or with several, one a line.
         no_api_key: let everybody in who reaches it.
+        tls_cert: file with the server's certificate (PEM): https in place of http; with tls_key.
+        tls_key: file with its private key, without a password.
         served_model_name: names that clients call the model by; by default the target's.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
@@ -45,7 +52,8 @@ class ServeConfig:
 
     target: str = "embedded"
     drafter: str = "none"
-    drafts: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ("auto",)
+    told: Literal["", "summaries", "entries"] = ""
     rows: int = 8
     capacity: int = 0
     max_queue: int = 64
@@ -56,6 +64,8 @@ class ServeConfig:
     port: int = 8000
     api_key_file: str = ""
     no_api_key: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
     served_model_name: tuple[str, ...] = ()
     dtype: str = ""
     precision: Literal["default", "highest"] = "default"
@@ -75,11 +85,14 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http.protocol import Bounds
 
     check_numbers(config)
-    key = read_key(config)
+    read_drafts(config)
+    keys = read_keys(config)
+    run.check_tls(config.tls_cert, config.tls_key)
+    tls = (config.tls_cert, config.tls_key) if config.tls_cert else None
     names = config.served_model_name or (config.target,)
     with run.bind(config.host, config.port) as bound:
         local = run.is_loopback(bound)
-        if not local and key is None and not config.no_api_key:
+        if not local and not keys and not config.no_api_key:
             raise InputError(
                 f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
             )
@@ -87,23 +100,53 @@ def run_serve(config: ServeConfig) -> int:
         with engine:
             options = AppOptions(
                 names=names,
-                api_key=key,
-                only_loopback=local and key is None,
+                api_keys=keys,
+                only_loopback=local and not keys,
                 max_texts=config.rows + config.max_queue,
                 with_acceptance=config.per_request_spec_decode_metrics,
             )
-            message = f"{run.address(bound)} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
+            where = run.address(bound, tls is not None)
+            message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
             bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
             service = Service(engine, options)
-            return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message)
+            return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
+
+
+def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, bool]:
+    """The shapes to choose from, None for the engine's choice; and whether drafts of clients are taken.
+
+    Examples:
+        >>> from specjax.cli.serve import ServeConfig, read_drafts
+        >>> read_drafts(ServeConfig())
+        (None, False)
+        >>> read_drafts(ServeConfig(drafts=("chain:3", "none", "clients")))
+        (('chain:3', None), True)
+        >>> read_drafts(ServeConfig(drafts=()))  # clients draft, or nobody
+        ((None,), True)
+    """
+    words = tuple(word for word in config.drafts if word != "clients")
+    takes_drafts = not config.drafts or len(words) < len(config.drafts)
+    if words == ("auto",):
+        return None, takes_drafts
+    if "auto" in words:
+        raise InputError(f"drafts={' '.join(config.drafts)}: auto is the engine's choice of shapes; give it, or give shapes")
+    return tuple(None if word == "none" else word for word in words) or (None,), takes_drafts
 
 
 def make_engine(config: ServeConfig) -> Engine:
     """The models, loaded, and the engine, compiled."""
+    shapes, takes_drafts = read_drafts(config)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
     generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, mesh=mesh)
+    drafter = generator.drafter
+    if config.told:
+        if drafter is None or not takes_drafts:
+            raise InputError(
+                f"told={config.told!r}: is for clients and their drafter; give --drafts and --drafter, or leave it out"
+            )
+        drafter = with_told(drafter, config.told)
     page, capacity = config.page or memory.usual_page(), config.capacity or None
     pages = None
     if config.cache_gb:
@@ -111,7 +154,7 @@ def make_engine(config: ServeConfig) -> Engine:
     return Engine(
         generator,
         rows=config.rows,
-        drafts=tuple(None if each == "none" else each for each in config.drafts) or None,
+        drafts=shapes,
         capacity=capacity,
         pages=pages,
         page=page,
@@ -119,6 +162,7 @@ def make_engine(config: ServeConfig) -> Engine:
         max_waiting=config.max_queue,
         max_logprobs=config.max_logprobs,
         max_prediction=config.max_prediction,
+        clients=ClientDrafts(drafter) if takes_drafts else None,
     )
 
 
@@ -133,16 +177,20 @@ def check_numbers(config: ServeConfig) -> None:
         raise InputError("served_model_name: has an empty name; leave it out")
 
 
-def read_key(config: ServeConfig) -> str | None:
-    """The key of the file that is named; None: none is."""
+def read_keys(config: ServeConfig) -> tuple[str, ...]:
+    """The keys of the file that is named; none: no file is."""
     if not config.api_key_file:
-        return None
+        return ()
     if config.no_api_key:
         raise InputError("no_api_key: there is an api_key_file too; give one of the two")
     try:
-        key = Path(config.api_key_file).read_text(encoding="utf-8").strip()
+        lines = Path(config.api_key_file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"api_key_file={config.api_key_file!r}: cannot be read ({error})") from None
-    if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-        raise InputError(f"api_key_file={config.api_key_file!r}: must hold a key of at least 8 visible ASCII characters")
-    return key
+    keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+    if not keys or not all(len(key) >= 8 and key.isascii() and key.isprintable() and " " not in key for key in keys):
+        raise InputError(
+            f"api_key_file={config.api_key_file!r}: must hold a key of at least 8 visible ASCII characters, or several, one a "
+            "line"
+        )
+    return keys

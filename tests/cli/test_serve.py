@@ -5,7 +5,8 @@ import socket
 import pytest
 
 from specjax import pipeline
-from specjax.cli.main import main
+from specjax.cli.main import main, parse_options
+from specjax.cli.serve import ServeConfig, read_drafts, read_keys
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,52 @@ def test_a_key_that_is_none(content: bytes, word: str, tmp_path, capsys) -> None
     file = tmp_path / "key"
     file.write_bytes(content)
     assert word in refusal(capsys, "--api-key-file", str(file))
+
+
+def test_keys_a_line_each(tmp_path) -> None:
+    (tmp_path / "keys").write_text("a-first-key\n\n  a-second-key \r\na-first-key\n")
+    assert read_keys(ServeConfig(api_key_file=str(tmp_path / "keys"))) == ("a-first-key", "a-second-key")
+    assert read_keys(ServeConfig()) == ()
+
+
+def test_one_key_of_several_is_none(tmp_path, capsys) -> None:
+    (tmp_path / "keys").write_text("a-first-key\nshort\n")
+    assert "one a line" in refusal(capsys, "--api-key-file", str(tmp_path / "keys"))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (None, (None, False)),
+        (("auto",), (None, False)),
+        (("auto", "clients"), (None, True)),
+        (("clients",), ((None,), True)),
+        ((), ((None,), True)),
+        (("none",), ((None,), False)),
+        (("none", "chain:3"), ((None, "chain:3"), False)),
+        (("clients", "chain:3"), (("chain:3",), True)),
+    ],
+)
+def test_drafts_by_words_and_by_file(words: tuple[str, ...] | None, expected: object, tmp_path) -> None:
+    line = [] if words is None else ["--drafts", *words]
+    assert read_drafts(parse_options(ServeConfig, line, prog="serve")) == expected
+    file = tmp_path / "serve.yaml"
+    file.write_text("rows: 2\n" if words is None else f"drafts: {list(words)}\n")
+    assert read_drafts(parse_options(ServeConfig, ["--config", str(file)], prog="serve")) == expected
+    assert read_drafts(parse_options(ServeConfig, ["--config", str(file), "--drafts", "auto"], prog="serve")) == (None, False)
+
+
+def test_the_engines_choice_is_not_among_shapes(capsys) -> None:
+    assert "drafts=auto chain:3" in refusal(capsys, "--drafts", "auto", "chain:3")
+
+
+def test_tls_that_is_none(tmp_path, capsys) -> None:
+    file = tmp_path / "file"
+    file.write_text("no certificate")
+    assert "give both" in refusal(capsys, "--tls-cert", str(file))
+    assert "give both" in refusal(capsys, "--tls-key", str(file))
+    assert "cannot be used" in refusal(capsys, "--tls-cert", str(file), "--tls-key", str(file))
+    assert "cannot be used" in refusal(capsys, "--tls-cert", str(tmp_path / "missing"), "--tls-key", str(file))
 
 
 def test_a_key_that_is_not_there_or_not_wanted(tmp_path, capsys) -> None:

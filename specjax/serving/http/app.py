@@ -5,6 +5,7 @@ they are cancelled, and their rows are free for others.
 """
 
 import asyncio
+import hashlib
 import hmac
 import ipaddress
 import re
@@ -23,18 +24,21 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from specjax.errors import InputError
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import requests, responses
+from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.errors import RequestError, error_object
 from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
+from specjax.wire import PATH
 
 MOST_LOGPROBS = 500_000
 """Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
@@ -50,7 +54,7 @@ class AppOptions:
 
     Attributes:
         names: of the model, the first of which it goes by.
-        api_key: without which nothing but the page and ``/health`` is answered; None: there is none.
+        api_keys: without one of which nothing but the page and ``/health`` is answered; none: everybody is let in.
         only_loopback: answer only requests that were addressed to this machine by a name for itself. Without a key, a web page
             that the user visits could otherwise reach the server under a name of its own that resolves to this machine.
         max_texts: most texts of a request: what has a row or waits.
@@ -65,7 +69,7 @@ class AppOptions:
     """
 
     names: tuple[str, ...]
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     only_loopback: bool = False
     max_texts: int = requests.MAX_TEXTS
     max_body: int = 4 * 2**20
@@ -81,6 +85,7 @@ class Service:
         options: how requests are taken.
         limits: what the model can do.
         texts: what its tokens say.
+        drafts: clients that draft themselves; None: it takes no drafts.
         metrics: what Prometheus is told.
         begun: when, in seconds since 1970.
         is_draining: whether no new requests are taken.
@@ -101,7 +106,8 @@ class Service:
         )
         self.texts = TokenTexts(tokenizer)
         self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
-        self.metrics = Metrics(engine, options.names[0])
+        self.drafts = None if engine.client_drafts is None else Drafts(engine)
+        self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = self.has_failed = self.may_have_failed = False
         self.begun = int(time.time())
         self._submissions: set[Submission] = set()
@@ -113,13 +119,21 @@ class Service:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
-        return bool(self._submissions)
+        """Whether a request is being answered, or a client that drafts has a text that goes on."""
+        return bool(self._submissions) or (self.drafts is not None and self.drafts.sessions.is_busy)
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.is_draining = True
+        if self.drafts is not None:
+            self.drafts.sessions.is_draining = True
 
     def cancel_all(self) -> None:
         """End the texts of all requests."""
         for submission in list(self._submissions):
             submission.cancel()
+        if self.drafts is not None:
+            self.drafts.sessions.close()
 
     def begin(self) -> "Submission":
         """A request begins, unless it is too late for one."""
@@ -314,8 +328,19 @@ def make_app(service: Service) -> ASGIApp:
     async def chat(request: Request) -> Any:
         return _Generation(service, requests.read_chat(await read_body(request, service.options), service.limits))
 
+    async def drafts(request: Request) -> Response:
+        if service.drafts is None:
+            raise RequestError(404, f"{PATH}: this server takes no drafts; start it with --drafts clients", code="no_drafts")
+        raise RequestError(426, f"{PATH}: drafts come over a WebSocket", code="no_websocket", headers={"Upgrade": "websocket"})
+
+    async def socket(websocket: WebSocket) -> None:
+        assert service.drafts is not None  # otherwise no WebSocket is begun
+        await service.drafts.serve(websocket)
+
     app = Starlette(
         routes=[
+            Route(PATH, drafts),
+            WebSocketRoute(PATH, socket),
             Route("/", answer_page),
             Route("/health", health),
             Route("/metrics", metrics),
@@ -482,35 +507,52 @@ class _Guard:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+        if scope["type"] in ("http", "websocket") and (error := self._refusal(scope)) is not None:
             await _error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
+        """Why a request is not answered. Of one that is, the scope says whose it is."""
         options, headers = self._service.options, dict(scope["headers"])
-        if options.only_loopback and not _is_loopback(headers.get(b"host", b"").decode("latin-1")):
+        is_socket, method = scope["type"] == "websocket", scope.get("method")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if options.only_loopback and not _is_loopback(host):
             message = "Host: this server is for this machine alone, under the names localhost and 127.0.0.1"
             return RequestError(403, message, code="host_not_allowed")
+        origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
+        if is_socket and not all(_is_of(origin, host) for origin in origins):
+            return RequestError(403, "Origin: pages of other sites may not open a WebSocket here", code="origin_not_allowed")
         if scope["path"] not in _OPEN_PATHS:
-            if options.api_key is not None and not _has_key(headers.get(b"authorization", b""), options.api_key):
+            key = _key(headers.get(b"authorization", b""), options.api_keys)
+            if options.api_keys and key is None:
                 message = "Authorization: missing or wrong; send the header 'Authorization: Bearer KEY'"
                 return RequestError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            if scope["method"] == "POST" and self._service.is_draining:
+            scope["specjax.owner"] = "" if key is None else hashlib.sha256(key.encode()).hexdigest()
+            if (is_socket or method == "POST") and self._service.is_draining:
                 return _draining()
-        if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
+        if method == "POST" and not _is_json(headers.get(b"content-type", b"")):
             return RequestError(415, "Content-Type: must be application/json", code="not_json")
         return None
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """Whether an Origin header names the site that a Host header names. Browsers let the pages of any site begin a WebSocket,
+    and say which site it is."""
+    scheme, _, site = origin.lower().partition("://")
+    port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return bool(port and site) and site.removesuffix(port) == host.lower().removesuffix(port)
 
 
 def _draining() -> RequestError:
     return RequestError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | _CLOSE)
 
 
-def _has_key(given: bytes, key: str) -> bool:
+def _key(given: bytes, keys: Sequence[str]) -> str | None:
+    """The one of the ``keys`` that an Authorization header has. All are looked at, so that time does not tell which."""
     scheme, _, value = given.partition(b" ")
-    is_same = hmac.compare_digest(value.strip(), key.encode())
-    return is_same and scheme.lower() == b"bearer"
+    same = [key for key in keys if hmac.compare_digest(value.strip(), key.encode())]
+    return same[0] if same and scheme.lower() == b"bearer" else None
 
 
 def _is_json(content_type: bytes) -> bool:
@@ -567,7 +609,8 @@ async def _answer_http_error(request: Request, error: Any) -> Response:
     path, headers = request.url.path[:200], error.headers
     if error.status_code == 404:
         message = (
-            f"{path}: no such path; there are /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /metrics, /health"
+            f"{path}: no such path; there are /v1/completions, /v1/chat/completions, /v1/drafts, /v1/models, /tokenize, "
+            "/metrics, /health"
         )
     elif error.status_code == 405:
         message = f"{path}: not by {request.method[:20]}, but by {(headers or {}).get('Allow')}"

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specjax.serving.handle import EngineError, Handle, TextCancelledError
+from specjax.serving.sessions import SessionStatistics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
@@ -26,12 +27,12 @@ class Metrics:
         registry: of this server alone.
     """
 
-    def __init__(self, engine: Any, model: str) -> None:
-        """Of an ``engine`` that serves ``model``."""
+    def __init__(self, engine: Any, model: str, sessions: SessionStatistics | None = None) -> None:
+        """Of an ``engine`` that serves ``model``, and of the ``sessions`` of clients that draft."""
         self.registry = CollectorRegistry()
         self._label = {"model_name": model}
         self._watching: set[asyncio.Task[None]] = set()
-        self.registry.register(_OfEngine(engine, model))  # pyright: ignore[reportArgumentType]
+        self.registry.register(_OfEngine(engine, model, sessions))  # pyright: ignore[reportArgumentType]
         names = ["model_name"]
         self._first = self._histogram("vllm:time_to_first_token_seconds", "From the request to its first token.")
         self._between = self._histogram(
@@ -84,8 +85,8 @@ class Metrics:
 class _OfEngine:
     """Reads an engine's statistics whenever it is asked."""
 
-    def __init__(self, engine: Any, model: str) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, engine: Any, model: str, sessions: SessionStatistics | None) -> None:
+        self._engine, self._model, self._sessions = engine, model, sessions
 
     def describe(self) -> list[Metric]:
         return []
@@ -113,6 +114,21 @@ class _OfEngine:
         in_use = GaugeMetricFamily("specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"])
         in_use.add_metric([self._model, is_.draft], 1)
         yield in_use
+        if self._sessions is not None:
+            yield from self._of_sessions(self._sessions)
+
+    def _of_sessions(self, are: SessionStatistics) -> Iterator[Metric]:
+        yield self._gauge("specjax:client_sessions", "Texts of clients that draft.", are.sessions)
+        yield self._gauge("specjax:client_sessions_away", "Of those, without a connection.", are.away)
+        yield self._counter("specjax:client_sessions_opened", "Texts of clients that were begun.", are.opened)
+        yield self._counter("specjax:client_sessions_resumed", "Times that one went on over another connection.", are.resumes)
+        yield self._counter("specjax:client_sessions_dropped", "Lost their row, or were away for too long.", are.dropped)
+        yield self._counter("specjax:client_drafts", "Drafts of clients that were verified.", are.rounds)
+        yield self._counter("specjax:client_round_trips", "Drafts that followed a verdict.", are.round_trips)
+        seconds = "Seconds from a verdict to the next draft: the network there and back, and drafting."
+        yield self._counter("specjax:client_round_trip_seconds", seconds, are.round_trip_seconds)
+        yield self._counter("specjax:client_received_bytes", "Of frames that clients sent.", are.bytes_up)
+        yield self._counter("specjax:client_sent_bytes", "Of frames to clients.", are.bytes_down)
 
     def _gauge(self, name: str, about: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, about, labels=["model_name"])

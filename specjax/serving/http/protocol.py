@@ -1,21 +1,27 @@
-"""HTTP/1.1 by uvicorn and h11, with bounds on what a client may leave undone.
+"""HTTP/1.1 by uvicorn and h11, and WebSockets by websockets, with bounds on what a client may leave undone.
 
 uvicorn waits for ever for the rest of a request's head, and for a reader that has stopped reading. Here both have deadlines,
 and there are only so many connections. What is no HTTP at all is answered with an error object, too.
 """
 
 import asyncio
+import base64
+import binascii
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
 from specjax.serving.http.errors import error_object
 from specjax.serving.http.responses import encode
+from specjax.wire import PATH
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,54 @@ class Bounds:
     connections: int = 512  # below the 1024 files that a process may often have open
 
 
-class Protocol(H11Protocol):
+MOST_PARTS = 1024
+"""Parts of one message of a WebSocket. Its bytes are bounded, but parts may be empty."""
+
+MOST_PONGS = 2**16
+"""Bytes of answers to pings that a client may leave unread."""
+
+
+class _Watched(asyncio.Protocol):
+    """A connection whose reader has to take something now and then."""
+
+    _bounds: Bounds
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    _reader_timer: asyncio.TimerHandle | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._reader_timer = _cancelled(self._reader_timer)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """It has not taken all that was written."""
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        """It has."""
+        self._reader_timer = _cancelled(self._reader_timer)
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._look_after_reader, left)
+
+    def _look_after_reader(self, left: int) -> None:
+        if self.transport.get_write_buffer_size() < left:
+            self._await_reader()
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Close at once. What is still to be sent is thrown away, in place of waiting for a reader that does not come."""
+        connection = self.transport.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+
+class Protocol(_Watched, H11Protocol):
     """A connection."""
 
     def __init__(self, bounds: Bounds, **given: Any) -> None:
@@ -47,13 +100,13 @@ class Protocol(H11Protocol):
         super().__init__(**given)
         self._bounds = bounds
         self._request_timer: asyncio.TimerHandle | None = None
-        self._reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A client has connected."""
         super().connection_made(transport)
-        # Writing pauses until the reader has taken everything: so it is known whether it takes anything at all.
-        transport.set_write_buffer_limits(high=0)
+        # Writing pauses until the reader has taken everything: so it is known whether it takes anything at all. (With TLS a
+        # limit of 0 would pause it for ever.)
+        transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self._bounds.connections:
             self._refuse(503, "too many connections; try again later", ("retry-after", "1"))
         else:
@@ -62,7 +115,6 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
         self._request_timer = _cancelled(self._request_timer)
-        self._reader_timer = _cancelled(self._reader_timer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -79,15 +131,19 @@ class Protocol(H11Protocol):
             self.cycle.keep_alive = False
             self.flow.resume_reading()
 
-    def pause_writing(self) -> None:
-        """It has not taken all that was written."""
-        super().pause_writing()
-        self._await_reader()
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """From now on it is a `SocketProtocol`, and no request is waited for."""
+        self._request_timer = _cancelled(self._request_timer)
+        self._reader_timer = _cancelled(self._reader_timer)  # the other one is told when everything has been taken
+        super().handle_websocket_upgrade(event)
 
-    def resume_writing(self) -> None:
-        """It has."""
-        self._reader_timer = _cancelled(self._reader_timer)
-        super().resume_writing()
+    def _should_upgrade(self) -> bool:
+        """Whether a request begins a WebSocket. Elsewhere than where there is one it is a request like others, whatever it says
+        of upgrades. And so it is where something of an answer is still to be read."""
+        is_asked = self.scope["path"] == PATH and _is_handshake(self.scope["method"], self.headers)
+        # Before the first answer there may be TLS's own: tickets, where the end of its handshake and the request come together.
+        is_unread = self.cycle is not None and self.transport.get_write_buffer_size() > 0
+        return is_asked and super()._should_upgrade() and not is_unread
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP."""
@@ -107,22 +163,6 @@ class Protocol(H11Protocol):
     def _await_request(self) -> None:
         self._request_timer = self.loop.call_later(self._bounds.request_seconds, self._drop)
 
-    def _await_reader(self) -> None:
-        left = self.transport.get_write_buffer_size()
-        self._reader_timer = self.loop.call_later(self._bounds.reader_seconds, self._look_after_reader, left)
-
-    def _look_after_reader(self, left: int) -> None:
-        if self.transport.get_write_buffer_size() < left:
-            self._await_reader()
-        else:
-            self._drop()
-
-    def _drop(self) -> None:
-        """Close at once. What is still to be sent is thrown away, in place of waiting for a reader that does not come."""
-        connection = self.transport.get_extra_info("socket")
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.transport.abort()
-
     def _refuse(self, status: int, message: str, *headers: tuple[str, str]) -> None:
         """Answer with an error, if nothing has been answered yet, and close."""
         if self._is_answering:
@@ -136,6 +176,61 @@ class Protocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self._request_timer = _cancelled(self._request_timer)
         self.transport.close()
+
+
+class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
+    """A connection that has become a WebSocket."""
+
+    def __init__(self, bounds: Bounds, **given: Any) -> None:
+        """``given``: what uvicorn gives to a protocol."""
+        super().__init__(**given)
+        self._bounds = bounds
+
+    def data_received(self, data: bytes) -> None:
+        """It has sent something."""
+        super().data_received(data)
+        if not self.handshake_initiated:  # the head cannot be read, and uvicorn would wait for another one
+            body = encode(error_object(400, "the head of the request cannot be read"))
+            head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+            self.transport.close()
+
+    async def send(self, message: Any) -> None:
+        """The application says something."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True  # by a refusal: uvicorn would log an error
+
+    def handle_cont(self, event: Frame) -> None:
+        """A part of a message."""
+        if len(self.frames) >= MOST_PARTS:
+            self.conn.fail(1009, f"a message of more than {MOST_PARTS} parts")
+            self.handle_parser_exception()
+        else:
+            super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        """It is to be answered; not for ever to who reads no answers."""
+        super().handle_ping()
+        if self.transport.get_write_buffer_size() > MOST_PONGS:
+            self._drop()
+
+    def keepalive_timeout(self) -> None:
+        """A ping has not been answered."""
+        super().keepalive_timeout()
+        if self.transport.get_write_buffer_size():
+            self._drop()
+
+
+def _is_handshake(method: str, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Whether a request can begin a WebSocket."""
+    given = dict(headers)
+    try:
+        key = base64.b64decode(given.get(b"sec-websocket-key", b"").strip(), validate=True)
+    except binascii.Error:
+        return False
+    has_body = b"transfer-encoding" in given or given.get(b"content-length", b"0") != b"0"
+    return method == "GET" and len(key) == 16 and given.get(b"sec-websocket-version") == b"13" and not has_body
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

@@ -3,6 +3,7 @@
 import ipaddress
 import signal
 import socket
+import ssl
 import time
 from functools import partial
 from types import FrameType
@@ -11,7 +12,10 @@ import uvicorn
 
 from specjax.errors import InputError
 from specjax.serving.http.app import Service, make_app
-from specjax.serving.http.protocol import Bounds, Protocol
+from specjax.serving.http.protocol import Bounds, Protocol, SocketProtocol
+
+PING_SECONDS = 20.0
+"""After so long without a word clients that draft are asked whether they are there; they have as long to say so."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -60,7 +64,34 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def address(bound: socket.socket) -> str:
+def check_tls(certificate: str, key: str) -> None:
+    """Refuse what no TLS can be made of. Both are empty where there is to be none.
+
+    Args:
+        certificate: file with the server's certificate, and those between it and a root.
+        key: file with its private key, not encrypted: nobody is there to be asked for a password.
+
+    Raises:
+        InputError: one of the two is missing, cannot be read, or does not belong to the other.
+
+    Examples:
+        >>> from specjax.serving.http.run import check_tls
+        >>> check_tls("", "")
+    """
+    if bool(certificate) != bool(key):
+        raise InputError(f"tls_cert={certificate!r}, tls_key={key!r}: give both, or none")
+    if not certificate:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise InputError(
+            f"tls_cert={certificate!r}, tls_key={key!r}: cannot be used ({error}); give a certificate and its key as PEM "
+            "files, the key without a password"
+        ) from None
+
+
+def address(bound: socket.socket, has_tls: bool = False) -> str:
     """What to type into a browser.
 
     Examples:
@@ -70,11 +101,18 @@ def address(bound: socket.socket) -> str:
         True
     """
     host, port = bound.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def serve(
-    service: Service, bound: socket.socket, *, bounds: Bounds = Bounds(), drain_seconds: float = 30.0, message: str = ""
+    service: Service,
+    bound: socket.socket,
+    *,
+    bounds: Bounds = Bounds(),
+    drain_seconds: float = 30.0,
+    message: str = "",
+    tls: tuple[str, str] | None = None,
 ) -> int:
     """Answer requests until SIGTERM or SIGINT. Then no new ones are taken, and those that run may end.
 
@@ -84,20 +122,29 @@ def serve(
         bounds: what a client may leave undone.
         drain_seconds: after which requests that still run are cancelled.
         message: printed when requests are answered.
+        tls: files with a certificate and its key, as `check_tls`; None: neither HTTPS nor secure WebSockets.
 
     Returns:
         The exit status: 0, or 128 and the signal's number where a second signal cut it short.
     """
-    server = _Server(_config(service, bounds), service, drain_seconds, message)
+    server = _Server(_config(service, bounds, tls), service, drain_seconds, message)
     server.run(sockets=[bound])
     return server.status
 
 
-def _config(service: Service, bounds: Bounds) -> uvicorn.Config:
+def _config(service: Service, bounds: Bounds, tls: tuple[str, str] | None = None) -> uvicorn.Config:
+    certificate, key = tls or (None, None)
+    drafts = service.drafts
     return uvicorn.Config(
         make_app(service),
         http=partial(Protocol, bounds),  # pyright: ignore[reportArgumentType] - it makes one, as the class does
-        ws="none",
+        ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
+        ws_max_size=drafts.most_up if drafts is not None else 0,
+        ws_per_message_deflate=False,  # tokens and hidden states hardly get smaller, and what unpacks may be far larger
+        ws_ping_interval=PING_SECONDS,
+        ws_ping_timeout=PING_SECONDS,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
         loop="asyncio",
         lifespan="off",
         log_config=None,
@@ -123,7 +170,7 @@ class _Server(uvicorn.Server):
         """A signal: the first one drains, the second one ends."""
         if self._until is None:
             self._until = time.monotonic() + self._drain_seconds
-            self._service.is_draining = True
+            self._service.drain()
             return
         self.status = 128 + signal.Signals(sig)
         self.should_exit = self.force_exit = True
@@ -135,6 +182,8 @@ class _Server(uvicorn.Server):
             self._message = ""
         if self._until is not None and (not self._service.is_busy or time.monotonic() >= self._until):
             self.should_exit = True
+        if self._service.drafts is not None:
+            self._service.drafts.sessions.tick()
         if self.should_exit:
             self._service.cancel_all()
         return await super().on_tick(counter)

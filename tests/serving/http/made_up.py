@@ -116,6 +116,7 @@ class MadeUpEngine:
     """
 
     rows, capacity, max_logprobs, max_prediction = 4, CAPACITY, 20, 16
+    client_drafts: Any = None
 
     def __init__(self, text: str = "The text.", pause: float = 0.0) -> None:
         self.text, self.pause = text, pause
@@ -175,12 +176,12 @@ class MadeUpEngine:
 
 @contextmanager
 def running(
-    engine: MadeUpEngine, bounds: Bounds = Bounds(), drain_seconds: float = 5.0, **options: Any
+    engine: Any, bounds: Bounds = Bounds(), drain_seconds: float = 5.0, tls: tuple[str, str] | None = None, **options: Any
 ) -> Iterator[tuple[run._Server, tuple[str, int]]]:
     """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port."""
     service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
     with run.bind("127.0.0.1", 0) as bound:
-        server = run._Server(run._config(service, bounds), service, drain_seconds, "")
+        server = run._Server(run._config(service, bounds, tls), service, drain_seconds, "")
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         address = bound.getsockname()

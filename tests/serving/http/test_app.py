@@ -354,7 +354,7 @@ def test_metrics() -> None:
 
 
 def test_with_a_key_nothing_is_answered_without_it() -> None:
-    service = service_of(MadeUpEngine(), api_key="a-secret-key")
+    service = service_of(MadeUpEngine(), api_keys=("another-key-of-it", "a-secret-key"))
     for path, method in (("/v1/models", "GET"), ("/v1/completions", "POST"), ("/metrics", "GET"), ("/nothing", "GET")):
         for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "a-secret-key"}, {"Authorization": "Bearer "}):
             answer = ask(service, path, method, given)
