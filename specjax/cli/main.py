@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import tyro
 
+from specjax.cli.client import ClientConfig, run_client
 from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
 from specjax.cli.evaluate import EvaluateConfig, run_evaluate
@@ -64,6 +65,7 @@ class Group:
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
     "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
+    "client": Command("draft on this machine and have a server verify it", ClientConfig, run_client),
     "serve": Command("serve a model under OpenAI's interface, with a page to try it", ServeConfig, run_serve),
     "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True),
     "regenerate": Command(

@@ -1,0 +1,211 @@
+"""What a client computes: what its drafter knows of the text, and drafts. Everything for one text, compiled for a few sizes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from specjax.client.trees import Tree
+from specjax.drafters.base import Drafter, Told, shapes_told
+from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
+from specjax.models.cache import KVCache
+from specjax.models.transformer import Target
+from specjax.progress import track
+from specjax.sampling import RowSampling, Sampling, make_key, position_keys
+
+ALONE = 8
+"""Tokens that the drafter writes at a time while no answer comes."""
+
+WIDTHS = (8, 64)
+"""Numbers of tokens that are heard or assumed at once. More go by several calls."""
+
+
+@struct.dataclass
+class Known:
+    """What a drafter knows of one text.
+
+    Attributes:
+        drafter: its state.
+        cache: of the target's layers that it reads; None where it reads none.
+    """
+
+    drafter: Any
+    cache: KVCache | None
+
+
+@struct.dataclass
+class Settings:
+    """How a text is drawn.
+
+    Attributes:
+        key: the text's random key.
+        sampling: of one row.
+    """
+
+    key: jax.Array
+    sampling: RowSampling
+
+    @classmethod
+    def of(cls, sampling: Sampling, seed: int) -> "Settings":
+        """As a server makes them of the same numbers, so that both sides draw with the same random numbers."""
+        rows = replace(sampling.rows(1), greedy=False, truncated=True, rule="coupled")  # one program for all settings
+        return cls(key=jax.random.fold_in(make_key(seed), 0), sampling=rows)
+
+
+class Device:
+    """A drafter with the parts of the target that it needs, and its programs.
+
+    Attributes:
+        target: the parts.
+        drafter: with any draft.
+        shapes: drafts that can be asked for, by depth.
+        alone: the depth of the chain by which the drafter writes alone, as `propose` is given it: -1.
+        capacity: most tokens of a text, what is only assumed included.
+        hears: arrays that the drafter must be told of each token, with the shape of one token.
+
+    Examples:
+        >>> from specjax.client.device import Device, Settings
+        >>> drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
+        >>> device = Device(target, drafter, [specjax.Chain(3)], capacity=32)
+        >>> known = device.hear(device.start(), [5, 3], [3, 1], {})
+        >>> settings = Settings.of(specjax.Sampling(temperature=0.0), seed=0)
+        >>> tree = device.propose(known, root=1, length=3, settings=settings, depth=3)
+        >>> tree.root, tree.depth
+        (1, 3)
+    """
+
+    alone: ClassVar[int] = -1
+
+    def __init__(self, target: Target, drafter: Drafter, shapes: Sequence[DraftShape], capacity: int) -> None:
+        """Nothing is compiled before `warm_up`, or the first call."""
+        if not drafter.drafts_elsewhere:
+            raise InputError(
+                f"drafter: {type(drafter).__name__} needs the target itself while it drafts, which a client does not have: "
+                "give Mixture of Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
+            )
+        drafter.check(target)
+        self.target, self.drafter, self.capacity = target, drafter, capacity
+        self.shapes = {shape.depth: shape for shape in sorted(shapes, key=lambda shape: shape.depth)}
+        self._drafters = {depth: _with_draft(drafter, shape) for depth, shape in self.shapes.items()}
+        self._drafters[self.alone] = _with_draft(drafter, Chain(ALONE))
+        self.hears = shapes_told(drafter, target)
+
+    def start(self) -> Known:
+        """Nothing is known."""
+        return _start(self.target, self.drafter, capacity=self.capacity)
+
+    def hear(self, known: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> Known:
+        """What is known after committed ``tokens``, with the token ``following`` each and what was told of them, ``[T, …]``."""
+        for start, width in _pieces(len(tokens)):
+            piece = slice(start, start + width)
+            told = {name: _padded(array[piece], width) for name, array in arrays.items()}
+            known = _hear(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width), told)
+        return known
+
+    def assume(self, known: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
+        """What would be known after ``tokens`` of which nothing was told; see `Drafter.assume`."""
+        for start, width in _pieces(len(tokens)):
+            piece = slice(start, start + width)
+            known = _assume(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width))
+        return known
+
+    def propose(self, known: Known, root: int, length: int, settings: Settings, depth: int) -> Tree:
+        """A draft of a ``depth`` that is among `shapes`, below the ``root`` of a text of ``length`` tokens."""
+        tokens, parents, valid = _propose(
+            self.target, self._drafters[depth], known, np.array([root], np.int32), np.int32(length), settings
+        )
+        return Tree.of(*(np.asarray(each)[0] for each in (tokens, parents, valid)))
+
+    def warm_up(self) -> None:
+        """Compile everything, with a bar."""
+        known, settings = self.start(), Settings.of(Sampling(), seed=0)
+        jobs: list[Any] = []
+        for width in WIDTHS:
+            told = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}
+            jobs.append(partial(self.hear, known, [0] * width, [0] * width, told))
+            jobs.append(partial(self.assume, known, [0] * width, [0] * width))
+        jobs += [partial(self.propose, known, 0, 1, settings, depth) for depth in self._drafters]
+        for job in track(jobs, "compiling the drafter"):
+            jax.block_until_ready(job())
+
+
+def _with_draft(drafter: Drafter, shape: DraftShape) -> Drafter:
+    return drafter.replace(draft=shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _pieces(count: int) -> list[tuple[int, int]]:
+    """Where each call begins, and the tokens that it is compiled for."""
+    pieces, start = [], 0
+    while start < count:
+        width = next((width for width in WIDTHS if width >= count - start), WIDTHS[-1])
+        pieces.append((start, width))
+        start += width
+    return pieces
+
+
+def _padded(values: np.ndarray, width: int) -> np.ndarray:
+    """``values [T, …]`` with zeros, ``[1, width, …]``."""
+    values = np.asarray(values)
+    return np.pad(values, [(0, width - len(values)), *((0, 0),) * (values.ndim - 1)])[None]
+
+
+def _padded_tokens(tokens: Sequence[int], following: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, following and count, as `_hear` and `_assume` take them."""
+    padded, after = (_padded(np.array(each, np.int32), width) for each in (tokens, following))
+    return padded, after, np.array([len(tokens)], np.int32)
+
+
+@partial(jax.jit, static_argnames="capacity")
+def _start(target: Target, drafter: Drafter, *, capacity: int) -> Known:
+    layers = drafter.reads(target.config)
+    cache = target.new_cache(1, capacity).of_layers(layers) if layers else None
+    return Known(drafter=drafter.start(target, 1, capacity), cache=cache)
+
+
+@jax.jit
+def _hear(
+    target: Target,
+    drafter: Drafter,
+    known: Known,
+    tokens: jax.Array,
+    following: jax.Array,
+    count: jax.Array,
+    arrays: dict[str, jax.Array],
+) -> Known:
+    cache = known.cache
+    if cache is not None:
+        cache = cache.append(_as(cache, drafter.entries_told(target, arrays)), count, after=count)
+    return Known(drafter=drafter.hear(target, known.drafter, Told(tokens, following, arrays, count)), cache=cache)
+
+
+@jax.jit
+def _assume(target: Target, drafter: Drafter, known: Known, tokens: jax.Array, following: jax.Array, count: jax.Array) -> Known:
+    state, entries = drafter.assume(target, known.drafter, tokens, following, count, known.cache)
+    cache = known.cache
+    if cache is not None:
+        cache = cache.append(_as(cache, entries), count, after=entries[0][0][:, 0, 0])
+    return Known(drafter=state, cache=cache)
+
+
+def _as(cache: KVCache, entries: Any) -> Any:
+    """``entries`` in the type of a ``cache``."""
+    return jax.tree.map(lambda part, kept: part.astype(kept.dtype), entries, cache.layers)
+
+
+@jax.jit
+def _propose(
+    target: Target, drafter: Drafter, known: Known, root: jax.Array, length: jax.Array, settings: Settings
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens, parents and which nodes are there, ``[1, N]`` each. The first drafted token is number ``length`` of its text."""
+    keys = position_keys(settings.key[None], length + jnp.arange(drafter.draft_shape.depth)[:, None])
+    given = {} if known.cache is None else {"cache": known.cache}
+    draft, _ = drafter.propose(target, known.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **given)
+    parents = jnp.broadcast_to(jnp.asarray(draft.parents, jnp.int32), draft.tokens.shape)
+    valid = jnp.ones(draft.tokens.shape, bool) if draft.valid is None else draft.valid
+    return draft.tokens, parents, valid

@@ -1,0 +1,361 @@
+"""The client's side of the protocol: what to send, and what an answer means. It has no socket, no clock and no drafter.
+
+`specjax.serving.sessions` has the messages in a table. What goes wrong on the way has three remedies, and each may be used at
+any time, for the server answers the same thing twice with the same answer: a draft without a verdict is sent again
+(`Exchange.again`), a session is resumed over a new connection (`Exchange.hello`), and where the server has forgotten the text,
+or the client has missed what it was told, the text is opened anew as far as it is committed.
+"""
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from specjax import wire
+from specjax.client.trees import Tree
+from specjax.wire.arrays import Precision
+from specjax.wire.messages import NO_PARENT
+
+Phase = Literal["away", "opening", "ready", "waiting", "over"]
+"""Not connected; connected, and the server reads the text; a draft may be sent; a verdict is awaited; the text has ended."""
+
+
+class ServerRefusedError(RuntimeError):
+    """The server does not take this text; says why."""
+
+
+class ServerBusyError(RuntimeError):
+    """The server has no room for this text now."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        prompt: token ids.
+        limit: most tokens that follow it.
+        temperature: as the next three in `specjax.Sampling`.
+        top_k: 0 is no limit.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: that fixes the text.
+        eos: ids that end the text; None: the target's own.
+        target: fingerprint of the target that is meant; empty: any.
+        drafter: likewise of the drafter.
+        precision: of what comes down.
+
+    Examples:
+        >>> from specjax.client.exchange import Request
+        >>> Request(prompt=(5, 6, 7), limit=64, seed=3).temperature
+        0.0
+    """
+
+    prompt: tuple[int, ...]
+    limit: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    eos: tuple[int, ...] | None = None
+    target: str = ""
+    drafter: str = ""
+    precision: Precision = "float16"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The server takes the text: ``bounds`` of the `Exchange` are known."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What was told of tokens, in order.
+
+    Attributes:
+        tokens: T of them.
+        following: the token after each.
+        arrays: ``[T, …]`` each.
+    """
+
+    tokens: Sequence[int]
+    following: Sequence[int]
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """Tokens were committed.
+
+    Attributes:
+        tokens: they.
+        drafted: tokens that the draft had on its longest path.
+        seconds: that the server took.
+    """
+
+    tokens: Sequence[int]
+    drafted: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Send:
+    """A frame that is to be sent now."""
+
+    frame: bytes
+
+
+News = Opened | Heard | Emitted | Send
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the server takes.
+
+    Attributes:
+        nodes: most nodes of a draft, the root among them.
+        depth: most drafted tokens on a path.
+        capacity: most tokens of a text.
+        tells: arrays that are told of each token, with the shape of one token.
+    """
+
+    nodes: int
+    depth: int
+    capacity: int
+    tells: dict[str, tuple[int, ...]]
+
+
+class Exchange:
+    """One text, as far as the two sides have come with it.
+
+    Attributes:
+        request: what is asked for.
+        tokens: the prompt and what is committed: the target's text for these settings, at all times.
+        known: how many tokens the client has been told of. When it is told of all but the last, it can draft.
+        phase: where the conversation is.
+        bounds: of drafts, once the server has said them.
+        over: why the text has ended.
+        resumes: how often the text was gone on with over another connection, or opened anew.
+
+    Examples:
+        >>> from specjax import wire
+        >>> from specjax.client.exchange import Exchange, Request
+        >>> exchange = Exchange(Request(prompt=(5, 6), limit=8))
+        >>> wire.decode_up(exchange.hello()).prompt
+        2
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        committed: Sequence[int] = (),
+        make_nonce: Callable[[], bytes] = partial(secrets.token_bytes, 16),
+    ) -> None:
+        """Of a text of which, beside the prompt, some tokens are ``committed`` already. ``make_nonce`` gives 16 bytes that are
+        not given twice."""
+        self.request = request
+        self.tokens = [*request.prompt, *committed]
+        self.known = 0
+        self.phase: Phase = "away"
+        self.bounds: Bounds | None = None
+        self.over: Literal["", "stop", "length"] = ""
+        self.resumes = 0
+        self._session: bytes | None = None
+        self._epoch = self._sequence = 0
+        self._sent: wire.Draft | None = None  # without a verdict
+        self._depth = 0
+        self._hello = b""
+        self._make_nonce = make_nonce
+
+    # --- what is sent --------------------------------------------------------------------------------------------------
+
+    def hello(self) -> bytes:
+        """The first frame over a connection; or over the same one, to begin anew."""
+        self.resumes += bool(self._hello)
+        self.phase, self._hello = "opening", self._make_hello()
+        return self._hello
+
+    def _make_hello(self) -> bytes:
+        if self._session is not None:
+            self._epoch += 1
+            base, known = len(self.tokens), self.known
+            digest = wire.digest(self.tokens)
+            return wire.encode(wire.Resume(session=self._session, epoch=self._epoch, base=base, digest=digest, known=known))
+        asked = self.request
+        return wire.encode(
+            wire.Open(
+                nonce=self._make_nonce(),
+                tokens=wire.pack(self.tokens, "int32"),
+                prompt=len(asked.prompt),
+                limit=asked.limit,
+                temperature=asked.temperature,
+                top_k=asked.top_k,
+                top_p=asked.top_p,
+                min_p=asked.min_p,
+                seed=asked.seed,
+                eos=None if asked.eos is None else list(asked.eos),
+                target=asked.target,
+                drafter=asked.drafter,
+                precision=asked.precision,
+                known=self.known,
+            )
+        )
+
+    def draft(self, tree: Tree) -> bytes:
+        """A draft below the newest token. Where the phase is "ready"."""
+        assert self.phase == "ready" and self._session is not None and tree.root == self.tokens[-1]
+        self._sequence += 1
+        self._depth = tree.depth
+        self._sent = wire.Draft(
+            session=self._session,
+            epoch=self._epoch,
+            sequence=self._sequence,
+            base=len(self.tokens),
+            digest=wire.digest(self.tokens),
+            tokens=wire.pack(tree.tokens, "int32"),
+            parents=wire.pack(np.where(tree.parents < 0, NO_PARENT, tree.parents), "uint8"),
+        )
+        self.phase = "waiting"
+        return wire.encode(self._sent)
+
+    def again(self) -> bytes:
+        """What to send when no answer has come."""
+        return wire.encode(self._sent) if self.phase == "waiting" and self._sent is not None else self._hello
+
+    def close(self) -> bytes | None:
+        """That the text is not wanted any more; None where the server does not know it."""
+        return None if self._session is None else wire.encode(wire.Close(session=self._session))
+
+    def end_if_whole(self, ends: Collection[int]) -> None:
+        """Where the text was whole already when another process left it: at one of the ids that are its ``ends``, or its
+        limit."""
+        committed = self.tokens[len(self.request.prompt) :]
+        if committed and committed[-1] in ends:
+            self.phase, self.over = "over", "stop"
+        elif len(committed) >= self.request.limit:
+            self.phase, self.over = "over", "length"
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        if self.phase != "over":
+            self.phase = "away"
+
+    # --- what comes ----------------------------------------------------------------------------------------------------
+
+    def receive(self, frame: bytes) -> list[News]:
+        """What a frame means.
+
+        Raises:
+            FrameError: it is no message.
+            ServerRefusedError: the server will not take this text.
+            ServerBusyError: it has no room now.
+        """
+        message = wire.decode_down(frame)
+        if self.phase in ("away", "over"):
+            return []
+        if isinstance(message, wire.Refused):
+            return self._refused(message)
+        if isinstance(message, wire.Opened):
+            return self._opened(message)
+        if message.session != self._session:
+            return []
+        if isinstance(message, wire.Forgotten):
+            self._session, self._sent, self._epoch, self._sequence = None, None, 0, 0
+            return [Send(self.hello())]
+        if isinstance(message, wire.Told):  # whenever it was sent: it follows from the tokens
+            return self._told(message)
+        if message.epoch < self._epoch:  # of a connection that is gone
+            return []
+        if isinstance(message, wire.Ready):
+            return self._ready(message)
+        if isinstance(message, wire.Verdict):
+            return self._verdict(message)
+        return [Send(self.hello())]  # Resync: the texts differ, and ours is what was committed
+
+    def _opened(self, message: wire.Opened) -> list[News]:
+        if message.session == self._session or message.epoch:  # a sign of life: the text is still being read
+            return []
+        if self._session is not None or self.phase != "opening":  # of an Open over a connection that is gone
+            return [Send(wire.encode(wire.Close(session=message.session)))]
+        self._session, self._epoch, self._sequence, self._sent = message.session, message.epoch, 0, None
+        tells = {name: tuple(shape) for name, shape in message.tells.items()}
+        self.bounds = Bounds(message.nodes, message.depth, message.capacity, tells)
+        return [Opened()]
+
+    def _told(self, message: wire.Told) -> list[News]:
+        end = min(message.start + message.count, len(self.tokens) - 1)
+        if message.start > self.known or end <= self.known:  # something before it was lost, or all of it is known
+            return []
+        piece = slice(self.known - message.start, end - message.start)
+        return [self._hear(end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()})]
+
+    def _unpacked(self, arrays: Mapping[str, wire.Packed]) -> dict[str, np.ndarray]:
+        """What was told, as the server has said that it would be."""
+        tells = {} if self.bounds is None else self.bounds.tells
+        if {name: tuple(packed.shape[1:]) for name, packed in arrays.items()} != tells:
+            raise wire.FrameError(4400, f"arrays: {sorted(arrays)}; must be {sorted(tells)}, of the shapes that Opened names")
+        return {name: wire.unpack(packed) for name, packed in arrays.items()}
+
+    def _hear(self, end: int, arrays: dict[str, np.ndarray]) -> Heard:
+        start, self.known = self.known, end
+        return Heard(self.tokens[start:end], self.tokens[start + 1 : end + 1], arrays)
+
+    def _ready(self, message: wire.Ready) -> list[News]:
+        if self.phase != "opening" or message.epoch != self._epoch:
+            return []
+        news: list[News] = []
+        last = len(self.tokens) - 1
+        if self.bounds is not None and not self.bounds.tells and self.known < last:  # the tokens say it all
+            news.append(self._hear(last, {}))
+        if message.length != len(self.tokens) or self.known < last:  # a part of what was told has been lost
+            return [*news, Send(self.hello())]
+        if self._sent is None:
+            self.phase = "ready"
+            return news
+        self.phase, self._sent = "waiting", msgspec.structs.replace(self._sent, epoch=self._epoch)
+        return [*news, Send(self.again())]
+
+    def _verdict(self, message: wire.Verdict) -> list[News]:
+        sent = self._sent
+        if self.phase != "waiting" or sent is None or message.sequence != sent.sequence:
+            return []
+        drafted, parents = wire.unpack(sent.tokens), wire.unpack(sent.parents)
+        above = [0, *message.accepted]
+        is_path = all(node < len(drafted) and parents[node] == above[i] for i, node in enumerate(message.accepted))
+        room = len(self.request.prompt) + self.request.limit - len(self.tokens)
+        if not is_path or len(message.accepted) >= room:
+            raise wire.FrameError(4400, f"accepted={message.accepted}: no path of the draft, or longer than the text may be")
+        arrays = self._unpacked(message.arrays)
+        emitted = [*(int(drafted[node]) for node in message.accepted), message.token]
+        self.tokens += emitted
+        self._sent = None
+        self.phase = "over" if message.over else "ready"
+        self.over = message.over
+        heard = self._hear(len(self.tokens) - 1, arrays)
+        return [Emitted(emitted, self._depth, message.seconds), heard]
+
+    def _refused(self, message: wire.Refused) -> list[News]:
+        if message.session and message.session != self._session:
+            return []
+        if message.code == "sequence":
+            return [Send(self.hello())] if self.phase != "opening" else []
+        if message.code in ("old_epoch", "not_ready", "busy", "over"):  # to something late, or it will be asked again
+            return []
+        if message.code in ("draining", "full"):
+            raise ServerBusyError(message.message)
+        raise ServerRefusedError(f"{message.code}: {message.message}")
+
+    def snapshot(self) -> dict[str, Any]:
+        """What is needed to go on with the text in another process."""
+        return {"request": msgspec.to_builtins(self.request), "committed": self.tokens[len(self.request.prompt) :]}
+
+    @classmethod
+    def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
+        """From `snapshot`. Raises `msgspec.ValidationError` where it is none."""
+        request = msgspec.convert(snapshot["request"], Request)
+        return cls(replace(request, prompt=tuple(request.prompt)), msgspec.convert(snapshot["committed"], list[int]))

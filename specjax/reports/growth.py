@@ -1,0 +1,124 @@
+"""The picture of a text that a client drafts: what was committed when, and what was provisional in between."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from specjax.reports import style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Kind = Literal["committed", "provisional", "retracted"]
+"""What happened to tokens."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An event of a text, and when it came.
+
+    Attributes:
+        seconds: since the beginning.
+        kind: of event.
+        tokens: how many.
+        confirmed: of committed ones, how many stood there as provisional already.
+
+    Examples:
+        >>> from specjax.client import Committed
+        >>> from specjax.reports.growth import Moment
+        >>> Moment.of(Committed(tokens=(702, 221), text="import "), seconds=0.5)
+        Moment(seconds=0.5, kind='committed', tokens=2, confirmed=0)
+    """
+
+    seconds: float
+    kind: Kind
+    tokens: int
+    confirmed: int = 0
+
+    @classmethod
+    def of(cls, event: object, seconds: float) -> "Moment":
+        """Of an event of `specjax.client`, whose class is called as its kind."""
+        kind: Kind = type(event).__name__.lower()  # pyright: ignore[reportAssignmentType]
+        return cls(seconds, kind, len(event.tokens), getattr(event, "confirmed", 0))  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A token that was provisional.
+
+    Attributes:
+        place: its number in the text, from 0.
+        start: seconds when it was shown.
+        end: seconds when that was decided.
+        outcome: "committed", "retracted", or "provisional" where it never was.
+    """
+
+    place: int
+    start: float
+    end: float
+    outcome: Kind
+
+
+def stands_of(moments: Sequence[Moment]) -> list[Stand]:
+    """The provisional tokens of a text, in the order in which they were decided.
+
+    Examples:
+        >>> from specjax.reports.growth import Moment, stands_of
+        >>> shown = [Moment(1.0, "provisional", 2), Moment(3.0, "retracted", 1), Moment(3.0, "committed", 2, confirmed=1)]
+        >>> [(stand.place, stand.outcome) for stand in stands_of(shown)]
+        [(1, 'retracted'), (0, 'committed')]
+    """
+    committed, shown, found = 0, list[float](), list[Stand]()
+    for moment in moments:
+        if moment.kind == "provisional":
+            shown += [moment.seconds] * moment.tokens
+        elif moment.kind == "retracted":
+            for _ in range(moment.tokens):
+                found.append(Stand(committed + len(shown) - 1, shown.pop(), moment.seconds, "retracted"))
+        else:
+            gone = enumerate(shown[: moment.confirmed], committed)
+            found += [Stand(place, start, moment.seconds, "committed") for place, start in gone]
+            del shown[: moment.confirmed]
+            committed += moment.tokens
+    last = moments[-1].seconds if moments else 0.0
+    return found + [Stand(place, start, last, "provisional") for place, start in enumerate(shown, committed)]
+
+
+@style.styled
+def draw_growth(title: str, moments: Sequence[Moment], away: Sequence[tuple[float, float]] = ()) -> "Figure":
+    """Tokens over time: a line for what is committed, and a bar for each provisional token, until it was decided.
+
+    Args:
+        title: of the figure.
+        moments: in order.
+        away: from when to when there was no network, in seconds.
+    """
+    theme = style.theme()
+    figure, (axes,) = style.new_figure(3.4, title=title)
+    for start, end in away:
+        axes.axvspan(start, end, color=theme.grid, label="no network")
+    times, counts = [0.0], [0]
+    for moment in moments:
+        if moment.kind == "committed":
+            times.append(moment.seconds)
+            counts.append(counts[-1] + moment.tokens)
+    last = max(moment.seconds for moment in moments)
+    axes.step([*times, last], [*counts, counts[-1]], where="post", color=theme.accepted.edge, label="committed")
+    stands = stands_of(moments)
+    kinds = {
+        "committed": ("provisional, then committed", theme.drafted.edge),
+        "retracted": ("provisional, then retracted", theme.rejected.edge),
+        "provisional": ("provisional to the end", theme.passed_over.edge),
+    }
+    for outcome, (label, colour) in kinds.items():
+        chosen = [stand for stand in stands if stand.outcome == outcome]
+        if chosen:
+            places = [stand.place + 1 for stand in chosen]
+            starts, ends = [stand.start for stand in chosen], [stand.end for stand in chosen]
+            axes.hlines(places, starts, ends, color=colour, linewidth=1.2, label=label)
+    axes.set(xlabel="seconds", ylabel="tokens", xlim=(0, 1.02 * last))
+    axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(labels, handles, strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2)
+    return figure

@@ -1,0 +1,113 @@
+"""`specjax client`: what is refused before anything is loaded. What it writes is tested in tests/client/test_served.py."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from specjax import client
+from specjax.cli.client import as_json, show, summary
+from specjax.cli.main import main
+from specjax.client import Committed, Provisional, Report, Retracted
+
+
+@pytest.fixture
+def _nothing_is_loaded(monkeypatch) -> None:
+    def connect(*_, **__):
+        raise AssertionError("something is loaded")
+
+    monkeypatch.setattr(client, "connect", connect)
+
+
+GIVEN = {"drafter": "eagle3:there", "target-parts": "there", "prompt": "import os"}
+
+
+def refusal(capsys, **options: str) -> str:
+    """What ``specjax client`` says to options that it does not take: a line."""
+    line = [word for name, value in (GIVEN | options).items() for word in (f"--{name}", value)]
+    assert main(["client", *line]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("specjax: error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("drafter", ""),
+        ("target-parts", ""),
+        ("prompt", ""),
+        ("provisional-after", "0"),
+        ("provisional-after", "nan"),
+        ("wait-seconds", "-1"),
+        ("private", "not there"),
+        ("api-key-file", "not there"),
+    ],
+)
+def test_what_is_refused_names_its_option(option: str, value: str, capsys) -> None:
+    assert f"error: {option.replace('-', '_')}=" in refusal(capsys, **{option: value})
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+def test_a_file_with_nothing_in_it(tmp_path, capsys) -> None:
+    (tmp_path / "empty").write_text("\n \n")
+    for option in ("private", "api-key-file"):
+        assert "is empty" in refusal(capsys, **{option: str(tmp_path / "empty")})
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"server": "http://127.0.0.1:8000"}, "server='http://127.0.0.1:8000'"),
+        ({"server": "ws://"}, "server='ws://'"),
+        ({"certificate": "x"}, "certificate='x'"),
+        ({"server": "wss://127.0.0.1:1", "certificate": "not there"}, "certificate='not there'"),
+        ({"target-parts": "/not there"}, "/not there"),
+    ],
+)
+def test_where_there_is_nothing(options: dict[str, str], word: str, capsys) -> None:
+    assert word in refusal(capsys, **options)
+
+
+def test_what_json_has() -> None:
+    report = Report(
+        text="a", tokens=(1, 2), finish_reason="length", rounds=1, accepted=1, round_trips=[0.123456], seconds=1.23456
+    )
+    said = json.loads(json.dumps(as_json(report)))
+    assert next(iter(said)) == "text"
+    assert (said["text"], said["tokens"], said["tokens_a_round"]) == ("a", [1, 2], 2.0)
+    assert (said["round_trips"], said["seconds"]) == ([0.1235], 1.235)
+
+
+def test_the_summary() -> None:
+    assert "nothing was verified; 2 provisional tokens" in summary(Report(provisional_tokens=(1, 2)))
+    said = summary(Report(tokens=(1, 2, 3), rounds=2, accepted=1, round_trips=[0.01, 0.03], provisional_tokens=(4,)))
+    assert "3 tokens" in said and "2 rounds of 1.5 tokens, 30 ms" in said and "1 tokens are not verified" in said
+
+
+def test_what_a_terminal_shows(monkeypatch) -> None:
+    shown: list[list[tuple[str, str]]] = []
+
+    class Live:
+        def __init__(self, **_) -> None: ...
+        def __enter__(self):
+            return SimpleNamespace(update=lambda text: shown.append((text.plain, [str(span.style) for span in text.spans])))
+
+        def __exit__(self, *_) -> None: ...
+
+    monkeypatch.setattr("specjax.cli.client.Live", Live)
+    events = [
+        Committed((1,), "a"),
+        Provisional((2,), "b"),
+        Provisional((3,), "c"),
+        Provisional((4,), "d"),
+        Retracted((3, 4), "cd"),
+        Committed((2, 5), "be", confirmed=1),
+    ]
+    show(events, console=None)  # pyright: ignore[reportArgumentType]
+    grey = ["italic bright_black"]
+    assert [text for text, _ in shown] == ["a", "ab", "abc", "abcd", "ab", "abe"]
+    assert [styles for _, styles in shown[1:5]] == [grey] * 4

@@ -1,0 +1,132 @@
+"""What a reader of the events believes is what the tokens say, at all times."""
+
+import random
+
+import pytest
+
+from specjax import text
+from specjax.assets import embedded
+from specjax.client.display import Display
+from specjax.client.events import Committed, Event, Provisional, Retracted
+
+PROMPT = "x = '"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+BYTES = "é€😀"
+"""Characters of two to four tokens."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text.load_tokenizer(embedded("target"))
+
+
+class Reader:
+    """Keeps what the events say."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.text = ""
+        self.shown: list[tuple[tuple[int, ...], str]] = []
+
+    def read(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Provisional):
+                self.shown.append((event.tokens, event.text))
+            elif isinstance(event, Retracted):
+                begin = len(self.shown) - len(event.tokens)
+                assert begin >= 0
+                wrong, self.shown = self.shown[begin:], self.shown[:begin]
+                assert tuple(token for tokens, _ in wrong for token in tokens) == event.tokens
+                assert "".join(said for _, said in wrong) == event.text
+            else:
+                assert isinstance(event, Committed)
+                assert [tokens for tokens, _ in self.shown[: event.confirmed]] == [
+                    (t,) for t in event.tokens[: event.confirmed]
+                ]
+                del self.shown[: event.confirmed]
+                self.committed += event.tokens
+                self.text += event.text
+
+    @property
+    def shown_tokens(self) -> list[int]:
+        return [token for tokens, _ in self.shown for token in tokens]
+
+    @property
+    def shown_text(self) -> str:
+        return "".join(said for _, said in self.shown)
+
+
+def drawn_events(display: Display, reader: Reader, draw: random.Random, truth: list[int], others: list[int], after) -> None:
+    """The truth is committed in pieces, with right and wrong tokens shown in between."""
+    done = 0
+    while done < len(truth) and not display.has_stopped:
+        if draw.random() < 0.7:
+            shown = len(display.provisional)
+            right = truth[done + shown : done + shown + draw.randint(0, 6)]
+            is_right = [token for token, _ in display.provisional] == truth[done : done + shown]
+            reader.read(display.show([*(right if is_right else []), *([draw.choice(others)] if draw.random() < 0.4 else [])]))
+            after(done)
+        count = min(draw.randint(1, 5), len(truth) - done)
+        done += count
+        reader.read(display.commit(truth[done - count : done], is_last=done == len(truth)))
+        after(done)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_shown_is_what_the_tokens_say(tokenizer, seed: int) -> None:
+    draw = random.Random(seed)
+    prompt = text.encode(tokenizer, PROMPT)
+    alphabet = [BYTES, "abc def\n    ", BYTES + "import os; "][seed % 3]
+    truth = tokenizer("".join(draw.choice(alphabet) for _ in range(30)), add_special_tokens=False)["input_ids"]
+    display, reader = Display(tokenizer, prompt), Reader()
+
+    def said(tokens: list[int]) -> str:
+        """Of some tokens after the prompt, without a character of which a part is missing."""
+        whole = tokenizer.decode([*prompt, *tokens], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return whole[len(PROMPT) :].rstrip(BROKEN)
+
+    def check(done: int) -> None:
+        assert reader.committed == truth[:done]
+        assert reader.shown_tokens == [token for token, _ in display.provisional]
+        if done < len(truth):
+            # A wrong token after the first part of a character: nothing is shown of that.
+            expected = said(truth[:done] + reader.shown_tokens)
+            assert (reader.text + reader.shown_text).replace(BROKEN, "") == expected.replace(BROKEN, "")
+            assert reader.text == said(truth[:done])
+
+    drawn_events(display, reader, draw, truth, tokenizer(BYTES + "xyz ")["input_ids"], check)
+    assert (reader.committed, reader.shown) == (truth, [])
+    assert reader.text == display.text == said(truth)
+    assert display.tokens == tuple(truth)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_is_left_behind_a_stop_string(tokenizer, seed: int) -> None:
+    draw = random.Random(seed)
+    prompt = text.encode(tokenizer, PROMPT)
+    words = "one two; three é four. five\nsix seven"
+    truth = tokenizer(words, add_special_tokens=False)["input_ids"]
+    stop = draw.choice([";", "é f", "five\ns", "not there", "t"])
+    display, reader = Display(tokenizer, prompt, [stop]), Reader()
+    drawn_events(display, reader, draw, truth, tokenizer("a b")["input_ids"], lambda _: None)
+    assert reader.text == display.text == words.partition(stop)[0]
+    assert display.has_stopped == (stop in words)
+    assert tuple(reader.committed) == display.tokens == tuple(truth[: len(display.tokens)])
+    assert (reader.shown, display.provisional) == ([], [])
+
+
+def test_without_a_tokenizer_there_are_tokens(tokenizer) -> None:
+    display, reader = Display(None, [1, 2], stop=["x"]), Reader()
+    reader.read(display.show([3, 4, 5]))
+    reader.read(display.commit([3]))
+    assert (reader.committed, reader.shown_tokens) == ([3], [4, 5])
+    reader.read(display.commit([4, 6, 7], is_last=True))
+    assert (display.tokens, display.text, reader.committed, reader.shown) == ((3, 4, 6, 7), "", [3, 4, 6, 7], [])
+
+
+def test_a_text_that_is_written_alone_ends_at_a_stop_string(tokenizer) -> None:
+    display = Display(tokenizer, tokenizer.encode("import "), stop=[";"], is_alone=True)
+    tokens = tokenizer.encode("os; import sys")
+    events = display.show(tokens)
+    assert display.has_stopped and "".join(event.text for event in events) == "os"
+    assert display.show(tokens) == []

@@ -1,0 +1,101 @@
+"""A text goes on from its journal, and from no other."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specjax.client.exchange import Exchange, Request
+from specjax.client.journal import Journal
+from specjax.errors import InputError
+
+REQUEST = Request(prompt=(5, 6), limit=8, temperature=0.5, seed=3, eos=(2,), target="a", drafter="b")
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return tmp_path / "text.json"
+
+
+def kept(file: Path, *tokens: int) -> Journal:
+    journal = Journal(file)
+    exchange = journal.open(REQUEST)
+    exchange.tokens += tokens
+    journal.keep(exchange)
+    return journal
+
+
+def test_it_goes_on_where_it_was_left(file: Path) -> None:
+    kept(file, 7, 8)
+    again = kept(file, 9)
+    exchange = again.open(REQUEST)
+    assert (exchange.tokens, exchange.request, exchange.known) == ([5, 6, 7, 8, 9], REQUEST, 0)
+    assert os.listdir(file.parent) == [file.name]
+    assert json.loads(file.read_text())["committed"] == [7, 8, 9]
+
+
+def test_how_numbers_come_down_may_change(file: Path) -> None:
+    kept(file, 7)
+    assert Journal(file).open(replace(REQUEST, precision="int8")).tokens == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt": (5, 7)},
+        {"limit": 9},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"seed": 4},
+        {"eos": None},
+        {"target": "c"},
+    ],
+)
+def test_a_journal_of_another_text_is_refused(change, file: Path) -> None:
+    kept(file, 7)
+    with pytest.raises(InputError, match=r"journal=.*text\.json.*another prompt"):
+        Journal(file).open(replace(REQUEST, **change))
+    assert json.loads(file.read_text())["committed"] == [7]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"null",
+        b'{"request": {}, "committed": []}',
+        b'{"committed": []}',
+        b'{"request": {"prompt": [5], "limit": 1}}',
+        b'{"request": {"prompt": [5], "limit": 1}, "committed": ["a"]}',
+        b'{"request": {"prompt": [5], "limit": 1}, "committed": 3}',
+    ],
+)
+def test_what_is_no_journal_is_refused(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=r"journal=.*is no journal"):
+        Journal(file).open(REQUEST)
+    assert file.read_bytes() == content
+
+
+def test_tokens_that_no_text_has(file: Path) -> None:
+    for wrong in ([-1], [2**31], [7] * 9):
+        file.unlink(missing_ok=True)
+        kept(file)
+        snapshot = json.loads(file.read_text()) | {"committed": wrong}
+        file.write_text(json.dumps(snapshot))
+        with pytest.raises(InputError, match="is no journal"):
+            Journal(file).open(REQUEST)
+
+
+def test_where_nothing_can_be_kept(file: Path) -> None:
+    with pytest.raises(InputError, match="journal="):
+        Journal(file.parent).open(REQUEST)
+    with pytest.raises(InputError, match=r"journal=.*cannot be written"):
+        Journal(file.parent / "not there" / "text.json").keep(Exchange(REQUEST))
