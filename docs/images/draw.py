@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.patches import FancyBboxPatch
 
 import specjax
-from benchmarks import arrivals_tables, serving_tables
+from benchmarks import arrivals_tables, client_server_tables, serving_tables
 from benchmarks import long_context as benchmark
 from specjax.assets import embedded
 from specjax.reports import pictures, style
@@ -196,10 +196,28 @@ def serving_clients() -> "Figure":
     return serving_tables.clients_picture(_results("serving"))
 
 
+def client_server_networks() -> "Figure":
+    """Drafts of clients and of the server, over networks."""
+    return client_server_tables.networks_picture(_results("client_server"))
+
+
+def client_server_clients() -> "Figure":
+    """Who drafts, by how many clients a server has."""
+    return client_server_tables.clients_picture(_results("client_server"))
+
+
+def client_server_cut() -> "Figure":
+    """How far a drafter goes on alone."""
+    return client_server_tables.cut_picture(_results("client_server"))
+
+
 PICTURES: dict[str, Callable[[], "Figure"]] = {
     "arrivals_rows": arrivals_rows,
     "arrivals_rates": arrivals_rates,
     "serving_clients": serving_clients,
+    "client_server_networks": client_server_networks,
+    "client_server_clients": client_server_clients,
+    "client_server_cut": client_server_cut,
     "how_it_works": how_it_works,
     "draft_tree": draft_tree,
     "long_context": long_context,
