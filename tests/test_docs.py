@@ -145,6 +145,7 @@ SLOW = {
     *("check_insert", "check_rows_that_come_and_go"),
     *("check_distribution", "p_values"),
     *("Text", "admit", "read_chunk", "decode_rows", "Engine", "EngineStatistics", "Handle", "Answer"),
+    *("verify_rows", "ClientRow", "ClientStatistics"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
     *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
 }

@@ -9,6 +9,7 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PRINTED = {
+    "client_server": ("tokens a round", "the text is the target's own", "sampled, it is the same", "ended with 0"),
     "quickstart": ("realised", "->"),
     "serve": ("is ready: embedded, 2 rows", "'completion_tokens': 48", "3 different texts", "ended with 0"),
     "train_eagle3": ("trained in", "acceptance rose from", "acceptance length"),
@@ -16,7 +17,7 @@ PRINTED = {
 }
 
 
-PICTURES = {"serve": 0}
+PICTURES = {"client_server": 1, "serve": 0}
 """In how many cells: of those that are not named, in two."""
 
 
