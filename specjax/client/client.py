@@ -111,8 +111,8 @@ class Client:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
         config = self.device.target.config
-        settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        pipeline.settings(max_new_tokens=max_new_tokens, seed=seed, eos_token_ids=eos_token_ids, **settings).check(config, 1)
+        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+        pipeline.settings(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, **settings).check(config, 1)
         text.check_stop(stop)
         if stop and self.tokenizer is None:
             raise InputError("stop: a client without a tokenizer has no text to look for it in; give tokenizer=...")
@@ -128,11 +128,7 @@ class Client:
         request = Request(
             prompt=tuple(tokens),
             limit=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
+            **settings,
             eos=None if eos_token_ids is None else tuple(eos_token_ids),
             target=target,
             drafter=drafter,

@@ -10,7 +10,7 @@ provisional, as good as the drafter is.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -176,18 +176,6 @@ class _Listener(Writer):
         self._told.append(news)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A key that was told, by the name of its array: ``layerN.0`` (see `specjax.drafters.base.told_entries`)."""
-
-    number: int
-
-    @classmethod
-    def of(cls, name: str) -> "_Layer | None":
-        layer, _, part = name.partition(".")
-        return cls(int(layer.removeprefix("layer"))) if layer.startswith("layer") and part == "0" else None
-
-
 def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> dict[str, np.ndarray]:
     """What was told of tokens as if each stood ``shift [T]`` places further on: keys are turned, all else is as it was.
 
@@ -198,8 +186,8 @@ def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> d
     """
     after = dict(arrays)
     for name, array in arrays.items():
-        if (layer := _Layer.of(name)) is not None:
-            after[name] = _turned(target, layer.number, array, shift)
+        if (layer := _layer_of_keys(name)) is not None:
+            after[name] = _turned(target, layer, array, shift)
         elif name == "entries":  # of all layers: by head the key, then the value
             layers = []
             for number in range(array.shape[1]):
@@ -209,6 +197,12 @@ def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> d
                 layers.append(both.reshape(len(array), -1))
             after[name] = np.stack(layers, axis=1)
     return after
+
+
+def _layer_of_keys(name: str) -> int | None:
+    """The layer whose keys an array ``layerN.0`` has (see `specjax.drafters.base.told_entries`); None: it has no keys."""
+    layer, _, part = name.partition(".")
+    return int(layer.removeprefix("layer")) if layer.startswith("layer") and part == "0" else None
 
 
 def _turned(target: Target, layer: int, keys: np.ndarray, shift: np.ndarray) -> np.ndarray:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specjax.drafts import tree
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -48,10 +50,7 @@ class Tree:
     @property
     def depths(self) -> np.ndarray:
         """``[N]`` steps from the root to each node."""
-        depths = np.zeros(len(self.tokens), int)
-        for node in range(1, len(depths)):
-            depths[node] = depths[self.parents[node]] + 1
-        return depths
+        return tree.depths(self.parents)
 
     @property
     def depth(self) -> int:

@@ -31,6 +31,11 @@ def ancestors(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
 
 def depths(parents: np.ndarray | jax.Array, depth: int | None = None) -> Any:
     """``[…, N]`` steps from the root to each node. Arguments as of `ancestors`."""
+    if isinstance(parents, np.ndarray) and parents.ndim == 1:  # on the host one walk will do
+        steps = np.zeros(len(parents), int)
+        for node in range(1, len(parents)):
+            steps[node] = steps[parents[node]] + 1
+        return steps
     return ancestors(parents, depth).sum(axis=-1) - 1
 
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from specjax.decoding import rows as device_rows
+from specjax.drafts import tree
 from specjax.errors import InputError
 from specjax.serving.device import Device
 from specjax.serving.scheduler import Read, Scheduler, Ticket
@@ -300,11 +301,8 @@ class Clients:
         above = parents.astype(np.int64)
         if above[0] != -1 or np.any(above[1:] < 0) or np.any(above[1:] >= np.arange(1, len(above))):
             raise InputError("parents: the root's must be -1, and each other node's the number of a node before it")
-        depths = np.zeros(len(above), np.int64)
-        for node in range(1, len(above)):
-            depths[node] = depths[above[node]] + 1
-        if depths.max() > depth:
-            raise InputError(f"parents: the draft is {depths.max()} deep, and may be {depth} deep")
+        if (deepest := tree.depths(above).max()) > depth:
+            raise InputError(f"parents: the draft is {deepest} deep, and may be {depth} deep")
 
     def set_away(self, row: ClientRow, is_away: bool) -> None:
         """`ClientRow.is_away`."""
