@@ -124,7 +124,7 @@ class WebSocketLink:
     def _connected(self, timeout: float) -> ClientConnection:
         given: dict[str, Any] = {} if self._security is None else {"ssl": self._security}
         try:
-            return connect(
+            connection = connect(
                 self._url,
                 additional_headers=self._headers,
                 open_timeout=timeout,
@@ -134,6 +134,7 @@ class WebSocketLink:
                 proxy=None,
                 **given,
             )
+            return connection.__enter__()  # websockets asks for it since 17.1; `close` is what leaving would do
         except InvalidStatus as error:
             status = error.response.status_code
             if status in (401, 403, 404, 426):
