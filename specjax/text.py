@@ -442,6 +442,16 @@ def check_stop(stop: Sequence[str]) -> None:
         raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
 
 
+def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
+    """The ids of those strings that are one token without text. No text that they could be looked for in would have them."""
+    for each in stop:
+        # Tokenizers stumble over half of a surrogate pair, which is no token.
+        token = tokenizer.convert_tokens_to_ids(each.encode(errors="replace").decode())
+        is_known = token is not None and tokenizer.convert_ids_to_tokens(token) == each
+        if is_known and not tokenizer.decode([token], skip_special_tokens=True):
+            yield token
+
+
 class GrowingText:
     """What is generated after one prompt, while it grows: tokens become text as soon as they can, up to a stop string.
 
@@ -461,9 +471,11 @@ class GrowingText:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0) -> None:
         """Of a ``prompt`` of token ids, with strings before the first of which the text ends. They are looked for behind the
-        first ``stop_after`` tokens."""
+        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token."""
         self._tokenizer, self._prompt, self._strings, self._stop_after = tokenizer, prompt, stop, stop_after
         self._text, self._stop = TextStream(tokenizer, prompt), StopStrings(stop)
+        self._marks = frozenset(_special_tokens(tokenizer, stop))
+        self._is_at_mark = False
         self._said = 0  # generated tokens that have become text
         self.length = len(prompt)
         self.tokens: list[int] = []
@@ -472,7 +484,7 @@ class GrowingText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found."""
-        return self._stop.found
+        return self._stop.found or self._is_at_mark
 
     def push(self, new: Sequence[int]) -> str:
         """The text that is known now that there are ``new`` tokens."""
@@ -483,7 +495,9 @@ class GrowingText:
             if self.stopped:
                 break
             self.tokens += part
-            pieces.append(self._take(self._text.push(part)))
+            is_mark = not self._marks.isdisjoint(part) and len(self.tokens) > self._stop_after
+            pieces.append(self._take(self._text.push(part, is_mark), is_mark))
+            self._is_at_mark = is_mark
         return "".join(pieces)
 
     def finish(self) -> str:
@@ -494,7 +508,7 @@ class GrowingText:
         """What may be given out of ``piece``, which is what the newest tokens add to the text."""
         given = self._stop.push(piece, last) if len(self.tokens) > self._stop_after else piece
         self.pieces.append(given)
-        if self.stopped:
+        if self._stop.found:
             self._drop_held()
         elif piece:
             self._said = len(self.tokens)

@@ -276,3 +276,35 @@ def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "PyTorch" not in done.stderr
     assert "something else" in done.stderr
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 9])
+@pytest.mark.parametrize(
+    ("tokens", "expected", "count"),
+    [
+        ("a <tool> b", "a", 2),
+        ("a <0xE8> <0xAA> <0x9E> <tool> b", "a語", 5),  # bytes are held back until then
+        ("a <0x0A> b <tool>", "a", 2),  # the other string comes first
+        ("a b b", "abb", 3),
+        ("<tool> a <tool> b", "", 1),
+    ],
+)
+def test_a_stop_string_that_is_a_special_token_ends_the_text(tokens, expected, count, at_once) -> None:
+    """The end of a turn, which no text shows."""
+    tokenizer = of_bytes_and_spaces("llama")
+    prompt, given = (tokenizer.convert_tokens_to_ids(words.split()) for words in ("\u2581the", tokens))
+    growing = text.GrowingText(tokenizer, prompt, ["<tool>", "\n", "\ud800", "never there", "<unk> "])
+    for start in range(0, len(given), at_once):
+        growing.push(given[start : start + at_once])
+    growing.finish()
+    assert "".join(growing.pieces) == expected
+    assert growing.tokens == given[:count]
+    assert growing.stopped == (expected != "abb")
+
+
+def test_a_special_token_within_the_first_tokens_does_not_end_the_text() -> None:
+    tokenizer = of_bytes_and_spaces("llama")
+    given = tokenizer.convert_tokens_to_ids(["<tool>", "a", "b", "<tool>", "a"])
+    growing = text.GrowingText(tokenizer, [], ["<tool>"], stop_after=2)
+    assert growing.push(given) == "ab"
+    assert growing.tokens == given[:4]

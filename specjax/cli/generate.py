@@ -52,6 +52,7 @@ class GenerateConfig:
             the drafts. With "coupled" no drafter changes the text; "independent" draws each token with random numbers of its
             own, and verifies by the rule that fits the draft; "block" and "rejection" are two such rules for chains alone.
         ignore_eos: generate on after an end-of-sequence token.
+        stop: strings before the first of which the text ends, such as the end of a turn where the model has no token for it.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
@@ -74,6 +75,7 @@ class GenerateConfig:
     seed: int = 0
     rule: Rule | None = None
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
     json: bool = False
     dtype: str = ""
     precision: Literal["default", "highest"] = "default"
@@ -101,6 +103,7 @@ def read_prompts(config: GenerateConfig) -> list[str]:
 def run_generate(config: GenerateConfig) -> None:
     """``specjax generate``."""
     prompts, options = read_prompts(config), read_options(config)
+    text.check_stop(config.stop)
     if config.show_tree:
         pictures.check_path("show_tree", config.show_tree)
     if config.precision != "default":
@@ -112,7 +115,7 @@ def run_generate(config: GenerateConfig) -> None:
     streams = len(prompts) == 1 and not config.json
     started = time.perf_counter()
     with waiting("compiling" if streams else "compiling and generating"):
-        run = generator.start(ids, options, steps=pipeline.LOOK_EVERY if streams else None)
+        run = generator.start(ids, options, stop=config.stop, steps=pipeline.LOOK_EVERY if streams or config.stop else None)
         waited_for = iter(run)
         first = next(waited_for)
     for pieces in itertools.chain([first], waited_for):

@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.progress import waiting
 from specjax.serving.engine import Engine
 from specjax.sharding import make_mesh
-from specjax.text import read_json_lines
+from specjax.text import check_stop, read_json_lines
 from specjax.training import chat, fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
 
@@ -52,6 +52,7 @@ class RegenerateConfig:
         top_p: in (0, 1].
         seed: of the random draws.
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        stop: strings before the first of which an answer of a conversation ends, where the model has no token for it.
         mesh: devices by axis, data and model.
     """
 
@@ -69,6 +70,7 @@ class RegenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     chat_template: str = ""
+    stop: tuple[str, ...] = ()
     mesh: tuple[int, int] = (1, 1)
 
 
@@ -81,6 +83,7 @@ def run_regenerate(config: RegenerateConfig) -> None:
         raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and a file that ends in .jsonl")
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0, which is all")
+    check_stop(config.stop)
     if jax.process_count() > 1:
         raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
     output = Path(config.output)
@@ -328,7 +331,7 @@ class _Writer:
             prompt, why_not = self._prompt([*chat, *turn])
             if why_not:
                 return _Written({"messages": chat}, cut=why_not) if chat else _Written({}, left_out=why_not)
-            answer = self._answer(prompt, jax.random.fold_in(key, number))
+            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop)
             chat += [*turn, {"role": "assistant", "content": answer.text}]
         return _Written({"messages": chat})
 
@@ -343,12 +346,11 @@ class _Writer:
             return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} tokens"
         return tokens, ""
 
-    def _answer(self, prompt: list[int], key: jax.Array) -> pipeline.Generation:
+    def _answer(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = ()) -> pipeline.Generation:
         """What the target says after ``prompt``."""
         config = self._config
-        handle = self._engine.submit(
-            prompt, max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, key=key
-        )
+        sampling = {"temperature": config.temperature, "top_p": config.top_p, "key": key}
+        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, **sampling)
         return handle.result()
 
 

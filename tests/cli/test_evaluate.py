@@ -303,6 +303,11 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     generator = pipeline.load(Target.from_pretrained(target), tokenizer=target)
     generator.tokenizer.chat_template = template.read_text()
     assert generator(long[:3], max_new_tokens=6).text == long[3]["content"]
+    first, stop = long[1]["content"], long[1]["content"][2:4]
+    stopped = ["--output", str(tmp_path / "stopped.jsonl"), "--stop", stop]
+    assert main(["regenerate", *arguments, "--temperature", "0", "--max-new-tokens", "6", "--batch", "2", *stopped]) == 0
+    _, record = (json.loads(line)["messages"] for line in (tmp_path / "stopped.jsonl").read_text().splitlines())
+    assert record[1]["content"] == first[: first.find(stop)]
 
 
 def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_path, capsys) -> None:

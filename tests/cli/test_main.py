@@ -107,6 +107,20 @@ def test_generation_ends_at_the_checkpoints_end_token_unless_told_otherwise(caps
     assert json.loads(out)["token_ids"] == tokens
 
 
+def test_generation_ends_before_a_stop_string(capsys, tiny_pair) -> None:
+    """As at the end of a turn that is several tokens."""
+    _, whole, _ = run(capsys, *generate_with(tiny_pair, "--json"))
+    text = json.loads(whole)["text"]
+    stop = text[3:6]
+    _, out, _ = run(capsys, *generate_with(tiny_pair, "--json", "--stop", "never there", stop))
+    assert json.loads(out)["text"] == text[: text.find(stop)]
+    assert len(json.loads(out)["token_ids"]) < len(json.loads(whole)["token_ids"])
+    _, out, _ = run(capsys, *generate_with(tiny_pair, "--stop", stop))
+    assert out == text[: text.find(stop)] + "\n"
+    code, _, err = run(capsys, *generate_with(("./nothing", ""), "--stop", ""))  # refused before anything is read
+    assert code == 2 and "stop=" in err
+
+
 def test_settings_that_greedy_decoding_does_not_read_are_named(capsys) -> None:
     missing = ("generate", "--prompt", "x", "--target", "./nothing")  # refused right after
     _, _, err = run(capsys, *missing, "--top-p", "0.9", "--min-p", "0.1")

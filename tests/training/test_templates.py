@@ -82,16 +82,17 @@ _SMOL = (
     "Reasoning Mode: /think\n\n## Custom Instructions\n\n"
 )
 _SMOL_DEFAULT = (
-    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Your role as an assistant involves thoroughly "
-    "exploring questions through a systematic thinking process before providing the final precise and accurate solutions. This "
-    "requires engaging in a comprehensive cycle of analysis, summarizing, exploration, reassessment, reflection, backtracking, "
-    "and iteration to develop well-considered thinking process. Please structure your response into two main sections: Thought "
-    "and Solution using the specified format: <think> Thought section </think> Solution section. In the Thought section, detail "
-    "your reasoning process in steps. Each step should include detailed considerations such as analysing questions, summarizing "
-    "relevant findings, brainstorming new ideas, verifying the accuracy of the current steps, refining any errors, and "
-    "revisiting previous steps. In the Solution section, based on various attempts, explorations, and reflections from the "
-    "Thought section, systematically present the final solution that you deem correct. The Solution section should be logical, "
-    "accurate, and concise and detail necessary steps needed to reach the conclusion.\n\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face. Your role as an assistant involves "
+    "thoroughly exploring questions through a systematic thinking process before providing the final precise and "
+    "accurate solutions. This requires engaging in a comprehensive cycle of analysis, summarizing, exploration, "
+    "reassessment, reflection, backtracking, and iteration to develop well-considered thinking process. Please "
+    "structure your response into two main sections: Thought and Solution using the specified format: <think> "
+    "Thought section </think> Solution section. In the Thought section, detail your reasoning process in steps. "
+    "Each step should include detailed considerations such as analysing questions, summarizing relevant findings, "
+    "brainstorming new ideas, verifying the accuracy of the current steps, refining any errors, and revisiting "
+    "previous steps. In the Solution section, based on various attempts, explorations, and reflections from the "
+    "Thought section, systematically present the final solution that you deem correct. The Solution section should "
+    "be logical, accurate, and concise and detail necessary steps needed to reach the conclusion.\n\n"
 )
 
 FORMATS = {
@@ -252,7 +253,9 @@ FORMATS = {
 def make_tokenizer(name: str, has_marks: bool = True):
     """A token a byte, and with ``has_marks`` one for each mark of a turn; with the template's file."""
     form = FORMATS[name]
-    raw = Tokenizer(models.BPE(vocab={each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+    raw = Tokenizer(
+        models.BPE(vocab={each: i for i, each in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=form.bos, eos_token=form.eos)
@@ -285,7 +288,7 @@ def test_a_template_writes_what_the_published_one_writes(name) -> None:
     if form.talk:
         assert written([SYSTEM, *FIRST, *SECOND]) == form.talk
     else:
-        with pytest.raises(ConfigError, match="refuses conversation 1 .*there is no system message"):
+        with pytest.raises(ConfigError, match=r"refuses conversation 1 .*there is no system message"):
             chat.encode(tokenizer, [[SYSTEM, *FIRST]], responses_only=True)
 
 
@@ -310,13 +313,13 @@ def test_without_its_marks_a_template_is_refused(name) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "ministral3"])
 def test_turns_that_do_not_alternate_are_refused(name) -> None:
-    with pytest.raises(ConfigError, match="refuses conversation 2 .*must take turns"):
+    with pytest.raises(ConfigError, match=r"refuses conversation 2 .*must take turns"):
         chat.encode(make_tokenizer(name), [FIRST, [*FIRST, FIRST[1]]], responses_only=True)
 
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4_31b", "gpt_oss", "phi3", "phi4", "granite4", "granite4.1"])
 def test_a_message_that_a_template_has_no_form_for_is_refused(name) -> None:
-    with pytest.raises(ConfigError, match="refuses conversation 1 .*messages are known"):
+    with pytest.raises(ConfigError, match=r"refuses conversation 1 .*messages are known"):
         chat.encode(make_tokenizer(name), [[*FIRST, {"role": "tool", "content": "4"}]], responses_only=True)
 
 
