@@ -447,8 +447,9 @@ def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:
     for each in stop:
         # Tokenizers stumble over half of a surrogate pair, which is no token.
         token = tokenizer.convert_tokens_to_ids(each.encode(errors="replace").decode())
-        is_known = token is not None and tokenizer.convert_ids_to_tokens(token) == each
-        if is_known and not tokenizer.decode([token], skip_special_tokens=True):
+        if token is None or tokenizer.convert_ids_to_tokens(token) != each:  # what is unknown may be a token of its own
+            continue
+        if not tokenizer.decode([token], skip_special_tokens=True):
             yield token
 
 

@@ -1,6 +1,7 @@
 """What is trained on: documents, which are texts or conversations, from files or the hub.
 
-A conversation is a list of messages, ``{"role": …, "content": …}``, whatever form it was stored in.
+A conversation is a list of messages, ``{"role": …, "content": …}``, whatever form it was stored in. What was thought before an
+answer may stand beside it as ``thinking``, for templates that write it.
 """
 
 import glob
@@ -158,7 +159,9 @@ def _message(entry: Any, where: str) -> Message:
         if isinstance(content, str) and isinstance(role, str):
             if role.lower() not in _ROLES:
                 raise ConfigError(f"{where}: role {role!r}: must be one of {', '.join(_ROLES)}")
-            return {"role": _ROLES[role.lower()], "content": content}
+            message = {"role": _ROLES[role.lower()], "content": content}
+            thinking = entry.get("thinking")
+            return message | {"thinking": thinking} if isinstance(thinking, str) and thinking else message
     raise ConfigError(f"{where}: a message needs role and content, or from and value, and both must be text")
 
 

@@ -40,6 +40,13 @@ def test_all_forms_of_a_conversation_are_one(tmp_path) -> None:
     assert len({document.name for document in read}) == 3
 
 
+def test_what_was_thought_before_an_answer_is_kept(tmp_path) -> None:
+    thought = [MESSAGES[0] | {"thinking": None}, MESSAGES[1] | {"thinking": "Add."}]
+    write_jsonl(tmp_path / "chats.jsonl", [{"messages": thought}])
+    (read,) = documents.read_documents(str(tmp_path / "chats.jsonl"))
+    assert list(read.messages) == [MESSAGES[0], thought[1]]
+
+
 def test_equal_documents_have_one_origin_and_what_is_written_after_them_keeps_it(tmp_path) -> None:
     write_jsonl(tmp_path / "chats.jsonl", [{"messages": MESSAGES}, {"conversations": SHAREGPT}, {"messages": MESSAGES[:1]}])
     read = documents.read_documents(str(tmp_path / "chats.jsonl"))
