@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax import sharding
-from specjax.models import float8
+from specjax.models import float8, mxfp4
 from specjax.models.fields import CheckpointError, read_json, show
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
@@ -107,7 +107,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
             return stored[part]
 
         def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
-            array = tensor(name, part[::-1]).T if param.transposed else tensor(name, part)
+            array = _turned(param, tensor(name, param.stored_part(part)))
             return np.ascontiguousarray(array, param.dtype or dtype)
 
         def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
@@ -185,19 +185,42 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
     if jax.process_index() != 0:
         return
 
-    def stored(param: Param, leaf: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        kept = param.stored_dtype or param.dtype or dtype or leaf.dtype
-        array = leaf.astype(kept, copy=False)
+    pieces: dict[str, list[tuple[Param, np.ndarray]]] = {}
+    for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
+        array = leaf.astype(param.stored_dtype or param.dtype or dtype or leaf.dtype, copy=False)
         for name, one in zip(param.stored_names, array if param.stacked else [array], strict=True):
-            yield name, np.ascontiguousarray(one.T if param.transposed else one)
-
-    pairs = zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True)
-    arrays = dict(tensor for param, leaf in pairs for tensor in stored(param, leaf))
+            pieces.setdefault(name, []).append((param, _turned(param, one)))
+    arrays = {name: _put_together(name, found) for name, found in pieces.items()}
     with replacing(directory) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
         for name, content in files.items():
             (scratch / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _turned(param: Param, array: np.ndarray) -> np.ndarray:
+    """From the order of axes in the checkpoint to that of the parameter, or back."""
+    return np.swapaxes(array, -1, -2) if param.transposed else array
+
+
+def _put_together(name: str, pieces: list[tuple[Param, np.ndarray]]) -> np.ndarray:
+    """The tensor ``name`` of the parameters that make it up, each with its value as it is stored."""
+    param, array = pieces[-1]
+    if param.within is None:
+        assert len({one.within for one, _ in pieces}) == 1, f"{name}: declared both as a whole and in parts"
+        return np.ascontiguousarray(array)
+    kinds = {(one.stored_shape, one.within and one.within.axis, value.dtype) for one, value in pieces}
+    assert len(kinds) == 1, f"{name}: declared in several ways: {kinds}"
+    whole = np.empty(param.stored_shape, array.dtype)
+    covered = np.zeros(param.within.size, int)
+    for one, value in pieces:
+        place = one.stored_part((slice(None),) * value.ndim)
+        whole[place] = value
+        covered[place[param.within.axis]] += 1
+    assert (covered == 1).all(), (
+        f"{name}: places that belong to no parameter, or to several: {np.flatnonzero(covered != 1)[:5]}"
+    )
+    return whole
 
 
 def check_writable(directory: Path) -> None:
@@ -229,9 +252,24 @@ def replacing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+class _Slices:
+    """A tensor of a safetensors file. Its slices may have steps, which those of the file have not."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.get_shape, self.get_dtype = stored.get_shape, stored.get_dtype
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        reach = tuple(slice(one.start, one.stop) for one in part)
+        return self._stored[reach][tuple(slice(None, None, one.step) for one in part)]
+
+
 @contextmanager
 def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
-    """Lazy slices of all tensors of a checkpoint, by name, from one file or from the shards that an index lists."""
+    """All tensors of a checkpoint, by name, from one file or from the shards that an index lists.
+
+    Each has its ``get_shape()``, its ``get_dtype()``, and gives the part that a slice of each axis asks for.
+    """
     tensors: dict[str, Any] = {}
     handles = []
     try:
@@ -247,14 +285,14 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
                 reason = " ".join(str(error).split())
                 raise CheckpointError(f"{directory / name} is truncated or damaged ({reason}): download it again") from None
             handles.append(handle)
-            found = {key: handle.get_slice(key) for key in handle.keys()}  # noqa: SIM118 - not a dict
+            found: dict[str, Any] = {key: _Slices(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 - not a dict
             quantised = [key for key, tensor in found.items() if tensor.get_dtype() == float8.KIND]
             if quantised:
                 found |= float8.open_tensors(directory / name, quantised)
             if twice := sorted(found.keys() & tensors.keys()):
                 raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= found
-        yield tensors
+        yield mxfp4.unpacked(tensors, directory)
     finally:
         for handle in handles:
             handle.__exit__(None, None, None)

@@ -71,5 +71,5 @@ def dequantise(stored: Any, scales: Any, part: tuple[slice, ...]) -> np.ndarray:
     ranges = [range(size)[piece] for size, piece in zip(stored.get_shape(), part, strict=True)]
     blocks = tuple(slice(one.start // BLOCK, -(-one.stop // BLOCK)) for one in ranges)
     of_blocks = np.asarray(scales[blocks], np.float32)
-    rows, columns = (np.arange(one.start, one.stop) // BLOCK - of.start for one, of in zip(ranges, blocks, strict=True))
+    rows, columns = (np.asarray(one, np.intp) // BLOCK - of.start for one, of in zip(ranges, blocks, strict=True))
     return stored[part].astype(np.float32) * of_blocks[rows][:, columns]

@@ -97,10 +97,11 @@ _TOKENS = Field(
 
 
 def _is_readable(quantisation: dict[str, Any]) -> bool:
-    """Whether a ``quantization_config`` is that of `specjax.models.float8`."""
+    """Whether a ``quantization_config`` is that of `specjax.models.float8` or of `specjax.models.mxfp4`."""
     blocks = [float8.BLOCK, float8.BLOCK]
     kind, stored = quantisation.get("quant_method"), quantisation.get("fmt", "e4m3")
-    return kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
+    is_float8 = kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
+    return is_float8 or kind == "mxfp4"
 
 
 # What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
@@ -133,7 +134,7 @@ _FIELDS: dict[str, Field] = {
     "dtype": text(*_DTYPES, default=None),
     "torch_dtype": text(*_DTYPES, default=None),
     "quantization_config": Field(
-        f"left out, or fp8 with weight_block_size [{float8.BLOCK}, {float8.BLOCK}]: use the unquantised checkpoint",
+        f"left out, fp8 with weight_block_size [{float8.BLOCK}, {float8.BLOCK}], or mxfp4: use the unquantised checkpoint",
         lambda value: type(value) is dict and _is_readable(value),
         default=None,
     ),

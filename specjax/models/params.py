@@ -24,6 +24,35 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Within:
+    """The parameter is a part of a tensor in the checkpoint: of its ``axis``, which is ``size`` long, every ``step``-th place
+    from ``start`` on; of so many places as the parameter has there.
+
+    Attributes:
+        axis: of the stored tensor; of one of them, without the axis of the stack, where the parameter is stacked.
+        size: of that axis in the stored tensor.
+        start: the first place.
+        step: from one place to the next.
+
+    Examples:
+        Queries, and the first half of two interleaved ones:
+
+        >>> from specjax.models.params import Param, Within
+        >>> name = "self_attn.qkv_proj.weight"
+        >>> Param((6, 4), (None, "heads"), name, transposed=True, within=Within(axis=0, size=8)).stored_shape
+        (8, 6)
+        >>> gate = Param((2, 6, 3), ("experts", None, None), "experts.gate_up_proj", within=Within(axis=2, size=6, step=2))
+        >>> gate.stored_part(np.s_[1:2, :, 1:3])
+        (slice(1, 2, 1), slice(0, 6, 1), slice(2, 5, 2))
+    """
+
+    axis: int
+    size: int
+    start: int = 0
+    step: int = 1
+
+
+@dataclass(frozen=True)
 class Param:
     """One parameter.
 
@@ -34,11 +63,12 @@ class Param:
             has the index there: the experts of a layer, which are published one by one and used as one array.
         init: how a new model starts.
         stddev: of a normal ``init``.
-        transposed: the checkpoint holds the transpose.
+        transposed: the checkpoint has its last two axes exchanged.
         dtype: of this parameter, whatever the others' is: an index table is "int32". None: that of the model.
         stored_dtype: in the checkpoint, where it is another one than ``dtype``.
         units: how many indivisible units its sharded axis has, where that is this parameter's own affair: layers may differ in
             heads. None: as many as the axis has elsewhere.
+        within: which part of the tensor with its name it is, for several make up one there. None: all of it.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +80,14 @@ class Param:
     dtype: str | None = None
     stored_dtype: str | None = None
     units: int | None = None
+    within: Within | None = None
+
+    def __post_init__(self) -> None:
+        within = self.within
+        if within is not None:
+            assert 0 <= within.axis < len(self._turned_shape), f"{self.name}: there is no axis {within.axis}"
+            assert within.start >= 0 and within.step >= 1, f"{self.name}: {within} does not go upwards from 0"
+            assert self._places(within).stop - within.step < within.size, f"{self.name}: {within} is too short for {self.shape}"
 
     @property
     def stacked(self) -> bool:
@@ -63,9 +101,35 @@ class Param:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors in the checkpoint."""
-        shape = self.shape[1:] if self.stacked else self.shape
-        return shape[::-1] if self.transposed else shape
+        """The shape of each of its tensors in the checkpoint; of the whole tensor, if it is only a part of it."""
+        shape = list(self._turned_shape)
+        if self.within is not None:
+            shape[self.within.axis] = self.within.size
+        return tuple(shape)
+
+    @property
+    def _turned_shape(self) -> tuple[int, ...]:
+        """Its own shape, or that of a piece of the stack, with the axes as they are in the checkpoint."""
+        return self._turned(self.shape[1:] if self.stacked else self.shape)
+
+    def _turned(self, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*axes[:-2], *axes[:-3:-1]) if self.transposed else axes
+
+    def _places(self, within: Within) -> range:
+        """The places of the stored axis that are its own."""
+        return range(within.start, within.start + within.step * self._turned_shape[within.axis], within.step)
+
+    def stored_part(self, part: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where a ``part`` of it lies in its tensor in the checkpoint.
+
+        Args:
+            part: a slice of each of its axes, as it is used; but for the first one, if it is stacked.
+        """
+        places = [range(size) for size in self._turned_shape]
+        if self.within is not None:
+            places[self.within.axis] = self._places(self.within)
+        found = [one[piece] for one, piece in zip(places, self._turned(part), strict=True)]
+        return tuple(slice(one.start, one[-1] + 1 if one else one.start, one.step) for one in found)
 
     def place(self, mesh: Mesh, units: Mapping[str, int]) -> NamedSharding:
         """Where it lies on ``mesh``; ``units`` as in `sharding.partition`, but for its own."""

@@ -133,7 +133,7 @@ CONFIG_FAULTS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"quantization_config": {}}, "quantization_config={}: must be left out, or fp8 with weight_block_size"),
+    ({"quantization_config": {}}, "quantization_config={}: must be left out, fp8 with weight_block_size"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config={'bits': 4, 'quant_method': 'gptq'}"),
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"weight_block_size \[128, 128\]"),
     ({"quantization_config": {"quant_method": "fp8"}}, "use the unquantised checkpoint"),
@@ -165,6 +165,19 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
     with pytest.raises(CheckpointError, match=message) as caught:
         Target.from_pretrained(checkpoint)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "quantisation",
+    [
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    ],
+)
+def test_quantisations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantisation) -> None:
+    plain = huggingface.read_config(checkpoint)
+    edit_config(checkpoint, quantization_config=quantisation)
+    assert huggingface.read_config(checkpoint) == plain
 
 
 HEADER_FAULTS = [
