@@ -25,13 +25,18 @@ def _own_programs():
         yield
 
 
-H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+DEVICES = {
+    "cuda": jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
+    "tpu": jax.sharding.AbstractDevice("TPU v5 lite", num_cores=1, platform="tpu"),
+}
+KERNELS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
+"""How a kernel of attention is called in a program."""
 
 
 def lower(function, platform: str, *given) -> str:
-    """From JAX 0.11 on a kernel for a GPU has to know which."""
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=H100)
-    with jax.sharding.use_abstract_mesh(mesh) if platform == "cuda" else nullcontext():
+    """From JAX 0.11 on a kernel for a GPU has to know which; one for a TPU has to where it divides, as it does for pages."""
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=DEVICES.get(platform))
+    with jax.sharding.use_abstract_mesh(mesh) if platform in DEVICES else nullcontext():
         return jax.jit(function).trace(*given).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -50,9 +55,8 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
     drafter = METHODS[method](SHAPES[shape])
     sampling = Sampling(temperature=0.7, top_p=0.9)
     text = {platform: lowered(target, drafter, platform, sampling) for platform in ("tpu", "cuda")}
-    kernels = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}  # of attention
-    for platform, kernel in kernels.items():
-        assert {kernel for kernel in kernels.values() if kernel in text[platform]} == {kernel}
+    for platform, kernel in KERNELS.items():
+        assert {kernel for kernel in KERNELS.values() if kernel in text[platform]} == {kernel}
 
 
 @pytest.mark.parametrize("page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))])
@@ -67,7 +71,36 @@ def test_attention_lowers_for_gpus_whatever_its_sizes(dims, dtype, page) -> None
     )
     table = jnp.arange(5)[None] if page else None
     pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, 60, 60), bool))]
-    assert "__gpu$xla.gpu.triton" in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
+    assert KERNELS["cuda"] in lower(partial(attend, values_part=2 - len(dims)), "cuda", q, pieces)
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("count", [1, 60])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "dims"),
+    [
+        (8, 8, (64,)),  # gpt-oss
+        (4, 2, (256,)),  # Gemma 2
+        (4, 8, (512,)),  # Gemma 4
+        (8, 7, (128,)),  # no power of two
+        (1, 16, (512, 64)),  # latent attention
+    ],
+)
+def test_attention_with_sinks_and_a_cap_lowers(kv_heads, group, dims, count, page, platform) -> None:
+    parts = dims if len(dims) > 1 else dims * 2
+    q = tuple(jnp.zeros((1, count, kv_heads * group, d), "bfloat16") for d in dims)
+    own, cached = (
+        (tuple(jnp.zeros((rows, kv_heads, n, d), "bfloat16") for d in parts))
+        for rows, n in ((1, count), ((page and 9) or 1, page or 100))
+    )
+    table = jnp.arange(5)[None] if page else None
+    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, count, count), bool))]
+
+    def run(q, pieces, sinks):
+        return attend(q, pieces, values_part=2 - len(dims), sinks=sinks, cap=50.0)
+
+    assert KERNELS[platform] in lower(run, platform, q, pieces, jnp.zeros(kv_heads * group, "bfloat16"))
 
 
 def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:

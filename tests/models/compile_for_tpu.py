@@ -1,9 +1,11 @@
 """Compiles for a TPU v5e that is not there: a pass of two layers of Llama-3.1-8B, of which it prints the bytes over weights and
-cache by tokens a row; and attention at its widest, chunks of a prompt with 8 query heads a key and trees of latent attention,
-which must fit the chip's fast memory."""
+cache by tokens a row; and attention at its widest, chunks of a prompt with 8 query heads a key, trees of latent attention and
+few queries of heads of 512, with sinks and a cap, which must fit the chip's fast memory."""
 
+import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,15 +41,20 @@ for count in (1, 5, 60):
     shares[count] = moved / (bytes_of_one(params["layers"]) + bytes_of_one(cache.layers))
 PAGE = 256
 widest = [(8, 8, (128,), 512, None), (1, 128, (512, 64), 60, None)]
+widest += [(8, 8, (64,), 512, None), (4, 8, (512,), 512, None), (4, 8, (512,), 16, None), (8, 7, (128,), 100, None)]
 of_pages = [(8, 4, (64,), 5, PAGE), (8, 4, (128,), 1, PAGE), (8, 8, (128,), 512, PAGE), (1, 128, (512, 64), 60, PAGE)]
-for kv_heads, group, sizes, count, page in widest + of_pages:
-    q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), jnp.bfloat16)) for d in sizes)
+of_pages += [(4, 8, (512,), 16, PAGE)]
+dtypes = (jnp.bfloat16, jnp.float32)
+for (kv_heads, group, sizes, count, page), dtype, more in itertools.product(widest + of_pages, dtypes, (False, True)):
+    q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), dtype)) for d in sizes)
     parts = sizes if len(sizes) > 1 else sizes * 2
     pieces, slots = (SLOTS // page, page) if page else (1, SLOTS)
-    entry = tuple(shaped(jax.ShapeDtypeStruct((pieces, kv_heads, slots, d), jnp.bfloat16)) for d in parts)
+    entry = tuple(shaped(jax.ShapeDtypeStruct((pieces, kv_heads, slots, d), dtype)) for d in parts)
     table = shaped(jax.ShapeDtypeStruct((1, pieces), jnp.int32)) if page else None
     filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), table=table, mesh=mesh)
-    own = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, count, d), jnp.bfloat16)) for d in parts)
+    own = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, count, d), dtype)) for d in parts)
     mask = shaped(jax.ShapeDtypeStruct((1, count, count), bool))
-    jax.jit(lambda q, *pieces: attend(q, pieces, values_part=2 - len(q))).lower(q, filled, (own, mask)).compile()
+    sinks = shaped(jax.ShapeDtypeStruct((kv_heads * group,), dtype)) if more else None
+    run = partial(attend, values_part=2 - len(q), cap=50.0 if more else None)
+    jax.jit(lambda q, sinks, *pieces, run=run: run(q, pieces, sinks=sinks)).lower(q, sinks, filled, (own, mask)).compile()
 print(json.dumps(shares))

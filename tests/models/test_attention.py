@@ -33,9 +33,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def plain(q, keys, values, visible, scale):
+def plain(q, keys, values, visible, scale, sinks=None, cap=None):
     """In float64, of ``q [B, T, heads, d]``, keys and values ``[B, kv, S, d]`` and ``visible [B, T, S]``: what is attended to,
-    zeros where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot."""
+    zeros where nothing is seen; and ``[B, kv, S]`` the attention paid to each slot. Sinks are one more column of scores."""
     out = np.zeros((*q.shape[:3], values.shape[-1]))
     paid = np.zeros((q.shape[0], keys.shape[1], keys.shape[2]))
     for b, t, head in np.ndindex(*q.shape[:3]):
@@ -43,8 +43,11 @@ def plain(q, keys, values, visible, scale):
         if not seen.any():
             continue
         scores = keys[b, kv, seen].astype(np.float64) @ q[b, t, head] * scale
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
+        column = [] if sinks is None else [np.float64(sinks[head])]
+        scores = np.concatenate([scores, column])
         weights = np.exp(scores - scores.max())
-        weights /= weights.sum()
+        weights = (weights / weights.sum())[: seen.sum()]
         out[b, t, head] = weights @ values[b, kv, seen]
         paid[b, kv, seen] += weights
     return out.reshape(*q.shape[:2], -1), paid
@@ -111,9 +114,9 @@ def test_kernels_find_what_plain_attention_finds(count, window, beside, device, 
     damaged = whole.replace(entry=jax.tree.map(lambda part: jnp.where(beyond, jnp.nan, part), whole.entry))
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part, block=16)
+        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part=values_part, block=16)
         found = by_device._attend_by_kernel(
-            parts, [damaged, *others], values_part, kernel=module.attend_in_kernel, interpret=True
+            parts, [damaged, *others], values_part=values_part, kernel=module.attend_in_kernel, interpret=True
         )
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -163,12 +166,12 @@ def test_pages_are_read_as_one_text(count, window, beside, page, device, monkeyp
     q = jnp.asarray(normal(0, B, KV, count, GROUP, DIM))
     paged = in_pages(whole, page)
     for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
-        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part, block=16)
+        expected = plain_attention.attend_plainly(parts, [whole, *others], values_part=values_part, block=16)
         if device == "plain":
-            found = plain_attention.attend_plainly(parts, [paged, *others], values_part, block=16)
+            found = plain_attention.attend_plainly(parts, [paged, *others], values_part=values_part, block=16)
         else:
             run = partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
-            found = run(parts, [paged, *others], values_part)
+            found = run(parts, [paged, *others], values_part=values_part)
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -202,7 +205,7 @@ def test_a_tpu_fetches_no_page_that_a_row_does_not_hold(monkeypatch) -> None:
 
     monkeypatch.setattr(tpu.pl, "pallas_call", call)
     q = (jnp.asarray(normal(0, B, KV, 1, GROUP, DIM)),)
-    by_device._attend_by_kernel(q, [paged], 1, kernel=tpu.attend_in_kernel, interpret=True)
+    by_device._attend_by_kernel(q, [paged], values_part=1, kernel=tpu.attend_in_kernel, interpret=True)
     table, k = np.asarray(paged.table), 8
     assert len(asked) == 2 * B and all(len(pages) == 2 * k for pages in asked)  # 9 pages of a row, in two blocks; keys, values
     for row, count in enumerate(COUNTS):
@@ -221,8 +224,8 @@ def test_the_gpus_kernel_takes_heads_of_every_size(dim, programs, monkeypatch) -
         monkeypatch.setattr(gpu, name, size)
     given, _, _ = pieces(5, 10, dim)
     q = (jnp.asarray(normal(0, B, KV, 5, GROUP, dim)),)
-    expected = plain_attention.attend_plainly(q, given, 1, block=16)
-    found = by_device._attend_by_kernel(q, given, 1, kernel=gpu.attend_in_kernel, interpret=True)
+    expected = plain_attention.attend_plainly(q, given, values_part=1, block=16)
+    found = by_device._attend_by_kernel(q, given, values_part=1, kernel=gpu.attend_in_kernel, interpret=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -236,7 +239,7 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, pa
     whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry))
     others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
     q = (jnp.asarray(normal(0, B, kv_heads, 5, GROUP, DIM)),)
-    expected = plain_attention.attend_plainly(q, [whole, *others], 1, block=16)
+    expected = plain_attention.attend_plainly(q, [whole, *others], values_part=1, block=16)
     on_mesh = (in_pages(whole, page, groups=2) if page else whole).replace(mesh=make_mesh(2, 2))
     run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
     found = jax.jit(run)(q, [on_mesh, *others])
@@ -327,5 +330,182 @@ def test_gradients_are_those_of_a_softmax() -> None:
     weights = 10 * jnp.asarray(normal(8, B, 9, KV * GROUP * DIM))
     expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
     found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=(0, 1, 2)))(q, keys, values)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+SINKS_AND_CAPS = [(True, None), (False, 2.0), (True, 2.0)]
+"""Queries are drawn so that scores reach some four times that cap, and sinks so that some take nearly all, and some nothing."""
+
+
+def drawn_sinks(heads: int = KV * GROUP) -> np.ndarray:
+    return np.random.default_rng(9).permutation(np.linspace(-4, 6, heads)).astype(np.float32)
+
+
+@pytest.mark.parametrize("blocks", ["some", "one"])
+@pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
+@pytest.mark.parametrize(("count", "window"), [(1, None), (5, 10)])
+def test_a_sink_is_one_more_score_without_a_value(count, window, with_sinks, cap, blocks, monkeypatch) -> None:
+    if blocks == "one":
+        monkeypatch.setattr(by_device, "BLOCK", 128)
+    given, (keys, values), seen = pieces(count, window)
+    q, sinks = normal(0, B, count, KV * GROUP, DIM) * 3, drawn_sinks() if with_sinks else None
+    expected, _ = plain(q, keys, values, seen, 0.5, sinks, cap)
+    of_heads = None if sinks is None else jnp.asarray(sinks)
+    found = jax.jit(partial(attend, scale=0.5, cap=cap))(jnp.asarray(q), given, sinks=of_heads)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    without, _ = plain(q, keys, values, seen, 0.5, sinks if cap else None)  # that the cases could tell
+    assert np.abs(without - expected).max() > 0.1
+
+
+def by_kernels_or_plainly(device: str, monkeypatch):
+    """What runs grouped queries over pieces, by a kernel, interpreted, or in plain JAX."""
+    if device == "plain":
+        return partial(plain_attention.attend_plainly, block=16)
+    module, sizes = KERNELS[device]
+    for name, size in {"BLOCK": 16, **sizes}.items():
+        monkeypatch.setattr(module, name, size)
+    return partial(by_device._attend_by_kernel, kernel=module.attend_in_kernel, interpret=True)
+
+
+@pytest.mark.parametrize("device", ["plain", *KERNELS])
+@pytest.mark.parametrize(
+    ("count", "window", "beside", "group", "page", "with_sinks", "cap"),
+    [
+        (1, None, "nothing", 4, None, True, None),
+        (5, 10, "scratch and own", 2, None, True, 2.0),
+        (60, 10, "scratch and own", 3, None, True, None),  # tiles of 16 queries begin anywhere in a group of 3
+        (5, 33, "each its own", 3, 16, True, 2.0),
+        (1, 10, "nothing", 1, 16, False, 2.0),
+        pytest.param(60, None, "each its own", 2, 8, True, 2.0, marks=pytest.mark.thorough),
+        pytest.param(5, None, "scratch and own", 4, 32, True, None, marks=pytest.mark.thorough),
+    ],
+)
+def test_every_form_knows_sinks_and_caps(count, window, beside, group, page, with_sinks, cap, device, monkeypatch) -> None:
+    """With many tiles, blocks and splits, a sink counts once; and of two parts, as latent attention has them."""
+    run = by_kernels_or_plainly(device, monkeypatch)
+    (whole, scratch, own), (keys, values), seen = pieces(count, window)
+    n = {"nothing": SLOTS, "scratch and own": keys.shape[2], "each its own": keys.shape[2]}[beside]
+    if beside == "each its own":
+        own = (own[0], None)
+        seen = np.concatenate([seen[..., :-count], np.broadcast_to(np.eye(count, dtype=bool), (B, count, count))], axis=2)
+    given = [in_pages(whole, page) if page else whole, *([] if beside == "nothing" else [scratch, own])]
+    keys, values, seen = keys[:, :, :n], values[:, :, :n], seen[..., :n]
+    q = normal(0, B, KV, count, group, DIM)
+    sinks = drawn_sinks(KV * group) if with_sinks else None
+    of_heads = None if sinks is None else jnp.asarray(sinks.reshape(KV, group))
+    for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
+        met = keys if len(parts) == 1 else np.concatenate([keys, values], -1)
+        flat = np.concatenate(parts, -1).transpose(0, 2, 1, 3, 4).reshape(B, count, KV * group, -1)
+        expected, _ = plain(flat, met, (keys, values)[values_part], seen, 1.0, sinks, cap)
+        found = run(tuple(map(jnp.asarray, parts)), given, of_heads, values_part=values_part, cap=cap)
+        found = np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, count, -1)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["plain", *KERNELS])
+def test_sinks_and_caps_of_bfloat16(device, monkeypatch) -> None:
+    run = by_kernels_or_plainly(device, monkeypatch)
+    given, (keys, values), seen = pieces(5, 10)
+    given = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, given)
+    q, keys, values = (
+        np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in (normal(0, B, 5, KV * GROUP, DIM), keys, values)
+    )
+    sinks = jnp.asarray(drawn_sinks(), jnp.bfloat16)
+    expected, _ = plain(q, keys, values, seen, 1.0, np.asarray(sinks, np.float32), 2.0)
+    grouped = plain_attention.group_queries((jnp.asarray(q, jnp.bfloat16),), given, 1.0)
+    found = run(grouped, given, plain_attention.group_sinks(sinks, grouped), values_part=1, cap=2.0)
+    assert found.dtype == jnp.bfloat16
+    found = np.asarray(found, np.float32).transpose(0, 2, 1, 3, 4).reshape(B, 5, -1)
+    np.testing.assert_allclose(found, expected, atol=0.02)
+
+
+@pytest.mark.parametrize("device", ["plain", *KERNELS])
+def test_with_a_sink_who_sees_nothing_finds_zeros(device, monkeypatch) -> None:
+    """However large the sink; one of -inf is none at all."""
+    run = by_kernels_or_plainly(device, monkeypatch)
+    (whole, *_), (keys, values), seen = pieces(2, None)
+    q = jnp.asarray(normal(0, B, 2, KV * GROUP, DIM))
+    sinks = np.array([80.0, -np.inf, -80.0, 0.0], np.float32)
+    grouped = plain_attention.group_queries((q,), [whole], None)
+    found = run(grouped, [whole], plain_attention.group_sinks(jnp.asarray(sinks), grouped), values_part=1)
+    found = np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 2, -1)
+    expected, _ = plain(q, keys[:, :, :SLOTS], values[:, :, :SLOTS], seen[..., :SLOTS], DIM**-0.5, sinks)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert COUNTS[3] == 0 and not found[3].any() and np.abs(found[:, :, :DIM]).max() < 1e-20 and found[0, :, DIM:].all()
+
+
+@pytest.mark.parametrize("module", [tpu, gpu])
+@pytest.mark.parametrize("kv_heads", [KV, 1])
+def test_on_a_mesh_sinks_lie_where_their_heads_do(kv_heads, module) -> None:
+    (whole, *others), (keys, values), seen = pieces(5, 10)
+    whole = whole.replace(entry=tuple(part[:, :kv_heads] for part in whole.entry), mesh=make_mesh(2, 2))
+    others = [(tuple(part[:, :kv_heads] for part in entry), mask) for entry, mask in others]
+    q, sinks = normal(0, B, 5, kv_heads * 4, DIM) * 3, drawn_sinks(kv_heads * 4)
+    expected, _ = plain(q, keys[:, :kv_heads], values[:, :kv_heads], seen, DIM**-0.5, sinks, 2.0)
+    grouped = plain_attention.group_queries((jnp.asarray(q),), [whole], None)
+    of_heads = plain_attention.group_sinks(jnp.asarray(sinks), grouped)
+    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, cap=2.0, interpret=True)
+    found = jax.jit(run)(grouped, [whole, *others], of_heads)
+    assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, 4) if kv_heads == KV else (1, 5, 2))
+    np.testing.assert_allclose(np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 5, -1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [tpu, gpu])
+def test_attention_without_sinks_and_caps_does_not_pay_for_them(module) -> None:
+    given, _, _ = pieces(5, None)
+    q, sinks = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),), jnp.asarray(drawn_sinks().reshape(KV, GROUP))
+    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel)
+
+    def kernel(sinks=None, cap=None) -> tuple[int, bool]:
+        """How many arrays it is given, and whether it takes a tanh."""
+        traced = jax.make_jaxpr(partial(run, cap=cap))(q, given, sinks)
+        call = next(call for call in traced.eqns if call.primitive.name == "pallas_call")  # a second one merges
+        return len(call.invars), "tanh" in str(call)
+
+    operands, has_tanh = kernel()
+    assert not has_tanh
+    assert kernel(cap=2.0) == (operands, True)
+    assert kernel(sinks) == (operands + 1, False)
+
+
+@pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
+def test_what_is_paid_to_each_slot_beside_sinks(with_sinks, cap) -> None:
+    given, (keys, values), seen = pieces(5, 10)
+    q, sinks = normal(0, B, 5, KV * GROUP, DIM) * 3, drawn_sinks() if with_sinks else None
+    _, expected = plain(q, keys, values, seen, 0.5, sinks, cap)
+    of_heads = None if sinks is None else jnp.asarray(sinks)
+    found = jax.jit(partial(attention_paid, scale=0.5, cap=cap))(jnp.asarray(q), given[0], given[1:], sinks=of_heads)
+    np.testing.assert_allclose(found, expected[..., :SLOTS], atol=1e-5)
+
+
+@pytest.mark.parametrize(("with_sinks", "cap"), SINKS_AND_CAPS)
+def test_gradients_with_sinks_and_caps_are_those_of_a_softmax(with_sinks, cap) -> None:
+    """Of sinks as well; the last piece is each query's own, and the first query sees that alone."""
+    keys, values = (jnp.asarray(normal(seed, B, KV, 14, DIM)) for seed in (1, 2))
+    q, sinks = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM)) * 3, jnp.asarray(drawn_sinks())
+    mask = jnp.asarray(np.random.default_rng(3).random((1, 5, 9)) < 0.6).at[0, 0].set(False)
+    seen = jnp.concatenate([mask, jnp.eye(5, dtype=bool)[None]], axis=2)
+
+    def softmax(q, keys, values, sinks):
+        grouped = q.reshape(B, 5, KV, GROUP, DIM) * DIM**-0.5
+        scores = jnp.einsum("btkgd,bksd->bktgs", grouped, keys)
+        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        scores = jnp.where(seen[:, None, :, None], scores, -jnp.inf)
+        column = jnp.broadcast_to(sinks.reshape(KV, 1, GROUP, 1), (*scores.shape[:-1], 1))
+        column = column if with_sinks else jnp.full_like(column, -jnp.inf)
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)[..., :-1]
+        return jnp.einsum("bktgs,bksd->btkgd", weights, values).reshape(B, 5, -1)
+
+    def ours(q, keys, values, sinks):
+        parts = [(keys[:, :, a:b], values[:, :, a:b]) for a, b in ((0, 4), (4, 9), (9, 14))]
+        given = [(parts[0], mask[..., :4]), (parts[1], mask[..., 4:]), (parts[2], None)]
+        return attend(q, given, sinks=sinks if with_sinks else None, cap=cap)
+
+    weights = 10 * jnp.asarray(normal(8, B, 5, KV * GROUP * DIM))
+    given = (q, keys, values, sinks)
+    expected = jax.jit(jax.grad(lambda *args: jnp.sum(softmax(*args) * weights), argnums=range(4)))(*given)
+    found = jax.jit(jax.grad(lambda *args: jnp.sum(ours(*args) * weights), argnums=range(4)))(*given)
+    assert with_sinks == bool(jnp.all(jnp.abs(expected[3]) > 1e-3))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)

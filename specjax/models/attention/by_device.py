@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from specjax import sharding
 from specjax.models.attention import gpu, tpu
 from specjax.models.attention.pieces import BLOCK, Filled, Piece
-from specjax.models.attention.plain import attend_plainly, group_queries
+from specjax.models.attention.plain import attend_plainly, group_queries, group_sinks
 from specjax.models.cache import Entry
 
 
@@ -26,10 +26,12 @@ def attend(
     *,
     scale: float | None = None,
     values_part: int = 1,
+    sinks: Float[Array, " heads"] | None = None,
+    cap: float | None = None,
 ) -> Float[Array, "B T heads_d"]:
     """Grouped-query attention over several pieces as if they were one. Scores and softmax in float32.
 
-    A query that sees nothing at all finds zeros.
+    A query that sees nothing at all finds zeros. Gradients go through everything, sinks too, where no piece is a cache.
 
     Args:
         q: the queries, which meet the first part of an entry. A tuple ``[B, T, heads, d_i]`` meets the first parts one by one,
@@ -37,22 +39,45 @@ def attend(
         pieces: what is committed, what a draft holds in scratch, and what the call itself adds.
         scale: of the scores; by default ``d ** -0.5``.
         values_part: which part of an entry is attended to: the second, or, in latent attention, the latents again.
+        sinks: a score of each query head, neither scaled nor capped, which takes its share of the softmax once and has no value
+            (gpt-oss; Xiao et al. 2024, arXiv 2309.17453, gave that part to the first tokens).
+        cap: scores, scaled, become cap tanh(score / cap) (Gemma 2, arXiv 2408.00118).
+
+    Examples:
+        Two tokens that are scored alike, and a sink that is scored as they are: each has a third.
+
+        >>> from specjax.models.attention import attend
+        >>> entry = jnp.zeros((1, 1, 2, 4)), jnp.ones((1, 1, 2, 4))
+        >>> queries, seen = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 2), bool)
+        >>> attend(queries, [(entry, seen)], sinks=jnp.zeros(1)).round(3).tolist()
+        [[[0.667, 0.667, 0.667, 0.667]]]
     """
     given = q if isinstance(q, tuple) else (q,)
     batch, count = given[0].shape[:2]
-    found = _attend_grouped(group_queries(given, pieces, scale), tuple(pieces), values_part=values_part, block=BLOCK)
+    grouped = group_queries(given, pieces, scale)
+    of_heads = group_sinks(sinks, grouped)
+    found = _attend_grouped(grouped, tuple(pieces), of_heads, values_part=values_part, block=BLOCK, cap=cap)
     return found.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("values_part", "block"), inline=True)  # traced once for all layers alike
-def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, values_part: int, block: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("values_part", "block", "cap"), inline=True)  # traced once for all layers alike
+def _attend_grouped(
+    q: tuple[jax.Array, ...],
+    pieces: tuple[Piece, ...],
+    sinks: jax.Array | None,
+    *,
+    values_part: int,
+    block: int,
+    cap: float | None,
+) -> jax.Array:
     """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
-    plainly = functools.partial(attend_plainly, values_part=values_part, block=block)
-    by_kernel = functools.partial(_attend_by_kernel, values_part=values_part)
+    plainly = functools.partial(attend_plainly, values_part=values_part, block=block, cap=cap)
+    by_kernel = functools.partial(_attend_by_kernel, values_part=values_part, cap=cap)
     has_cache = any(isinstance(piece, Filled) for piece in pieces)
     return jax.lax.platform_dependent(
         q,
         pieces,
+        sinks,
         tpu=functools.partial(by_kernel, kernel=tpu.attend_in_kernel) if has_cache else plainly,
         cuda=functools.partial(by_kernel, kernel=gpu.attend_in_kernel) if has_cache else plainly,
         default=plainly,
@@ -62,8 +87,11 @@ def _attend_grouped(q: tuple[jax.Array, ...], pieces: tuple[Piece, ...], *, valu
 def _attend_by_kernel(
     q: tuple[jax.Array, ...],
     pieces: Sequence[Piece],
+    sinks: jax.Array | None = None,
+    *,
     values_part: int,
     kernel: Callable[..., jax.Array],
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """`attend_plainly` by a device's own kernel, of pieces one of which is a cache. On a mesh each device has its own rows and
@@ -85,12 +113,15 @@ def _attend_by_kernel(
         table: jax.Array | None,
         others: tuple[Entry, ...],
         visible: tuple[jax.Array, ...],
+        sinks: jax.Array | None,
     ) -> jax.Array:
         shape = q[0].shape
         rows = tuple(part.reshape(*shape[:2], -1, part.shape[-1]) for part in q)
         by_query = functools.partial(jnp.repeat, repeats=shape[3], axis=1)
         beside = [(other, by_query(mask)) for other, mask in zip(others, visible, strict=True)]
-        found = kernel(rows, entry, count, by_query(since), beside, table, values_part=values_part, interpret=interpret)
+        found = kernel(
+            rows, entry, count, by_query(since), beside, table, sinks, values_part=values_part, cap=cap, interpret=interpret
+        )
         return found.reshape(*shape[:-1], -1)
 
     if filled.mesh is not None:
@@ -107,11 +138,11 @@ def _attend_by_kernel(
         run = jax.shard_map(
             run,
             mesh=filled.mesh,
-            in_specs=(by_head, by_kv_head, by_row, by_row, by_row, by_kv_head, by_row),
+            in_specs=(by_head, by_kv_head, by_row, by_row, by_row, by_kv_head, by_row, place(("kv_heads", "heads"))),
             out_specs=by_head,
             check_vma=False,
         )
-    return run(q, filled.entry, filled.count, since, filled.table, others, visible)
+    return run(q, filled.entry, filled.count, since, filled.table, others, visible, sinks)
 
 
 def _visible(mask: jax.Array | None, batch: int, count: int) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from specjax.models.attention.pieces import capped
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST
 
@@ -38,8 +39,10 @@ def attend_in_kernel(
     since: jax.Array,
     others: Sequence[Other] = (),
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     values_part: int,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """What `specjax.models.attention.tpu.attend_in_kernel` does, on a GPU: the same arguments, and the same result.
@@ -63,6 +66,8 @@ def attend_in_kernel(
         given.insert(0, table)
     for other, visible in others:
         given += [visible, *other]
+    if sinks is not None:
+        given.append(sinks)
     of_splits = (batch, kv_heads, splits, rows)
     whole = jax.ShapeDtypeStruct((batch, kv_heads, rows, dim), q[0].dtype)
     parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (of_splits, of_splits, (*of_splits, dim))]
@@ -76,7 +81,9 @@ def attend_in_kernel(
             width=block,
             splits=splits,
             values_part=values_part,
+            has_sinks=sinks is not None,
             in_pages=table is not None,
+            cap=cap,
         ),
         grid=(batch, kv_heads, tiles, splits),
         out_shape=whole if splits == 1 else parts,
@@ -106,12 +113,15 @@ def _kernel(
     width: int,
     splits: int,
     values_part: int,
+    has_sinks: bool,
     in_pages: bool,
+    cap: float | None,
 ) -> None:
-    """What a tile of queries finds in one share of a row's filled slots; the last share has the other tokens too."""
+    """What a tile of queries finds in one share of a row's filled slots; the last share has sinks and the other tokens too."""
     table_ref, (count_ref, since_ref, *refs) = (refs[0], refs[1:]) if in_pages else (None, refs)  # pyright: ignore
     q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + entry_parts], refs[parts + entry_parts :]
     others_refs, out_refs = refs[: others * (1 + entry_parts)], refs[others * (1 + entry_parts) :]
+    sinks_ref, out_refs = (out_refs[0], out_refs[1:]) if has_sinks else (None, out_refs)
     b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
     rows = q_refs[0].shape[2]
     is_row = first_row + jnp.arange(tile) < rows
@@ -126,7 +136,7 @@ def _kernel(
         entry = [_load(ref, (at, h), start, is_slot) for ref in refs]
         values = entry[values_part]
         products = [_dot(part, keys, 1) for part, keys in zip(q, entry, strict=False)]
-        scores = jnp.where(visible, functools.reduce(jnp.add, products), 2 * LEAST)
+        scores = jnp.where(visible, capped(functools.reduce(jnp.add, products), cap), 2 * LEAST)
         largest = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, shrunk = jnp.exp(scores - largest[:, None]), jnp.exp(top - largest)
         total = total * shrunk[:, None] + _dot(weights.astype(values.dtype), values, 0)
@@ -168,9 +178,9 @@ def _kernel(
     last = (count + width - 1) // width
     share = (jnp.maximum(last - first, 0) + splits - 1) // splits
     dim = _power_of_two(entry_refs[values_part].shape[3])
-    nothing = (jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, dim), jnp.float32))
+    start = _before_all_keys(tile, dim, sinks_ref, h, first_row, split, splits)
     begin = first + split * share
-    top, mass, total = found = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), of_cache, nothing)
+    top, mass, total = found = jax.lax.fori_loop(begin, jnp.minimum(begin + share, last), of_cache, start)
     if others:
         top, mass, total = jax.lax.cond(split == splits - 1, of_others, lambda found: found, found)
     if splits > 1:
@@ -182,6 +192,18 @@ def _kernel(
     else:
         (out_ref,) = out_refs
         _store(out_ref, (b, h), first_row, is_row, total / jnp.where(mass > 0, mass, 1.0)[:, None])
+
+
+def _before_all_keys(
+    tile: int, dim: int, sinks_ref: Any, head: Any, first_row: Any, split: Any, splits: int
+) -> tuple[jax.Array, ...]:
+    """Top, mass and total of a tile of queries that have met no key. In the last share they have met their sinks, where there
+    are any: each with a weight of 1 and no value."""
+    top, mass, total = jnp.full(tile, LEAST, jnp.float32), jnp.zeros(tile, jnp.float32), jnp.zeros((tile, dim), jnp.float32)
+    if sinks_ref is None:
+        return top, mass, total
+    of_rows = plt.load(sinks_ref.at[head, (first_row + jnp.arange(tile)) % sinks_ref.shape[1]])
+    return jnp.where(split == splits - 1, of_rows, top), jnp.where(split == splits - 1, jnp.ones_like(mass), mass), total
 
 
 def _place_of(slot: Any, row: Any, table_ref: Any, shape: tuple[int, ...]) -> tuple[Any, Any]:

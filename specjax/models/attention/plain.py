@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
+from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, capped
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST
 
@@ -43,27 +43,46 @@ class Attended:
         )
 
 
-def attend_plainly(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int) -> jax.Array:
-    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX."""
-    found = _attend_all(q, pieces, values_part, block)
+def attend_plainly(
+    q: tuple[jax.Array, ...],
+    pieces: Sequence[Piece],
+    sinks: jax.Array | None = None,
+    *,
+    values_part: int,
+    block: int,
+    cap: float | None = None,
+) -> jax.Array:
+    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, in plain JAX; with ``sinks [kv_heads, G]``."""
+    found = _attend_all(q, pieces, sinks, values_part, block, cap)
     return (found.total / jnp.where(found.mass > 0, found.mass, 1.0)[..., None]).astype(q[0].dtype)
 
 
-def attention_paid(q: Float[Array, "B T heads d"], filled: Filled, others: Sequence[Piece]) -> Float[Array, "B kv_heads S"]:
+def attention_paid(
+    q: Float[Array, "B T heads d"],
+    filled: Filled,
+    others: Sequence[Piece],
+    *,
+    scale: float | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    cap: float | None = None,
+) -> Float[Array, "B kv_heads S"]:
     """How much of the attention of T queries goes to each slot of a cache, summed over the queries that read a key's head.
 
     Args:
         q: the queries.
         filled: the slots.
-        others: further pieces that they attend to. What goes to these is part of no slot.
+        others: further pieces that they attend to. What goes to these is part of no slot, nor is what goes to sinks.
+        scale: as in `specjax.models.attention.attend`, like the next two.
+        sinks: a score of each query head.
+        cap: of the scores.
     """
-    grouped = group_queries((q,), (filled, *others), None)
-    found = _attend_all(grouped, (filled, *others), values_part=0, block=BLOCK)
+    grouped = group_queries((q,), (filled, *others), scale)
+    found = _attend_all(grouped, (filled, *others), group_sinks(sinks, grouped), 0, BLOCK, cap)
     width = filled.block_width(BLOCK)
 
     def add(block: jax.Array | int, paid: jax.Array) -> jax.Array:
         entry, visible = filled.block(block * width, width)
-        weights = jnp.exp(_scores(grouped, entry, visible) - found.top[..., None]) / found.mass[..., None]
+        weights = jnp.exp(_scores(grouped, entry, visible, cap) - found.top[..., None]) / found.mass[..., None]
         first = jnp.minimum(block * width, filled.slots - width)
         before = jax.lax.dynamic_slice_in_dim(paid, first, width, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(paid, before + weights.sum(axis=(2, 3)), first, axis=2)
@@ -86,54 +105,66 @@ def group_queries(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: floa
     )
 
 
-def _attend_all(q: tuple[jax.Array, ...], pieces: Sequence[Piece], values_part: int, block: int) -> Attended:
-    """Grouped queries over all pieces; a cache in blocks of its `Filled.block_width`."""
+def group_sinks(sinks: jax.Array | None, q: tuple[jax.Array, ...]) -> jax.Array | None:
+    """Sinks ``[heads]`` as ``[kv_heads, G]`` float32, as `group_queries` has the heads; finite where a head has -inf, no sink."""
+    if sinks is None:
+        return None
+    return jnp.maximum(sinks.astype(jnp.float32), LEAST).reshape(q[0].shape[1], q[0].shape[3])
+
+
+def _attend_all(
+    q: tuple[jax.Array, ...], pieces: Sequence[Piece], sinks: jax.Array | None, values_part: int, block: int, cap: float | None
+) -> Attended:
+    """Grouped queries over all pieces; a cache in blocks of its `Filled.block_width`. Sinks are one more, without a value."""
     found = [
-        _attend_in_blocks(q, piece, values_part, piece.block_width(block))
+        _attend_in_blocks(q, piece, values_part, piece.block_width(block), cap)
         if isinstance(piece, Filled)
-        else _attend_piece(q, *piece, values_part)
+        else _attend_piece(q, *piece, values_part, cap)
         for piece in pieces
     ]
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks[:, None], found[0].top.shape)
+        found.append(Attended(top=top, mass=jnp.ones_like(top), total=jnp.zeros_like(found[0].total)))
     return functools.reduce(Attended.merge, found)
 
 
-def _attend_piece(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | None, values_part: int) -> Attended:
+def _attend_piece(
+    q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | None, values_part: int, cap: float | None
+) -> Attended:
     """Grouped queries over a piece as a whole."""
     values = entry[values_part]
     if visible is None:  # each query over its own slot
-        score = functools.reduce(
-            jnp.add,
-            [
-                jnp.einsum("bktd,bktgd->bktg", keys, part, preferred_element_type=jnp.float32)
-                for keys, part in zip(entry, q, strict=False)
-            ],
-        )
+        products = [
+            jnp.einsum("bktd,bktgd->bktg", keys, part, preferred_element_type=jnp.float32)
+            for keys, part in zip(entry, q, strict=False)
+        ]
+        score = capped(functools.reduce(jnp.add, products), cap)
         own = jnp.broadcast_to(values[:, :, :, None].astype(jnp.float32), (*score.shape, values.shape[-1]))
         return Attended(top=score, mass=jnp.ones_like(score), total=own)
-    scores = _scores(q, entry, visible)
+    scores = _scores(q, entry, visible, cap)
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), LEAST))
     weights = jnp.exp(scores - top[..., None])
     total = jnp.einsum("bktgs,bksd->bktgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
     return Attended(top=top, mass=jnp.sum(weights, axis=-1), total=total)
 
 
-def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array) -> jax.Array:
+def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array, cap: float | None) -> jax.Array:
     """``[B, kv_heads, T, G, S]`` float32 of grouped queries and all keys of a piece."""
     # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
     products = [
         jnp.einsum("bksd,bktgd->bkstg", keys, part, preferred_element_type=jnp.float32)
         for keys, part in zip(entry, q, strict=False)
     ]
-    scores = functools.reduce(jnp.add, products).transpose(0, 1, 3, 4, 2)
+    scores = capped(functools.reduce(jnp.add, products).transpose(0, 1, 3, 4, 2), cap)
     return jnp.where(visible[:, None, :, None], scores, 2 * LEAST)
 
 
-def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int) -> Attended:
+def _attend_in_blocks(q: tuple[jax.Array, ...], filled: Filled, values_part: int, width: int, cap: float | None) -> Attended:
     """Grouped queries over a cache, block by block: from the first that any query sees to the last that any row has filled."""
 
     def over(start: jax.Array | int) -> Attended:
         entry, visible = filled.block(start, width)
-        return _attend_piece(q, entry, visible, values_part)
+        return _attend_piece(q, entry, visible, values_part, cap)
 
     if width == filled.slots:
         return over(0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from specjax.models.attention.pieces import capped
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST
 
@@ -24,6 +25,10 @@ BLOCK = 512
 ROWS = 512
 """Queries that are worked on at a time: more would not fit the fast memory beside their keys."""
 
+BYTES = 4 << 20
+"""Of what is fetched at a time, at most, where that is more than `BLOCK` slots: it is there twice, the block that is worked on
+and the next. Keys and values of 512 numbers in bfloat16 so take 8 of a v5e's 16 MiB; twice as much did not fit."""
+
 
 def attend_in_kernel(
     q: tuple[jax.Array, ...],
@@ -32,8 +37,10 @@ def attend_in_kernel(
     since: jax.Array,
     others: Sequence[Other] = (),
     table: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     *,
     values_part: int,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of R queries to the slots of a cache, and to other tokens beside it.
@@ -45,7 +52,9 @@ def attend_in_kernel(
         since: ``[B, R]`` the first slot that each query sees.
         others: further tokens.
         table: ``[B, n]`` int32, the pages of each row in order. None: a row's slots lie side by side.
+        sinks: ``[kv_heads, G]`` float32, more than -inf: of query r that of r modulo G.
         values_part: which part is attended to.
+        cap: of the scores, as in `specjax.models.attention.attend`.
         interpret: run it as ordinary JAX, on any backend: for tests.
 
     Returns:
@@ -55,7 +64,8 @@ def attend_in_kernel(
     page, dim = entry[0].shape[2], entry[values_part].shape[3]
     slots = page if table is None else page * table.shape[1]
     tile = min(ROWS, rows)
-    width = min(BLOCK * min(4, max(1, ROWS // tile)), slots)
+    of_slot = sum(part.shape[3] * part.dtype.itemsize for part in entry)
+    width = min(BLOCK * max(1, min(4, ROWS // tile, BYTES // (of_slot * BLOCK))), slots)
     pages = 1
     if table is not None:  # a block is some pages, each from a place of its own: the pool is passed once for each
         count = jnp.minimum(count, slots)
@@ -96,14 +106,19 @@ def attend_in_kernel(
         given += [visible, *other]
         in_specs += [pl.BlockSpec((1, tile, beside), lambda b, h, r, i, *_: (b, r, 0))]
         in_specs += [pl.BlockSpec((1, 1, beside, part.shape[3]), lambda b, h, r, i, *_: (b, h, 0, 0)) for part in other]
+    if sinks is not None:
+        # The same for every tile, where all begin with the first of a group.
+        alike = tile % sinks.shape[1] == 0
+        given.append(jnp.tile(sinks, (1, (tile if alike else rows) // sinks.shape[1]))[..., None])
+        in_specs.append(pl.BlockSpec((1, tile, 1), lambda b, h, r, i, *_: (h, 0 if alike else r, 0)))
     pairs = batch * kv_heads * rows * slots
     # Of a cache in pages the rows' own pages, not the whole pool, and not as often as it is passed.
-    of_cache = batch * kv_heads * slots * sum(part.shape[3] * part.dtype.itemsize for part in entry)
+    of_cache = batch * kv_heads * slots * of_slot
     of_others = sum(part.size * part.dtype.itemsize for part in given if not any(part is one for one in entry))
     return pl.pallas_call(
         functools.partial(
             _kernel, parts=len(q), entry_parts=len(entry), pages=pages, width=width, blocks=blocks, values_part=values_part,
-            has_others=bool(others), in_pages=table is not None,
+            has_others=bool(others), has_sinks=sinks is not None, in_pages=table is not None, cap=cap,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -147,7 +162,9 @@ def _kernel(
     blocks: int,
     values_part: int,
     has_others: bool,
+    has_sinks: bool,
     in_pages: bool,
+    cap: float | None,
 ):
     """One block of one row's head; what is found so far is kept in fast memory until the last."""
     refs = refs[in_pages:]  # the table says what is fetched, and nothing here asks for it
@@ -166,7 +183,7 @@ def _kernel(
             jax.lax.dot_general(q[0, 0], part, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
             for q, part in zip(q_refs, keys, strict=False)
         ]
-        return functools.reduce(jnp.add, products)
+        return capped(functools.reduce(jnp.add, products), cap)
 
     def add(scores: jax.Array, visible: jax.Array, values: jax.Array) -> None:
         scores = jnp.where(visible, scores, 2 * LEAST)
@@ -180,11 +197,12 @@ def _kernel(
 
     @pl.when(block == 0)
     def _() -> None:
-        top_ref[...] = jnp.full_like(top_ref, LEAST)
-        mass_ref[...] = jnp.zeros_like(mass_ref)
+        # A sink is there before anything else, with a weight of 1 and no value.
+        top_ref[...] = others_refs[-1][0] if has_sinks else jnp.full_like(top_ref, LEAST)
+        mass_ref[...] = jnp.ones_like(mass_ref) if has_sinks else jnp.zeros_like(mass_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
         if has_others:
-            visible_ref, *other_refs = others_refs
+            visible_ref, *other_refs = others_refs[: 1 + entry_parts]
             other = [ref[0, 0] for ref in other_refs]
             add(scores_of(other), visible_ref[0].astype(jnp.int32) > 0, other[values_part])
 
