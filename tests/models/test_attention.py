@@ -422,13 +422,14 @@ def test_sinks_and_caps_of_bfloat16(device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
 def test_with_a_sink_who_sees_nothing_finds_zeros(device, monkeypatch) -> None:
-    """However large the sink; one of -inf is none at all."""
+    """However large the sink, and with tokens at hand that are hidden; a sink of -inf is none at all."""
     run = by_kernels_or_plainly(device, monkeypatch)
-    (whole, *_), (keys, values), seen = pieces(2, None)
+    (whole, (scratch, _), _), (keys, values), seen = pieces(2, None)
+    given = [whole, (scratch, jnp.zeros((1, 2, 7), bool))]
     q = jnp.asarray(normal(0, B, 2, KV * GROUP, DIM))
     sinks = np.array([80.0, -np.inf, -80.0, 0.0], np.float32)
-    grouped = plain_attention.group_queries((q,), [whole], None)
-    found = run(grouped, [whole], plain_attention.group_sinks(jnp.asarray(sinks), grouped), values_part=1)
+    grouped = plain_attention.group_queries((q,), given, None)
+    found = run(grouped, given, plain_attention.group_sinks(jnp.asarray(sinks), grouped), values_part=1)
     found = np.asarray(found).transpose(0, 2, 1, 3, 4).reshape(B, 2, -1)
     expected, _ = plain(q, keys[:, :, :SLOTS], values[:, :, :SLOTS], seen[..., :SLOTS], DIM**-0.5, sinks)
     np.testing.assert_allclose(found, expected, atol=1e-5)

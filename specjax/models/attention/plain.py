@@ -106,7 +106,7 @@ def group_queries(q: tuple[jax.Array, ...], pieces: Sequence[Piece], scale: floa
 
 
 def group_sinks(sinks: jax.Array | None, q: tuple[jax.Array, ...]) -> jax.Array | None:
-    """Sinks ``[heads]`` as ``[kv_heads, G]`` float32, as `group_queries` has the heads; finite where a head has -inf, no sink."""
+    """Sinks ``[heads]`` as ``[kv_heads, G]`` float32, as `group_queries` has the heads; -inf, no sink, becomes finite."""
     if sinks is None:
         return None
     return jnp.maximum(sinks.astype(jnp.float32), LEAST).reshape(q[0].shape[1], q[0].shape[3])
