@@ -44,13 +44,13 @@ def attend(
         cap: scores, scaled, become cap tanh(score / cap) (Gemma 2, arXiv 2408.00118).
 
     Examples:
-        Two tokens that are scored alike, and a sink that is scored as they are: each has a third.
+        Two tokens with values of 3, and a sink that is scored as they are: each has a third, the sink's of nothing.
 
         >>> from specjax.models.attention import attend
-        >>> entry = jnp.zeros((1, 1, 2, 4)), jnp.ones((1, 1, 2, 4))
+        >>> entry = jnp.zeros((1, 1, 2, 4)), jnp.full((1, 1, 2, 4), 3.0)
         >>> queries, seen = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 2), bool)
-        >>> attend(queries, [(entry, seen)], sinks=jnp.zeros(1)).round(3).tolist()
-        [[[0.667, 0.667, 0.667, 0.667]]]
+        >>> attend(queries, [(entry, seen)], sinks=jnp.zeros(1)).tolist()
+        [[[2.0, 2.0, 2.0, 2.0]]]
     """
     given = q if isinstance(q, tuple) else (q,)
     batch, count = given[0].shape[:2]
