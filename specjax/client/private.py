@@ -211,5 +211,5 @@ def _turned(target: Target, layer: int, keys: np.ndarray, shift: np.ndarray) -> 
     if config.mla is not None:
         raise InputError("private: target layer inference (tli) with a target that remembers latents (MLA) is not made for it")
     _, factor = inverse_frequencies(config.rope, config.head_dim)
-    cos, sin = rotations(config.rope, config.head_dim, jnp.asarray(shift, jnp.int32)[None])
+    cos, sin, _ = rotations(config.rope, config.head_dim, jnp.asarray(shift, jnp.int32)[None])
     return np.asarray(rotate(jnp.asarray(keys)[None], cos / factor, sin / factor)[0])

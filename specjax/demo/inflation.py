@@ -29,10 +29,13 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
         InputError: a size is below the target's own, or the target has latent attention, experts or layers that differ.
     """
     config = target.config
-    if config.mla is not None or config.moe is not None or config.layers:
+    differs = config.mla is not None or config.moe is not None or config.layers
+    # Weights of norms that do not begin as 1, norms over an axis that grows, and layers that give nothing when they are all 0.
+    differs = differs or config.norm_offset or config.qk_norm_over_heads or config.per_layer_inputs or config.layer_scalars
+    if differs:
         raise InputError(
-            f"a model of type {config.model_type!r} cannot be inflated: give one with ordinary attention, no experts, "
-            "and layers that are alike"
+            f"a model of type {config.model_type!r} cannot be inflated: give one like Llama, with ordinary attention, no "
+            "experts, and layers that are alike"
         )
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
     for name, size in sizes.items():

@@ -8,6 +8,7 @@ from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.gemma4_assistant import Gemma4Assistant
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
@@ -26,6 +27,7 @@ __all__ = [
     "Eagle3",
     "EagleWithLayerAttention",
     "EarlyExit",
+    "Gemma4Assistant",
     "Medusa",
     "MixtureOfAttentions",
     "NoDraft",

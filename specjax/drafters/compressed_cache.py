@@ -21,7 +21,7 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import attention_paid
 from specjax.models.cache import Entry, KVCache, PagedCache, RingCache
-from specjax.models.layers import queries, rms_norm
+from specjax.models.layers import normed, queries
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -107,24 +107,27 @@ class CompressedCache(Drafter[RingCache]):
         return DraftingReads(level=(target.weights_of_pass, state))
 
 
-def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, window: int) -> dict[int, jax.Array]:
-    """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``window`` tokens read pay to the slots
+def _paid_by_last(target: Target, tokens: jax.Array, cache: KVCache | PagedCache, count: int) -> dict[int, jax.Array]:
+    """``[B, kv_heads, S]`` of each layer that has entries: the attention that the last ``count`` tokens read pay to the slots
     before them, in all layers that read the entries."""
     config = target.config
     # They are read once more, behind a cache that ends before them.
-    before = replace(cache, length=jnp.maximum(cache.length - window, 0))
-    positions = before.length[:, None] + jnp.arange(window)[None]
+    before = replace(cache, length=jnp.maximum(cache.length - count, 0))
+    positions = before.length[:, None] + jnp.arange(count)[None]
     last = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
-    _, entering, own = target.run(target.embed(last), before, taps=range(config.num_layers))
-    causal = jnp.tril(jnp.ones((1, window, window), bool))
+    _, entering, own = target.run(target.embed(last), before, tokens=last, taps=range(config.num_layers))
+    causal = jnp.tril(jnp.ones((1, count, count), bool))
 
     paid: dict[int, jax.Array] = {}
     for i, params in enumerate(target.params["layers"]):
         sizes, source = config.of_layer(i), config.entries_of(i)
         turn = rotations(sizes.rope, sizes.head_dim, positions)
-        q = queries(params, sizes, rms_norm(entering[:, :, i], params["input_norm"], config.norm_eps), turn)
-        filled = target.cache_piece(before, source, positions, config.window_of(i))
-        share = attention_paid(q, filled, [(own[source], causal)])
+        q = queries(params, sizes, normed(params, "input_norm", sizes, entering[:, :, i]), turn)
+        window = config.window_of(i)
+        filled = target.cache_piece(before, source, positions, window)
+        visible = causal if window is None else causal & (positions[:, :, None] - positions[:, None] < window)
+        how = {"scale": sizes.attention_scale, "sinks": params.get("sinks"), "cap": sizes.score_cap}
+        share = attention_paid(q, filled, [(own[source], visible)], **how)
         paid[source] = paid[source] + share if source in paid else share
     return paid
 

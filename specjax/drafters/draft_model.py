@@ -115,10 +115,10 @@ class DraftModel(Drafter[DraftModelState]):
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
         """A random draft model that fits ``target``; consumes ``key``.
 
-        ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers.
+        ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers, and as
+        many more as it takes for the last to read the whole text, where any layer does.
         """
-        layers = sizes.get("num_layers", max(1, target.config.num_layers // 4))
-        config = replace(target.config.first(layers), **sizes)
+        config = replace(target.config.first(sizes.get("num_layers", _quarter(target.config))), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
@@ -215,6 +215,13 @@ class DraftModel(Drafter[DraftModelState]):
     def _known(self, tokens: jax.Array) -> jax.Array:
         """``tokens`` with 0 for ids that the draft model lacks: it drafts on as if it had read another token there."""
         return jnp.where(tokens < self.model.config.vocab_size, tokens, 0)
+
+
+def _quarter(config: ModelConfig) -> int:
+    """How many of the first layers a draft model has, unless it is told."""
+    least = max(1, config.num_layers // 4)
+    whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in config.windowed_layers]
+    return whole[0] if whole else least
 
 
 def _fit(logits: jax.Array, vocab: int) -> jax.Array:

@@ -93,7 +93,8 @@ class Eagle3(FeatureDrafter):
 
     @classmethod
     def left_over(cls, config: Eagle3Config, stored: Stored) -> Collection[str]:
-        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
+        unread = () if config.tap_count else ("fc.weight",)
+        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 
     @classmethod
     def declare_beside(cls, config: Eagle3Config) -> Params:
@@ -136,7 +137,7 @@ class Eagle3(FeatureDrafter):
             draft: the shape of its drafts.
             ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
             taps: layers of the target whose input it reads; None: `default_taps`.
-            variant: flags of `Eagle3Config` such as ``norm_before_residual``.
+            variant: flags of `Eagle3Config` such as ``norm_before_residual``, or ``own_head``.
             sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
         """
         own = layer_like(target.config, **sizes)
@@ -155,7 +156,8 @@ class Eagle3(FeatureDrafter):
         params = cls._initialise(config, key, target)
         if ids is not None:
             params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
-        params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        if config.own_head:
+            params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     @property
@@ -185,6 +187,8 @@ class Eagle3(FeatureDrafter):
         return Vocabulary(ids=ids, size=target.config.vocab_size)
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
+        if not self.config.tap_count:
+            return output.hidden
         taps = [output.taps[:, :, i] for i in range(output.taps.shape[2])]
         if self.config.taps is not None:  # recorded in ascending order, each once
             recorded = sorted(set(self.config.taps))
@@ -221,7 +225,7 @@ class Eagle3(FeatureDrafter):
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)
-        return self._split(vocabulary_logits(x, self.params["lm_head"]))
+        return self._split(vocabulary_logits(x, self.params["lm_head"])) if self.config.own_head else target.head(x)
 
     def drafted_logits(self, target: Target, hidden: jax.Array) -> jax.Array:
         """``[..., Vd]`` the target's own logits of the tokens that can be drafted, where these are not all: of its states
@@ -229,7 +233,7 @@ class Eagle3(FeatureDrafter):
         vocabulary = self.vocabulary(target)
         assert vocabulary is not None
         # Columns of the head, and not of the logits: these are many more, and would have to be exchanged on a mesh.
-        return self._split(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids]))
+        return self._split(target.finish_logits(vocabulary_logits(hidden, target.head_weights[:, vocabulary.ids])))
 
     def _split(self, logits: jax.Array) -> jax.Array:
         """``logits [..., Vd]`` as the devices of the mesh share them."""
@@ -241,5 +245,6 @@ class Eagle3(FeatureDrafter):
     ) -> DraftingReads:
         """``fc`` and what stands before it read the target's layers once a step."""
         own = self.own_weights
-        level = {name: own.pop(name) for name in ("layers", "norm", "lm_head")}
-        return DraftingReads(level=(level, state), step=own)
+        level = {name: own.pop(name) for name in ("layers", "norm", "lm_head") if name in own}
+        head = () if self.config.own_head else target.head_as_stored
+        return DraftingReads(level=(level, state, head), step=own)

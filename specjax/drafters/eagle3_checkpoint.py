@@ -3,7 +3,8 @@
 ``eagle3`` is the layout of SafeAILab, SpecForge and SGLang: the first layer's tensors begin with ``midlayer.``, config.json is
 a Llama model's with a few fields more, and ``eagle_config`` names the layers whose *output* is read. ``speculators`` is that
 of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``transformer_layer_config``, and the layers whose
-*input* is read. ModelOpt writes the first kind of config.json and the second kind of names.
+*input* is read. ModelOpt writes the first kind of config.json and the second kind of names, and NVIDIA's drafters for gpt-oss
+may have no ``lm_head``, or no ``fc``: these read the target's last hidden state.
 """
 
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ class Eagle3Config:
         layer: of its decoder layers; ``vocab_size`` is the target's.
         draft_vocab_size: tokens that it can draft, Vd.
         target_hidden_size: of the target's layers.
-        tap_count: how many of the target's layers it reads.
+        tap_count: how many of the target's layers it reads; 0: none, and its feature is the target's last hidden state, after
+            the final norm.
         taps: those whose *input* it reads, in the order in which they are joined; None: `default_taps` of the target.
         norm_before_residual: the first layer adds to the state that it has normed, not to the state as it came.
         norm_before_fc: one norm over all taps together.
@@ -44,6 +46,7 @@ class Eagle3Config:
         norm_output: the state is fed back after the final norm (EAGLE-3.1), not before.
         own_embedding: whether it brings an embedding, and does not use the target's.
         own_ids: whether a table says which of the target's tokens each of its own is; otherwise they are the same.
+        own_head: whether it brings a head, and does not use the target's.
     """
 
     layer: ModelConfig
@@ -57,6 +60,7 @@ class Eagle3Config:
     norm_output: bool = False
     own_embedding: bool = False
     own_ids: bool = True
+    own_head: bool = True
 
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
@@ -68,10 +72,22 @@ class Eagle3Config:
                 f"hidden_size={self.layer.hidden_size} and the target's is {self.target_hidden_size}: such a drafter needs an "
                 "embedding of its own, and has none"
             )
+        own = (self.layer.hidden_size, self.draft_vocab_size, self.own_ids)
+        if not self.own_head and own != (self.target_hidden_size, self.layer.vocab_size, False):
+            raise InputError("lm_head is missing, and the target's can only be used for states and tokens as the target's")
+        if not self.tap_count and (self.layer.hidden_size != self.target_hidden_size or self.norm_before_fc or self.fc_norm):
+            raise InputError("fc is missing: without it only states of the drafter's own size can be read, and no norm of them")
 
     def taps_of(self, layers: int) -> tuple[int, ...]:
-        """The taps of a target with ``layers`` layers, in the order in which they are joined."""
-        return default_taps(layers) if self.taps is None else self.taps
+        """The taps of a target with ``layers`` layers, in the order in which they are joined.
+
+        Ids in ``eagle_config`` are of layers whose output is read. Some drafters for gpt-oss count as `taps` does there, which
+        shows only where their last id would be that of the output of a layer behind the target's last.
+        """
+        if self.taps is None:
+            return default_taps(layers) if self.tap_count else ()
+        shift = int(max(self.taps, default=0) == layers + 1)
+        return tuple(tap - shift for tap in self.taps)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
@@ -96,11 +112,13 @@ def declare(config: Eagle3Config, layout: str) -> Params:
         inputs, outputs = layers[0][name].shape
         layers[0][name] = replace(layers[0][name], shape=(2 * inputs, outputs))
     tree: Params = {
-        "fc": matrix("fc", (fused, None), (hidden, None)),
         "layers": layers,
         "norm": norm("norm", hidden),
-        "lm_head": matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab")),
     }
+    if config.tap_count:
+        tree["fc"] = matrix("fc", (fused, None), (hidden, None))
+    if config.own_head:
+        tree["lm_head"] = matrix("lm_head", (hidden, None), (config.draft_vocab_size, "draft_vocab"))
     if config.norm_before_fc:
         tree["input_norm"] = norm("input_norm", fused)
     if config.fc_norm:
@@ -127,6 +145,10 @@ def _ids(default: Any = None) -> Field:
     return Field("a list of at most 64 layer numbers", accepts, default)
 
 
+def _is_no(value: Any) -> bool:
+    return value is False
+
+
 _FLAGS: dict[str, Field] = {
     name: flag(default=False) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 }
@@ -136,6 +158,11 @@ _FIELDS: dict[str, Field] = {
     "eagle_aux_hidden_state_layer_ids": _ids(),
     "eagle_config": mapping(default=None),
     "transformer_layer_config": mapping(default=None),
+}
+_NESTED: dict[str, Field] = {  # in eagle_config
+    "use_aux_hidden_state": flag(default=True),
+    "return_hidden_post_norm": flag(default=False),
+    "eh_proj_before_attn": Field("left out, or false: one projection of state and embedding is another drafter", _is_no, False),
 }
 _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what equals transformers' defaults
     "llama": {
@@ -166,6 +193,8 @@ def read_config(stored: Stored) -> Eagle3Config:
     fields = check_fields(raw, _FIELDS, source)
     nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
+    how = check_fields(nested, _NESTED, source, "eagle_config.")
+    flags["norm_output"] |= how["return_hidden_post_norm"]
     if described is None:
         layer = huggingface.parse_config(raw, source)
     else:
@@ -184,8 +213,8 @@ def read_config(stored: Stored) -> Eagle3Config:
     stored.check_count("num_hidden_layers", layer.num_layers, found, "layers")
     layer = huggingface.with_switches(layer, shapes, first)
     target_hidden = fields["target_hidden_size"] or layer.hidden_size
-    fused = shapes.get("fc.weight", (0, 0))[-1]
-    if fused == 0 or fused % target_hidden:
+    fused = shapes.get("fc.weight", (0, 0))[-1] if how["use_aux_hidden_state"] else 0
+    if how["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
         raise CheckpointError(
             f"{source}: fc.weight reads {fused} numbers, which is no multiple of the target's hidden size {target_hidden}: "
             "set target_hidden_size"
@@ -195,10 +224,11 @@ def read_config(stored: Stored) -> Eagle3Config:
         draft_vocab_size=fields["draft_vocab_size"] or layer.vocab_size,
         target_hidden_size=target_hidden,
         tap_count=fused // target_hidden,
-        taps=_read_taps(fields, nested, source),
+        taps=_read_taps(fields, nested, source) if fused else (),
         **flags | {name: flags[name] or tensor in shapes for name, tensor in _NORM_TENSORS.items()},
         own_embedding="embed_tokens.weight" in shapes,
         own_ids="d2t" in shapes,
+        own_head="lm_head.weight" in shapes or fields["draft_vocab_size"] is not None,
     )
     if config.fc_norm and (norms := stored.numbered("fc_norm.")) != config.tap_count:
         raise CheckpointError(
@@ -286,16 +316,20 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     content = huggingface.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": config.draft_vocab_size,
+        "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),
     }
-    if (outputs := _left(config)) is not None:
+    if not config.tap_count:
+        content["eagle_config"] = {"use_aux_hidden_state": False}
+    elif (outputs := _left(config)) is not None:
         content["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": outputs}
     return content
 
 
 def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+    if not (config.own_head and config.tap_count):
+        raise InputError("layout='speculators': has an fc and an lm_head, and this drafter lacks one: write it as 'eagle3'")
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

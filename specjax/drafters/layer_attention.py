@@ -6,7 +6,7 @@ hidden size.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -89,15 +89,15 @@ def block_like(like: ModelConfig, size: int, heads: int, kv_heads: int, intermed
     """The shape of a block that reads ``size`` numbers of each layer; the rest is as in ``like``. Raises `InputError`."""
     if size % heads:
         raise InputError(f"num_attention_heads={heads} does not divide {size}, what a layer of the target remembers of a token")
-    return layer_like(
+    block = layer_like(
         like,
         hidden_size=size,
         head_dim=size // heads,
         num_heads=heads,
         num_kv_heads=kv_heads,
         intermediate_size=intermediate_size,
-        rope=Rope(theta=like.rope.theta),  # positions are layers: never stretched
     )
+    return replace(block, rope=Rope(theta=block.rope.theta))  # positions are layers: never stretched
 
 
 _FIELDS = {

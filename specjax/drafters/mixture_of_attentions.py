@@ -198,6 +198,11 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
                 f"drafter: target layer inference (tli={config.tli}) runs layers {outside}, which read the entries "
                 f"of layers before layer {first}: give one with tli=0"
             )
+        if config.tli and target.config.per_layer_inputs:
+            raise InputError(
+                f"drafter: target layer inference (tli={config.tli}) gives the target's last layers states that are of no "
+                "token, and this target's layers are given inputs of each token: give one with tli=0"
+            )
         self.draft_shape.check(config.self_layer.vocab_size)
         check_mesh(self.mesh, target)
 

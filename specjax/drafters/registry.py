@@ -21,6 +21,7 @@ from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
 from specjax.drafters.early_exit import EarlyExit
+from specjax.drafters.gemma4_assistant import Gemma4Assistant
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
@@ -135,6 +136,7 @@ METHODS: dict[str, DraftingMethod] = {
     "moa": DraftingMethod.of("moa", MixtureOfAttentions),
     "mtp": DraftingMethod.of("mtp", MTP),
     "medusa": DraftingMethod.of("medusa", Medusa),
+    "gemma4-assistant": DraftingMethod.of("gemma4-assistant", Gemma4Assistant),
     "draft-model": DraftingMethod(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         _make_draft_model,

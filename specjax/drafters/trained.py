@@ -7,7 +7,7 @@ is published, laying the parameters out on a mesh and counting what drafting rea
 import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -23,7 +23,7 @@ from specjax.errors import InputError
 from specjax.models import checkpoint, fingerprint, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
-from specjax.models.config import ModelConfig
+from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, read_json
 from specjax.models.params import Params
 from specjax.models.transformer import Target, default_dtype
@@ -304,14 +304,27 @@ class TrainedDrafter(Drafter[State]):
 
 
 def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:
-    """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``."""
-    switches = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "tie_embeddings": False}
-    plain = {"model_type": "llama", "num_layers": 1, "mla": None, "moe": None, "layers": ()}
-    plain |= switches | {"sliding_window": None, "windowed_layers": ()}
-    return replace(config, **(plain | _plain_heads(config) | sizes))
+    """The shape of a drafter's one layer for a target of ``config``: a plain Llama layer of its sizes, but for ``sizes``.
+
+    Nothing else of the target's is in it: the config.json of a drafter could not say it.
+    """
+    kept = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    kept += ("max_positions", "norm_eps", "bos_token_id", "eos_token_ids")
+    plain: dict[str, Any] = {name: getattr(config, name) for name in kept}
+    plain |= {"num_layers": 1, "rope": _plain_rope(config)}
+    return ModelConfig(**(plain | _plain_heads(config) | sizes))
 
 
-def _plain_heads(config: ModelConfig) -> dict[str, int]:
+def _plain_rope(config: ModelConfig) -> Rope:
+    """That of the target's first layer which knows positions, if any of those that read the whole text does. What a Llama layer
+    has no like of is left out of it: heads that are turned in part, and slower pairs that stand still."""
+    layers = sorted(range(config.num_layers), key=lambda layer: layer in config.windowed_layers)
+    ropes = [rope for layer in layers if (rope := config.of_layer(layer).rope).kind != "none"]
+    rope = ropes[0] if ropes else Rope()
+    return Rope(theta=rope.theta) if rope.kind == "proportional" or rope.turned != 1.0 else rope
+
+
+def _plain_heads(config: ModelConfig) -> dict[str, Any]:
     """Heads of ordinary attention where the target's are latent, and too many for one layer: of the size of its values, as many
     as fit the hidden size, in up to 8 groups. For DeepSeek-V3 that is 56 heads of 128 and 8 key/value heads."""
     if config.mla is None:

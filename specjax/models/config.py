@@ -6,8 +6,10 @@ from typing import Literal
 
 from specjax.errors import InputError
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
+Activation = Literal["silu", "gelu_tanh"]
+Norms = Literal["before", "after", "both"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,11 @@ class Rope:
     """Rotary position embedding: base frequency and how it is stretched to longer contexts.
 
     Attributes follow Hugging Face's ``rope_parameters``. Which of them are read depends on ``kind``:
-    linear reads ``factor``; llama3 the two ``*_freq_factor`` and ``original_max_positions``; yarn all the others.
+    linear reads ``factor``; llama3 the two ``*_freq_factor`` and ``original_max_positions``; yarn all the others. ``none``
+    turns nothing: a layer so described does not know positions. ``turned`` is the share of a head's numbers that are turned:
+    the first ones, and of the kind ``proportional`` (Gemma 4) the first ones of each half, the slower pairs standing still.
+    Where ``query_growth`` is not 0, a query at position p is multiplied by ``1 + query_growth * log(1 + floor(p /
+    original_max_positions))``, whatever the kind (Llama 4, Ministral 3).
 
     Examples:
         >>> from specjax.models.config import Rope
@@ -36,6 +42,12 @@ class Rope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    turned: float = 1.0
+    query_growth: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.query_growth and not self.original_max_positions:
+            raise InputError(f"query_growth={self.query_growth}: needs original_max_positions, from which on queries grow")
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,11 @@ class MoE:
         corrected: a bias of each expert is added to its score for the choice, and not for the weight (DeepSeek-V3's
             balancing without a loss).
         dense_layers: the layers that have an ordinary MLP and no experts, in ascending order.
+        biased: router and experts have biases.
+        limit: the experts' gated unit is gpt-oss's, its inputs cut at this size (see `specjax.models.moe`). None: it is the
+            model's own.
+        beside_mlp: a layer has an ordinary MLP as well, and gives what both come to, each normed (Gemma 4). The router then has
+            a norm and scales of its own.
 
     Examples:
         >>> from dataclasses import replace
@@ -117,6 +134,9 @@ class MoE:
     groups_kept: int = 1
     corrected: bool = False
     dense_layers: tuple[int, ...] = ()
+    biased: bool = False
+    limit: float | None = None
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "experts_per_token", "intermediate_size", "groups", "groups_kept"):
@@ -139,13 +159,15 @@ class MoE:
 
 @dataclass(frozen=True)
 class Layer:
-    """In what the attention of one layer differs from what `ModelConfig` says of all layers; None: in nothing.
+    """In what one layer differs from what `ModelConfig` says of all layers; None: in nothing.
 
     Attributes:
         num_heads: of its queries.
         num_kv_heads: of its keys and values.
         head_dim: numbers in each head.
         rope: its rotary embedding.
+        intermediate_size: of its MLP.
+        keys_are_values: its values are its keys, before these are normed and turned.
         entries_of: the number of an earlier layer. This one has no keys and values of its own, and attends to that layer's.
 
     Examples:
@@ -160,6 +182,8 @@ class Layer:
     num_kv_heads: int | None = None
     head_dim: int | None = None
     rope: Rope | None = None
+    intermediate_size: int | None = None
+    keys_are_values: bool | None = None
     entries_of: int | None = None
 
 
@@ -171,8 +195,17 @@ class ModelConfig:
     ``qk_norm`` Qwen3's RMSNorm over each query and key head. ``max_positions`` is counted in tokens. ``mla`` takes the place of
     ordinary attention; ``head_dim`` is then its ``qk_rope_head_dim``, as `transformers` has it. ``moe`` gives the layers
     experts, but for its ``dense_layers``, whose MLP is of ``intermediate_size``. The ``windowed_layers`` see only the newest
-    ``sliding_window`` tokens, their own among them. ``layers`` says, one by one, how layers differ in their attention; empty:
-    all are alike.
+    ``sliding_window`` tokens, their own among them. ``layers`` says, one by one, how layers differ; empty: all are alike.
+
+    Further switches: ``activation`` of the gated MLP. ``norms`` stand before attention and MLP, after them, or both;
+    ``norm_offset`` is added to every norm's weight. ``qk_norm_over_heads`` norms all heads of a token together (OLMo), and not
+    each; ``value_norm`` norms values, without a weight. ``keys_are_values``: a value is the key, before that is normed and
+    turned. ``embedding_scale`` and ``residual_scale`` (of what attention and MLP add) are factors; logits are divided by
+    ``logit_divisor``; ``attention_scale`` is the factor of scores, None: ``head_dim ** -0.5``. ``score_cap`` and ``logit_cap``
+    bend scores and logits into that range, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit that takes part
+    in its softmax, and has no value (gpt-oss). With ``layer_scalars`` what a layer gives is multiplied by a number of its own.
+    ``per_layer_inputs``: every layer is given so many numbers of each token, from an embedding of ``per_layer_vocab_size``
+    tokens (Gemma 4's E2B and E4B); 0: none.
 
     Examples:
         >>> from dataclasses import replace
@@ -199,6 +232,22 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    value_norm: bool = False
+    keys_are_values: bool = False
+    activation: Activation = "silu"
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    score_cap: float | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    layer_scalars: bool = False
+    per_layer_inputs: int = 0
+    per_layer_vocab_size: int = 0
     sliding_window: int | None = None
     windowed_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -226,8 +275,15 @@ class ModelConfig:
                 f"qk_rope_head_dim={self.mla.qk_rope_head_dim}, and every one of the num_heads={self.num_heads} query heads "
                 "has keys of its own"
             )
+        if self.mla is not None and self.rope.query_growth:
+            raise InputError(f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention")
         if self.layers:
             self._check_layers()
+        if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
+            raise InputError(
+                f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least vocab_size={self.vocab_size}: every token "
+                "has inputs for each layer"
+            )
 
     def _check_layers(self) -> None:
         if self.mla is not None:
@@ -299,7 +355,7 @@ class ModelConfig:
             "vocab": self.vocab_size,
             "heads": math.gcd(*(layer.num_heads for layer in layers)),
             "kv_heads": math.gcd(*(layer.num_kv_heads for layer in layers)),
-            "mlp": self.intermediate_size,
+            "mlp": math.gcd(*(layer.intermediate_size for layer in layers)),
         }
         if self.moe is not None:
             units |= {"experts": self.moe.num_experts, "shared_mlp": self.moe.shared_experts * self.moe.intermediate_size}

@@ -8,11 +8,11 @@ are read and written by `specjax.models.checkpoint`.
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -23,6 +23,7 @@ from specjax.models import checkpoint, fingerprint, float8, parts
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
+from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
 from specjax.models.fields import (
     CheckpointError,
     Field,
@@ -141,32 +142,6 @@ _FIELDS: dict[str, Field] = {
 }
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
-_ROPE_NUMBERS: dict[str, tuple[str, Field]] = {  # Hugging Face's name -> ours
-    "factor": ("factor", number(0.001, 1e6, default=None)),
-    "original_max_position_embeddings": ("original_max_positions", whole(1, 1_000_000_000, default=None)),
-    "low_freq_factor": ("low_freq_factor", number(0.001, 1e6, default=None)),
-    "high_freq_factor": ("high_freq_factor", number(0.001, 1e6, default=None)),
-    "beta_fast": ("beta_fast", number(0.001, 1e6, default=None)),
-    "beta_slow": ("beta_slow", number(0.001, 1e6, default=None)),
-    "attention_factor": ("attention_factor", number(0.001, 1000, default=None)),
-    "mscale": ("mscale", number(0, 1000, default=None)),
-    "mscale_all_dim": ("mscale_all_dim", number(0, 1000, default=None)),
-    "truncate": ("truncate", flag(default=None)),
-}
-_ROPE_NEEDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
-_ROPE_FIELDS: dict[str, Field] = {
-    "rope_type": text(*_ROPE_NEEDS, default=None),
-    "type": text(*_ROPE_NEEDS, default=None),  # its name before transformers 4.45
-    "rope_theta": _FIELDS["rope_theta"],
-    "partial_rotary_factor": _FIELDS["partial_rotary_factor"],
-    **{name: field for name, (_, field) in _ROPE_NUMBERS.items()},
-}
-
 
 def read_config(directory: Path) -> ModelConfig:
     """Read config.json (and the end-of-sequence ids of generation_config.json).
@@ -226,17 +201,17 @@ def check_whole(directory: Path) -> None:
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
     """`ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
     family = _family(raw, source)
-    fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
     try:
+        fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
+        fields["layer_types"] = _layer_types(fields, family)
         own = family.parse(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         if fields["head_dim"] is None and "head_dim" not in own and hidden % heads:
             raise InputError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
         return ModelConfig(**_parse_common(fields, family, source) | own)
-    except CheckpointError:
-        raise
     except InputError as error:
-        raise CheckpointError(f"{source}: {error}") from None
+        said = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
+        raise CheckpointError(f"{source}: {said}") from None
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
@@ -253,7 +228,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
 def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
     """The fields of `ModelConfig` that follow from the fields of config.json in one way for all families."""
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    rope = _parse_rope(fields, source)
+    rope = Rope() if family.ropes_by_kind else parse_rope(fields, family.theta, family.turns_parts)
     max_positions = fields["max_position_embeddings"]
     if rope.kind == "yarn" and rope.original_max_positions is not None:
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
@@ -328,12 +303,6 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
     that number on. Elsewhere a window is one of all layers.
     """
     window, kinds, layers = fields["sliding_window"], fields["layer_types"], fields["num_hidden_layers"]
-    if others := sorted(set(kinds or ()) - {"full_attention", "sliding_attention"}):
-        raise CheckpointError(
-            f"{source}: layer_types has {show(others[0])}: only 'full_attention' and 'sliding_attention' are supported"
-        )
-    if kinds is not None and len(kinds) != layers:
-        raise CheckpointError(f"{source}: layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
     if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
         window = None
     if kinds is not None:
@@ -349,28 +318,22 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
             )
     else:
         windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
-    if window is None or window >= max_positions or not windowed:
+    if window is None or not windowed or (window >= max_positions and not family.whole_every):
         return {}
     return {"sliding_window": window, "windowed_layers": windowed}
 
 
-def _parse_rope(fields: dict[str, Any], source: str) -> Rope:
-    """Both layouts: ``rope_theta`` with ``rope_scaling``, and the ``rope_parameters`` of transformers 5."""
-    place = "rope_parameters" if fields["rope_parameters"] else "rope_scaling"
-    scaling = check_fields(fields[place] or {}, _ROPE_FIELDS, source, f"{place}.")
-    kind = scaling["rope_type"] or scaling["type"] or "default"
-    if missing := [name for name in _ROPE_NEEDS[kind] if scaling[name] is None]:
-        raise CheckpointError(f"{source}: {place}: rope type {kind!r} needs {', '.join(missing)}")
-    theta = float(scaling["rope_theta"] or fields["rope_theta"] or 10000.0)
-    if kind == "default":
-        return Rope(theta=theta)
-    given = {ours: scaling[name] for name, (ours, _) in _ROPE_NUMBERS.items() if scaling[name] is not None}
-    given.setdefault("original_max_positions", fields["max_position_embeddings"])
-    rope = Rope(theta=theta, kind=kind, **given)
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if getattr(rope, low) >= getattr(rope, high):
-            raise CheckpointError(f"{source}: {place}.{low}={getattr(rope, low)}: must be below {high}={getattr(rope, high)}")
-    return rope
+def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
+    """The kind of each layer, by ``layer_types`` or by the family's pattern; None: neither says."""
+    kinds, layers = fields["layer_types"], fields["num_hidden_layers"]
+    if kinds is None and family.whole_every:
+        every = fields.get("sliding_window_pattern") or family.whole_every
+        kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
+    if others := sorted(set(kinds or ()) - {FULL, WINDOWED}):
+        raise CheckpointError(f"layer_types has {show(others[0])}: only {FULL!r} and {WINDOWED!r} are supported")
+    if kinds is not None and len(kinds) != layers:
+        raise CheckpointError(f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
+    return kinds
 
 
 def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -380,12 +343,7 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         CheckpointError: the layers differ, or have windows, as those of a model of this type cannot.
     """
     family = FAMILIES[config.model_type]
-    if config.layers:
-        raise CheckpointError(f"layers: a {config.model_type} checkpoint cannot say that layers differ in their attention")
     _check_windows(config, family)
-    rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
-    if config.rope.kind != "default":
-        rope |= {name: value for name, (ours, _) in _ROPE_NUMBERS.items() if (value := getattr(config.rope, ours)) is not None}
     raw = {
         "architectures": [family.architecture],
         "model_type": config.model_type,
@@ -399,10 +357,6 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        # Both spellings: readers before transformers 5 know only the first two.
-        "rope_theta": config.rope.theta,
-        "rope_scaling": None if config.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"},
-        "rope_parameters": rope,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
@@ -410,7 +364,28 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "torch_dtype": dtype,
     }
     raw |= {name: getattr(config, switches[0]) for name, switches in family.biases.items()}
-    return raw | _format_windows(config, family) | family.format(config)
+    raw |= _format_windows(config, family)
+    if not family.ropes_by_kind:
+        rope = format_rope(config.rope)
+        scaling = None if config.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        # Both spellings: readers before transformers 5 know only the first two.
+        raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
+    raw |= family.format(config)
+    return _check_said(config, raw)
+
+
+def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
+    """``raw``, from which ``config`` can be read again: what a file cannot say would be lost without a word. Biases and norms
+    of heads are told by the tensors (`with_switches`)."""
+    elsewhere = ("max_positions", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+    read = parse_config(raw, "config.json")
+    wanted = config if config.windowed_layers else replace(config, sliding_window=None)
+    if config.rope.original_max_positions is None:  # of kinds that do not read it
+        wanted = replace(wanted, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
+    for field in fields_of(ModelConfig):
+        if (value := getattr(wanted, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
+            raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot say this")
+    return raw
 
 
 def _check_windows(config: ModelConfig, family: Family) -> None:
@@ -430,7 +405,7 @@ def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
     if family.window_switch:
         raw[family.window_switch] = bool(config.windowed_layers)
     if family.windows == "any":
-        kinds = ("full_attention", "sliding_attention")
+        kinds = (FULL, WINDOWED)
         raw["layer_types"] = [kinds[i in config.windowed_layers] for i in range(config.num_layers)]
     return raw
 
@@ -465,7 +440,7 @@ def load_part(
         CheckpointError: as `load_params`.
     """
     with _reading(directory, config, dtype, None) as (declared, values):
-        part = _declare(config, FAMILIES[config.model_type], layers)
+        part = _with_names(declarations.declare(config, layers), declared)
         of = fingerprint.of_stored(declared, values, config)
         return checkpoint.place(part, values, mesh, config.axis_units), of
 
@@ -485,11 +460,15 @@ def _reading(
     raw = read_json(file)
     family = _family(raw, str(file))
     modules = _modules_behind(raw, family) if layers is None else 0
-    _compare_sizes(directory, config, family, modules, layers)
-    left_over = [f"{family.name_of('model.layers.')}{config.num_layers + i}.*" for i in range(modules)]
+    prefix = family.prefix_in(checkpoint.stored_names(directory))
+    _compare_sizes(directory, config, prefix, modules, layers)
+    left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
+    left_over += family.left_over(config)
+    if family.nested is not None:
+        left_over += [name for name in checkpoint.stored_names(directory) if not name.startswith((prefix, "lm_head"))]
     what = f"a {config.model_type} model with this config.json"
-    ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *family.left_over, *left_over)
-    declared = _declare(config, family, layers)
+    ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
+    declared = family.store(declarations.declare(config, layers), prefix)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
         yield declared, values
 
@@ -521,18 +500,21 @@ def save(
     if layers is not None:
         content |= {"specjax_layers": list(layers), "specjax_part_of": part_of}
     files = {"generation_config.json": generation, "config.json": content}
-    checkpoint.save(directory, _declare(config, FAMILIES[config.model_type], layers), params, files, dtype)
+    declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
+    checkpoint.save(directory, declared, params, files, dtype)
 
 
 def embedding_type(directory: Path) -> np.dtype:
     """The data type in which a target's embedding is stored; bfloat16 where it is in FP8."""
-    raw = read_json(directory / "config.json")
-    return checkpoint.type_of(directory, _family(raw, str(directory / "config.json")).name_of("model.embed_tokens.weight"))
+    file = directory / "config.json"
+    family = _family(read_json(file), str(file))
+    return checkpoint.type_of(directory, f"{family.prefix_in(checkpoint.stored_names(directory))}embed_tokens.weight")
 
 
-def _declare(config: ModelConfig, family: Family, layers: Layers | None = None) -> Params:
-    """The declarations of a model, or of a part of it, with the names that its tensors have in the family's checkpoints."""
-    return jax.tree.map(lambda param: replace(param, name=family.name_of(param.name)), declarations.declare(config, layers))
+def _with_names(part: Params, whole: Params) -> Params:
+    """Of the declarations of a ``whole`` model those of a ``part`` of it."""
+    layers = [theirs if ours else {} for ours, theirs in zip(part["layers"], whole["layers"], strict=True)]
+    return {**whole, "layers": layers}
 
 
 def _modules_behind(raw: dict[str, Any], family: Family) -> int:
@@ -540,12 +522,12 @@ def _modules_behind(raw: dict[str, Any], family: Family) -> int:
     return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
 
 
-def _compare_sizes(directory: Path, config: ModelConfig, family: Family, modules: int, part: Layers | None) -> None:
+def _compare_sizes(directory: Path, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
     """Compare config.json's main sizes with the tensors' headers, before declarations are made after them; of a ``part`` of a
     target, with these layers."""
     field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
     stored = checkpoint.stored_shapes(directory)
-    layer = re.compile(re.escape(family.name_of("model.layers.")) + r"([0-9]{1,9})\.")
+    layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
     layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
     if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
@@ -559,7 +541,7 @@ def _compare_sizes(directory: Path, config: ModelConfig, family: Family, modules
             f"{directory / 'config.json'}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
-    embedding = stored.get(family.name_of("model.embed_tokens.weight"), ())
+    embedding = stored.get(f"{prefix}embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
             f"{directory / 'config.json'}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "

@@ -11,15 +11,15 @@ from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
-from specjax.models.primitives import linear, mlp, rms_norm
-from specjax.models.rope import rotate
+from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.rope import Rotations
 
 
 def attention(
     params: Params,
     config: ModelConfig,
     x: jax.Array,
-    rotations: tuple[jax.Array, jax.Array],
+    rotations: Rotations,
     mask: jax.Array | None,
     past: Sequence[Piece] = (),
 ) -> tuple[jax.Array, Entry]:
@@ -49,26 +49,41 @@ def attention(
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
     q = queries(params, config, x, rotations)
-    if "k" not in params:
-        return linear(params, "o", attend(q, past)), ()
-    own = keys_values(params, config, x, rotations)
-    return linear(params, "o", attend(q, [*past, (own, mask)])), own
+    own = keys_values(params, config, x, rotations) if "k" in params else ()
+    pieces = [*past, (own, mask)] if own else past
+    found = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
+    return linear(params, "o", found), own
 
 
-def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> jax.Array:
+def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:
     """``[B, T, heads, d]`` the rotated queries of ordinary attention, of states ``x [B, T, H]`` that have been normed."""
     # Without the barrier XLA rearranges the weights for a TPU, at every call of the decoding loop: a second copy of them.
     q = jax.lax.platform_dependent(linear(params, "q", x), tpu=jax.lax.optimization_barrier, default=lambda q: q)
-    q = q.reshape(*x.shape[:2], config.num_heads, config.head_dim)
-    return rotate(rms_norm(q, params["q_norm"], config.norm_eps) if config.qk_norm else q, *rotations)
+    return rotations.turn_queries(_heads(params, "q_norm", config, q))
 
 
-def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: tuple[jax.Array, jax.Array]) -> Entry:
+def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> Entry:
     """The rotated keys and the values, ``[B, kv_heads, T, d]`` each, of states ``x [B, T, H]`` that have been normed."""
-    shape = (*x.shape[:2], config.num_kv_heads, config.head_dim)
-    k, v = linear(params, "k", x).reshape(shape), linear(params, "v", x).reshape(shape)
-    k = rotate(rms_norm(k, params["k_norm"], config.norm_eps) if config.qk_norm else k, *rotations)
+    k = linear(params, "k", x)
+    v = k if config.keys_are_values else linear(params, "v", x)
+    k = rotations.turn_keys(_heads(params, "k_norm", config, k))
+    v = v.reshape(*x.shape[:2], config.num_kv_heads, config.head_dim)
+    if config.value_norm:
+        v = rms_norm(v, None, config.norm_eps)
     return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _heads(params: Params, norm: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """``[B, T, heads, d]`` the heads of queries or keys ``x [B, T, heads * d]``, normed where the model does so."""
+    shape = (*x.shape[:2], -1, config.head_dim)
+    if config.qk_norm_over_heads:
+        return normed(params, norm, config, x).reshape(shape)
+    return normed(params, norm, config, x.reshape(shape))
+
+
+def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """``x`` after the norm of that name; where the layer has none, ``x``."""
+    return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
 
 
 @partial(jax.jit, static_argnames=("config", "mesh"))  # traced and lowered once for all layers alike
@@ -76,20 +91,38 @@ def decoder_layer(
     params: Params,
     config: ModelConfig,
     x: jax.Array,
-    rotations: tuple[jax.Array, jax.Array],
+    rotations: Rotations,
     mask: jax.Array | None,
     past: Sequence[Piece] = (),
     mesh: Mesh | None = None,
+    inputs: jax.Array | None = None,
 ) -> tuple[jax.Array, Entry]:
-    """One pre-norm decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
+    """One decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
 
     ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is where ``params`` live: experts that are split over it
-    are run where they lie.
+    are run where they lie. ``inputs [B, T, P]`` are the tokens' inputs for this layer, where the model has such.
     """
-    normed = rms_norm(x, params["input_norm"], config.norm_eps)
-    attended, own = attention(params, config, normed, rotations, mask, past)
-    x = x + attended
-    normed = rms_norm(x, params["post_norm"], config.norm_eps)
+    attended, own = attention(params, config, normed(params, "input_norm", config, x), rotations, mask, past)
+    x = _add(config, x, normed(params, "attention_out_norm", config, attended))
+    x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
+    if inputs is not None:
+        gated = activate(linear(params, "per_layer_gate", x), config.activation) * inputs
+        x = x + normed(params, "per_layer_out_norm", config, linear(params, "per_layer_out", gated))
+    return (x * params["scalar"] if config.layer_scalars else x), own
+
+
+def _add(config: ModelConfig, x: jax.Array, branch: jax.Array) -> jax.Array:
+    return x + (branch if config.residual_scale == 1.0 else branch * config.residual_scale)
+
+
+def _mixed(params: Params, config: ModelConfig, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """What the layer's MLP, or its experts, or both, make of the residual stream ``x [B, T, H]``."""
+    own = normed(params, "post_norm", config, x)
     # By its parameters a layer is known as sparse: one configuration has layers of both kinds.
-    mixed = moe.mixture(params, config, normed, mesh) if "router" in params else mlp(params, normed)
-    return x + mixed, own
+    if "router" not in params:
+        return mlp(params, own, activation=config.activation)
+    if "gate" not in params:
+        return moe.mixture(params, config, own, mesh)
+    dense = normed(params, "mlp_own_norm", config, mlp(params, own, activation=config.activation))
+    sparse = moe.mixture(params, config, normed(params, "mixture_norm", config, x), mesh, routed=x)
+    return dense + normed(params, "mixture_out_norm", config, sparse)

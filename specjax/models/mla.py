@@ -15,12 +15,10 @@ from specjax.models.cache import Entry
 from specjax.models.config import MLA, ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import linear, rms_norm
-from specjax.models.rope import rotate
+from specjax.models.rope import Rotations
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents. The published models have this number in their code, whatever their config.json says."""
-
-Rotations = tuple[jax.Array, jax.Array]
 
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +73,7 @@ def _rotate(mla: MLA, x: jax.Array, rotations: Rotations) -> jax.Array:
     """``x [B, T, heads, d]`` turned. Interleaved pairs are put apart first, in queries and keys alike: no score changes."""
     if mla.rope_interleaved:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    return rotate(x, *rotations)
+    return rotations.turn_keys(x)
 
 
 def _sizes(config: ModelConfig) -> MLA:

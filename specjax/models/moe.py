@@ -5,7 +5,6 @@ depend on the rest of the batch, and on what was drafted beside it: the target w
 decoding not lossless. Here the tokens of a call are independent.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,34 +16,54 @@ from jaxtyping import Array, Float, Int
 from specjax import sharding
 from specjax.models.config import ModelConfig, MoE
 from specjax.models.params import Params
-from specjax.models.primitives import mlp
+from specjax.models.primitives import activate, linear, mlp, rms_norm
 from specjax.shape_checks import shape_checked
 
 
-def mixture(params: Params, config: ModelConfig, x: Float[Array, "B T H"], mesh: Mesh | None = None) -> Float[Array, "B T H"]:
+def mixture(
+    params: Params,
+    config: ModelConfig,
+    x: Float[Array, "B T H"],
+    mesh: Mesh | None = None,
+    routed: Float[Array, "B T H"] | None = None,
+) -> Float[Array, "B T H"]:
     """What the experts that each token chose give, weighted and added, and the shared experts.
 
     Experts that are split over a ``mesh`` run where they lie: every device sees all tokens of its rows, runs its own experts on
     them, and the results are added up.
+
+    Args:
+        params: of the layer.
+        config: its own.
+        x: the states that the experts read.
+        mesh: where ``params`` live.
+        routed: the states by which experts are chosen; None: ``x``.
     """
     moe = config.moe
     assert moe is not None
-    routing = {name: params[name] for name in ("router", "correction") if name in params}
-    experts = tuple(params[f"experts_{name}"] for name in ("gate", "up", "down"))
-    run = partial(_route_and_run, moe) if mesh is None else partial(_run_split, mesh, config)
-    y = run(x, routing, experts).astype(x.dtype)
+    routing = {name: params[name] for name in _ROUTING if name in params}
+    experts = {name.removeprefix("experts_"): value for name, value in params.items() if name.startswith("experts_")}
+    run = partial(_route_and_run, config) if mesh is None else partial(_run_split, mesh, config)
+    y = run(x, x if routed is None else routed, routing, experts).astype(x.dtype)
     return y + mlp(params, x, "shared_") if moe.shared_experts else y
 
 
 @shape_checked
-def route(params: Params, moe: MoE, x: Float[Array, "n H"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+def route(params: Params, config: ModelConfig, x: Float[Array, "n H"]) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
     """The k experts of each token, and their weights. In float32: near a tie, rounding would send a token elsewhere.
 
     With sigmoid scores, groups and a bias for the choice alone this is DeepSeek-V3's (arXiv 2412.19437, section 2.1.2),
     otherwise the usual top-k of a softmax (Qwen3, arXiv 2505.09388).
     """
+    moe = config.moe
+    assert moe is not None
+    if moe.beside_mlp:  # Gemma 4's router norms what it reads
+        scale = params["router_scale"].astype(jnp.float32) * x.shape[-1] ** -0.5
+        x = rms_norm(x.astype(jnp.float32), scale, config.norm_eps)
     highest = jax.lax.Precision.HIGHEST  # "float32" on an accelerator is less by default
     logits = jnp.matmul(x.astype(jnp.float32), params["router"].astype(jnp.float32), precision=highest)
+    if moe.biased:
+        logits = logits + params["router_bias"].astype(jnp.float32)
     scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     preference = scores + params["correction"] if moe.corrected else scores
     if moe.groups > 1:
@@ -53,6 +72,8 @@ def route(params: Params, moe: MoE, x: Float[Array, "n H"]) -> tuple[Int[Array, 
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if moe.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+    if moe.beside_mlp:
+        weights = weights * params["expert_scale"].astype(jnp.float32)[chosen]
     return chosen, weights * moe.scale
 
 
@@ -65,16 +86,20 @@ def _in_kept_groups(moe: MoE, preference: jax.Array) -> jax.Array:
     return jnp.repeat(is_kept, grouped.shape[-1], axis=-1)
 
 
-def _route_and_run(moe: MoE, x: jax.Array, routing: Params, experts: Sequence[jax.Array], first: Any = 0) -> jax.Array:
+_ROUTING = ("router", "router_bias", "router_scale", "expert_scale", "correction")
+"""The parameters by which experts are chosen and weighted."""
+
+
+def _route_and_run(
+    config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params, first: Any = 0
+) -> jax.Array:
     """``[B, T, H]`` float32, what those of each token's experts give that are here; the one here at 0 is number ``first``."""
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = route(routing, moe, flat)
-    return _run(flat, chosen - first, weights, *experts).reshape(x.shape)
+    chosen, weights = route(routing, config, routed.reshape(flat.shape))
+    return _run(config, flat, chosen - first, weights, experts).reshape(x.shape)
 
 
-def _run(
-    x: jax.Array, chosen: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
-) -> Float[Array, "n H"]:
+def _run(config: ModelConfig, x: jax.Array, chosen: jax.Array, weights: jax.Array, experts: Params) -> Float[Array, "n H"]:
     """The weighted sum over each token's experts, in float32. Numbers in ``chosen`` of no expert here are left out.
 
     One expert after the other runs on all tokens, and a token takes what is its own. That is more arithmetic than sorting the
@@ -84,54 +109,65 @@ def _run(
     experts 20 times.
 
     Args:
+        config: the layer's own.
         x: ``[n, H]``.
         chosen: ``[n, k]`` numbers of experts.
         weights: ``[n, k]`` float32.
-        gate: ``[E, H, I]`` of all experts here; ``up`` alike, ``down [E, I, H]``.
+        experts: of all experts here, ``gate`` and ``up [E, H, I]``, ``down [E, I, H]``, and their biases, if they have any.
     """
-    count = gate.shape[0]
+    count = experts["gate"].shape[0]
     chosen = jnp.where((chosen >= 0) & (chosen < count), chosen, count)  # `count` is dropped below
     shares = jnp.zeros((count, len(x)), jnp.float32)
     shares = shares.at[chosen, jnp.arange(len(x))[:, None]].add(weights, mode="drop")
 
     @jax.checkpoint  # in training, what an expert made of all tokens is made again instead of kept
-    def expert(share: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def expert(share: jax.Array, one: Params) -> jax.Array:
         # A token that is not this expert's may be far from what it was trained on, and overflow: the expert reads 0 for it.
         own = jnp.where(share[:, None] != 0, x, 0)
-        return share[:, None] * ((jax.nn.silu(own @ gate) * (own @ up)) @ down).astype(jnp.float32)
+        gated = _gated(config, linear(one, "gate", own), linear(one, "up", own))
+        return share[:, None] * linear(one, "down", gated).astype(jnp.float32)
 
-    def every(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def every(total: jax.Array, one: tuple[jax.Array, Params]) -> tuple[jax.Array, None]:
         return total + expert(*one), None
 
     def where_chosen(total: jax.Array, index: jax.Array) -> tuple[jax.Array, None]:
         def add(total: jax.Array) -> jax.Array:
-            return total + expert(shares[index], gate[index], up[index], down[index])
+            return total + expert(shares[index], jax.tree.map(lambda each: each[index], experts))
 
         return jax.lax.cond(is_chosen[index], add, lambda total: total, total), None
 
     total = jnp.zeros(x.shape, jnp.float32)
     if chosen.size >= count:  # nearly every expert is chosen by some token
-        total, _ = jax.lax.scan(every, total, (shares, gate, up, down))
+        total, _ = jax.lax.scan(every, total, (shares, experts))
     else:
         is_chosen = jnp.zeros(count, bool).at[chosen.reshape(-1)].set(True, mode="drop")
         total, _ = jax.lax.scan(where_chosen, total, jnp.argsort(~is_chosen, stable=True)[: chosen.size])
     return total
 
 
-def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routing: Params, experts: tuple[jax.Array, ...]) -> jax.Array:
+def _gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """What an expert's down projection reads. gpt-oss's unit (openai/gpt-oss, model card, section 2.1) cuts both inputs at its
+    limit, passes a share ``sigmoid(1.702 gate)`` of the gate, and adds 1 to the other."""
+    assert config.moe is not None
+    if (limit := config.moe.limit) is None:
+        return activate(gate, config.activation) * up
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+def _run_split(mesh: Mesh, config: ModelConfig, x: jax.Array, routed: jax.Array, routing: Params, experts: Params) -> jax.Array:
     """`_route_and_run` where rows of the batch and experts are split over ``mesh``. No weight leaves its device."""
     units = {**config.axis_units, "batch": x.shape[0]}
     rows = sharding.partition(mesh, ("batch", None, None), units)
-    split = sharding.partition(mesh, ("experts", None, None), units)
-    axis, moe = split[0], config.moe
-    assert moe is not None
+    split = sharding.partition(mesh, ("experts",), units)
+    axis = split[0]
 
-    def local(x: jax.Array, routing: Params, held: tuple[jax.Array, ...]) -> jax.Array:
+    def local(x: jax.Array, routed: jax.Array, routing: Params, held: Params) -> jax.Array:
         if axis is None:
-            return _route_and_run(moe, x, routing, held)
-        first = jax.lax.axis_index(axis) * held[0].shape[0]
-        return jax.lax.psum(_route_and_run(moe, x, routing, held, first), axis)
+            return _route_and_run(config, x, routed, routing, held)
+        first = jax.lax.axis_index(axis) * held["gate"].shape[0]
+        return jax.lax.psum(_route_and_run(config, x, routed, routing, held, first), axis)
 
     # Unchecked: that the sum is alike along its axis would have to be said at every scan.
-    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
-    return run(x, routing, experts)
+    run = jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, PartitionSpec(), split), out_specs=rows, check_vma=False)
+    return run(x, routed, routing, experts)

@@ -153,11 +153,24 @@ def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Param
     tree: Params = {
         "embed": Param((config.vocab_size, config.hidden_size), ("vocab", None), "model.embed_tokens.weight"),
         "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in held else {} for i in range(config.num_layers)],
-        "norm": Param((config.hidden_size,), (None,), "model.norm.weight", "ones"),
+        "norm": norm("model.norm", config.hidden_size, config.norm_offset),
     }
     if not config.tie_embeddings:
         tree["lm_head"] = matrix("lm_head", (config.hidden_size, None), (config.vocab_size, "vocab"))
+    if config.per_layer_inputs:
+        tree |= _declare_per_layer_inputs(config)
     return tree
+
+
+def _declare_per_layer_inputs(config: ModelConfig) -> Params:
+    """Gemma 4's inputs of each layer: of all layers side by side, as they are published."""
+    vocab, size = config.per_layer_vocab_size, config.num_layers * config.per_layer_inputs
+    embed = Param((vocab, size), ("vocab", None), "model.embed_tokens_per_layer.weight", units=vocab)
+    return {
+        "per_layer_embed": embed,
+        "per_layer_projection": matrix("model.per_layer_model_projection", (config.hidden_size, None), (size, None)),
+        "per_layer_norm": norm("model.per_layer_projection_norm", config.per_layer_inputs, config.norm_offset),
+    }
 
 
 def matrix(
@@ -180,33 +193,72 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         prefix: starts their Hugging Face names.
         index: the number of the layer in the model, which decides whether it has experts, and in what it differs from others.
     """
-    has_entries, config = config.entries_of(index) == index, config.of_layer(index)
+    has_entries, is_sparse, config = config.entries_of(index) == index, config.is_sparse(index), config.of_layer(index)
     attention = _declare_attention if config.mla is None else _declare_latent_attention
-    mlp = _declare_experts if config.is_sparse(index) else _declare_mlp
-    layer = {
-        "input_norm": norm(f"{prefix}input_layernorm", config.hidden_size),
-        **attention(config, f"{prefix}self_attn."),
-        "post_norm": norm(f"{prefix}post_attention_layernorm", config.hidden_size),
-        **mlp(config, f"{prefix}mlp."),
-    }
+    layer = {**_declare_norms(config, prefix), **attention(config, f"{prefix}self_attn.")}
+    has_both = is_sparse and config.moe is not None and config.moe.beside_mlp
+    if is_sparse:
+        layer |= _declare_experts(config, f"{prefix}mlp.")
+    if has_both:
+        layer |= _declare_mixing(config, prefix)
+    if has_both or not is_sparse:
+        layer |= _declare_mlp(config, f"{prefix}mlp.")
     inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
     biased = inputs * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
     for weight in biased:
         if (declared := layer.get(weight)) is not None:
             name = declared.name.removesuffix("weight") + "bias"
             layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units)
-    if config.qk_norm:
-        layer["q_norm"] = norm(f"{prefix}self_attn.q_norm", config.head_dim)
-        layer["k_norm"] = norm(f"{prefix}self_attn.k_norm", config.head_dim)
+    layer |= _declare_head_norms(config, f"{prefix}self_attn.") | _declare_beside(config, prefix)
+    missing = ("v", "v_bias") * config.keys_are_values
     if not has_entries:  # its queries meet another layer's keys and values
-        for name in ("k", "v", "k_bias", "v_bias", "k_norm"):
-            layer.pop(name, None)
+        missing = ("k", "v", "k_bias", "v_bias", "k_norm")
+    return {name: param for name, param in layer.items() if name not in missing}
+
+
+def _declare_head_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """Of queries and keys."""
+    counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads} if config.qk_norm else {}
+    sizes = {name: config.head_dim * (count if config.qk_norm_over_heads else 1) for name, count in counts.items()}
+    return {name: norm(f"{prefix}{name}", size, config.norm_offset) for name, size in sizes.items()}
+
+
+def _declare_beside(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """What stands beside attention and MLP: sinks, a scalar, and what takes the inputs of the layer in."""
+    layer = {}
+    if config.sinks:
+        layer["sinks"] = Param((config.num_heads,), ("heads",), f"{prefix}self_attn.sinks", stddev=1.0, units=config.num_heads)
+    if config.layer_scalars:
+        layer["scalar"] = Param((1,), (None,), f"{prefix}layer_scalar", "ones")
+    if config.per_layer_inputs:
+        hidden, given = (config.hidden_size, None), (config.per_layer_inputs, None)
+        layer["per_layer_gate"] = matrix(f"{prefix}per_layer_input_gate", hidden, given)
+        layer["per_layer_out"] = matrix(f"{prefix}per_layer_projection", given, hidden)
+        layer["per_layer_out_norm"] = norm(f"{prefix}post_per_layer_input_norm", config.hidden_size, config.norm_offset)
     return layer
 
 
-def norm(name: str, size: int) -> Param:
-    """The weight ``[size]`` of an RMSNorm."""
-    return Param((size,), (None,), f"{name}.weight", "ones")
+def norm(name: str, size: int, offset: float = 0.0) -> Param:
+    """The weight ``[size]`` of an RMSNorm to which ``offset`` is added; both together begin as 1."""
+    return Param((size,), (None,), f"{name}.weight", "zeros" if offset else "ones")
+
+
+_NORMS = {
+    "before": {"input_norm": "input", "post_norm": "post_attention"},
+    "after": {"attention_out_norm": "post_attention", "mlp_out_norm": "post_feedforward"},
+    "both": {
+        "input_norm": "input",
+        "attention_out_norm": "post_attention",
+        "post_norm": "pre_feedforward",
+        "mlp_out_norm": "post_feedforward",
+    },
+}
+"""By `ModelConfig.norms`: the norms of a layer, before and after attention and MLP, and what they are called in checkpoints."""
+
+
+def _declare_norms(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    names = _NORMS[config.norms].items()
+    return {ours: norm(f"{prefix}{theirs}_layernorm", config.hidden_size, config.norm_offset) for ours, theirs in names}
 
 
 def _residual_stddev(config: ModelConfig) -> float:
@@ -275,6 +327,12 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
         "experts_up": experts("up_proj", hidden, moe.intermediate_size),
         "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),
     }
+    if moe.biased:
+        sizes = {"gate": moe.intermediate_size, "up": moe.intermediate_size, "down": hidden}
+        for name, size in sizes.items():
+            stored = f"{prefix}experts.{{}}.{name}_proj.bias"
+            layer[f"experts_{name}_bias"] = Param((moe.num_experts, size), ("experts", None), stored, "zeros")
+        layer["router_bias"] = Param((moe.num_experts,), (None,), f"{prefix}gate.bias", "zeros")
     if moe.corrected:  # its differences are small beside the scores: kept in float32, as it is published
         name = f"{prefix}gate.e_score_correction_bias"
         layer["correction"] = Param((moe.num_experts,), (None,), name, "zeros", dtype="float32")
@@ -284,6 +342,21 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
         layer["shared_up"] = matrix(f"{prefix}shared_experts.up_proj", (hidden, None), shared)
         layer["shared_down"] = matrix(f"{prefix}shared_experts.down_proj", shared, (hidden, None), stddev)
     return layer
+
+
+def _declare_mixing(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """What stands between experts and an MLP beside them in Gemma 4: norms of either, and the router's scales."""
+    assert config.moe is not None
+    names = {
+        "mlp_own_norm": "post_feedforward_layernorm_1",
+        "mixture_norm": "pre_feedforward_layernorm_2",
+        "mixture_out_norm": "post_feedforward_layernorm_2",
+    }
+    norms = {ours: norm(f"{prefix}{theirs}", config.hidden_size, config.norm_offset) for ours, theirs in names.items()}
+    return norms | {
+        "router_scale": Param((config.hidden_size,), (None,), f"{prefix}router.scale", "ones"),
+        "expert_scale": Param((config.moe.num_experts,), (None,), f"{prefix}router.per_expert_scale", "ones"),
+    }
 
 
 def initialise(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from specjax.models.config import Activation
 from specjax.models.params import Params
 from specjax.shape_checks import shape_checked
 
@@ -12,10 +13,23 @@ LEAST = float(jnp.finfo(jnp.float32).min) / 2
 
 
 @shape_checked
-def rms_norm(x: Float[Array, "... H"], weight: Float[Array, " H"], eps: float) -> Float[Array, "... H"]:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, returned in ``x``'s dtype."""
+def rms_norm(
+    x: Float[Array, "... H"], weight: Float[Array, " H"] | None, eps: float, offset: float = 0.0
+) -> Float[Array, "... H"]:
+    """RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, returned in ``x``'s dtype.
+
+    Args:
+        x: what is normed.
+        weight: multiplies the result; None: nothing does.
+        eps: keeps a vector of zeros from being divided by 0.
+        offset: is added to ``weight``: Gemma 2 and 3 store it less 1.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    if weight is None:
+        return y.astype(x.dtype)
+    if offset:  # in float32: near 1, bfloat16 has few digits
+        return (y * (weight.astype(jnp.float32) + offset)).astype(x.dtype)
     return weight * y.astype(x.dtype)
 
 
@@ -49,7 +63,17 @@ def vocabulary_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.matmul(flat, weight, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], -1)
 
 
-def mlp(params: Params, x: jax.Array, prefix: str = "") -> jax.Array:
+def mlp(params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu") -> jax.Array:
     """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202); ``prefix`` starts its names."""
-    gated = jax.nn.silu(linear(params, f"{prefix}gate", x)) * linear(params, f"{prefix}up", x)
+    gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(params, f"{prefix}up", x)
     return linear(params, f"{prefix}down", gated)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """``x`` through an activation; Gemma's GELU is the one with a tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
+
+
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """``x`` bent into the range from ``-cap`` to ``cap`` (Gemma 2, arXiv 2408.00118, section 2); None: as it is."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

@@ -4,13 +4,14 @@ The sizes are those of each base model's config.json on the Hugging Face hub. To
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 
 from specjax.errors import InputError
-from specjax.models.config import MLA, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.params import declare
 
@@ -69,6 +70,100 @@ _DEEPSEEK_V3 = _family(
     ),
 )
 
+_GEMMA_2 = _family(
+    "gemma2",
+    vocab_size=256000,
+    max_positions=8192,
+    norm_eps=1e-6,
+    score_cap=50.0,
+    logit_cap=30.0,
+    tie_embeddings=True,
+    sliding_window=4096,
+)
+_GEMMA_3 = _family("gemma3_text", norm_eps=1e-6, tie_embeddings=True, rope=Rope(theta=1e4))
+_GEMMA_3_1B = partial(_GEMMA_3, vocab_size=262144, max_positions=32768, sliding_window=512)
+_GEMMA_3_LARGE = partial(_GEMMA_3, vocab_size=262208, max_positions=131072, sliding_window=1024)
+_GEMMA_3_1B_FULL = Layer(rope=Rope(theta=1e6))
+_GEMMA_3_FULL = Layer(rope=Rope(theta=1e6, kind="linear", factor=8.0, original_max_positions=131072))
+_GEMMA_4 = _family("gemma4_text", vocab_size=262144, norm_eps=1e-6, tie_embeddings=True, logit_cap=30.0, rope=Rope(theta=1e4))
+_GEMMA_4_SMALL = partial(_GEMMA_4, max_positions=131072, sliding_window=512, per_layer_inputs=256, per_layer_vocab_size=262144)
+_GEMMA_4_LARGE = partial(_GEMMA_4, max_positions=262144, sliding_window=1024)
+_GEMMA_4_FULL = Layer(head_dim=512, rope=Rope(theta=1e6, kind="proportional", turned=0.25))
+
+_GPT_OSS = _family(
+    "gpt_oss",
+    vocab_size=201088,
+    max_positions=131072,
+    qkv_bias=True,
+    output_bias=True,
+    sliding_window=128,
+    rope=Rope(theta=1.5e5, kind="yarn", factor=32.0, original_max_positions=4096, truncate=False),
+)
+_gpt_oss_experts = partial(MoE, experts_per_token=4, intermediate_size=2880, normalise=True, biased=True, limit=7.0)
+
+_OLMO_3 = _family("olmo3", vocab_size=100278, max_positions=65536, norm_eps=1e-6, rope=Rope(theta=5e5), sliding_window=4096)
+_OLMO_3_ROPE = Rope(theta=5e5, kind="yarn", factor=8.0, original_max_positions=8192, attention_factor=1.2079441541679836)
+_PHI_4 = _family("phi3", vocab_size=100352, max_positions=16384, rope=Rope(theta=2.5e5))
+_SMOLLM_3 = _family("smollm3", vocab_size=128256, max_positions=65536, norm_eps=1e-6, rope=Rope(theta=5e6), tie_embeddings=True)
+_GRANITE_3_3 = _family(
+    "granite",
+    vocab_size=49159,
+    max_positions=131072,
+    rope=Rope(theta=1e7),
+    tie_embeddings=True,
+    embedding_scale=12.0,
+    attention_scale=0.0078125,
+    residual_scale=0.22,
+    logit_divisor=16.0,
+)
+_MINISTRAL_3 = _family(
+    "ministral3",
+    vocab_size=131072,
+    max_positions=262144,
+    rope=Rope(
+        theta=1e6, kind="yarn", factor=16.0, original_max_positions=16384, mscale=1.0, mscale_all_dim=1.0, query_growth=0.1
+    ),
+)
+_SEED_OSS = _family("seed_oss", vocab_size=155136, max_positions=524288, norm_eps=1e-6, rope=Rope(theta=1e7), qkv_bias=True)
+
+
+def _alternating(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
+    """``config`` with a window in all layers but one of ``every``, which differ as ``full`` says. The last ``shared`` layers
+    attend to the entries of the last layer of their kind before them."""
+    count = config.num_layers
+    windowed = tuple(layer for layer in range(count) if (layer + 1) % every)
+    own = count - shared
+    layers = [Layer() if full is None or i in windowed else full for i in range(count)]
+    for i in range(own, count):
+        source = max(j for j in range(own) if (j in windowed) == (i in windowed))
+        layers[i] = replace(layers[i], entries_of=source)
+    kept = tuple(layers) if full is not None else ()
+    return replace(config, windowed_layers=windowed, layers=kept, **changes)
+
+
+def _gemma(config: ModelConfig, every: int, full: Layer | None = None, shared: int = 0, **changes: Any) -> ModelConfig:
+    return _alternating(config, every, full, shared, embedding_scale=config.hidden_size**0.5, **changes)
+
+
+def _wide(config: ModelConfig) -> ModelConfig:
+    """With MLPs of twice the size in layers that have no entries of their own (Gemma 4 E2B)."""
+    size = 2 * config.intermediate_size
+    layers = [one if one.entries_of is None else replace(one, intermediate_size=size) for one in config.layers]
+    return replace(config, layers=tuple(layers))
+
+
+def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
+    """``config`` with no RoPE in one layer of ``every``."""
+    turned = [bool((layer + 1) % every) for layer in range(config.num_layers)]
+    return replace(config, layers=tuple(Layer() if one else Layer(rope=Rope(kind="none")) for one in turned))
+
+
+def _keys_are_values(kv_heads: int) -> Layer:
+    return replace(_GEMMA_4_FULL, num_kv_heads=kv_heads, keys_are_values=True)
+
+
+_GEMMA_4_EXPERTS = MoE(num_experts=128, experts_per_token=8, intermediate_size=704, normalise=True, beside_mlp=True)
+
 # hidden size, intermediate size, layers, heads, key/value heads, head size
 PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-7b": _sized(_LLAMA_2, 4096, 11008, 32, 32, 32, 128),
@@ -90,6 +185,30 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen3-32b": _sized(_QWEN_3, 5120, 25600, 64, 64, 8, 128),
     "qwen3-30b-a3b": _sized(_QWEN_3_MOE, 2048, 6144, 48, 32, 4, 128),
     "deepseek-v3": _sized(_DEEPSEEK_V3, 7168, 18432, 61, 128, 128, 64),
+    "gemma-2-2b": _gemma(_sized(_GEMMA_2, 2304, 9216, 26, 8, 4, 256), 2, attention_scale=256**-0.5),
+    "gemma-2-9b": _gemma(_sized(_GEMMA_2, 3584, 14336, 42, 16, 8, 256), 2, attention_scale=256**-0.5),
+    "gemma-2-27b": _gemma(_sized(_GEMMA_2, 4608, 36864, 46, 32, 16, 128), 2, attention_scale=144**-0.5),
+    "gemma-3-1b": _gemma(_sized(_GEMMA_3_1B, 1152, 6912, 26, 4, 1, 256), 6, _GEMMA_3_1B_FULL, attention_scale=256**-0.5),
+    "gemma-3-4b": _gemma(_sized(_GEMMA_3_LARGE, 2560, 10240, 34, 8, 4, 256), 6, _GEMMA_3_FULL, attention_scale=256**-0.5),
+    "gemma-3-12b": _gemma(_sized(_GEMMA_3_LARGE, 3840, 15360, 48, 16, 8, 256), 6, _GEMMA_3_FULL, attention_scale=256**-0.5),
+    "gemma-3-27b": _gemma(_sized(_GEMMA_3_LARGE, 5376, 21504, 62, 32, 16, 128), 6, _GEMMA_3_FULL, attention_scale=168**-0.5),
+    "gemma-4-e2b": _wide(_gemma(_sized(_GEMMA_4_SMALL, 1536, 6144, 35, 8, 1, 256), 5, _GEMMA_4_FULL, shared=20)),
+    "gemma-4-e4b": _gemma(_sized(_GEMMA_4_SMALL, 2560, 10240, 42, 8, 2, 256), 6, _GEMMA_4_FULL, shared=18),
+    "gemma-4-12b": _gemma(_sized(_GEMMA_4_LARGE, 3840, 15360, 48, 16, 8, 256), 6, _keys_are_values(kv_heads=1)),
+    "gemma-4-26b-a4b": _gemma(
+        _sized(_GEMMA_4_LARGE, 2816, 2112, 30, 16, 8, 256), 6, _keys_are_values(kv_heads=2), moe=_GEMMA_4_EXPERTS
+    ),
+    "gemma-4-31b": _gemma(_sized(_GEMMA_4_LARGE, 5376, 21504, 60, 32, 16, 256), 6, _keys_are_values(kv_heads=4)),
+    "gpt-oss-20b": _alternating(_sized(_GPT_OSS, 2880, 2880, 24, 64, 8, 64), 2, moe=_gpt_oss_experts(32)),
+    "gpt-oss-120b": _alternating(_sized(_GPT_OSS, 2880, 2880, 36, 64, 8, 64), 2, moe=_gpt_oss_experts(128)),
+    "olmo-3-7b": _alternating(_sized(_OLMO_3, 4096, 11008, 32, 32, 32, 128), 4, Layer(rope=_OLMO_3_ROPE)),
+    "olmo-3-32b": _alternating(_sized(_OLMO_3, 5120, 27648, 64, 40, 8, 128), 4, Layer(rope=_OLMO_3_ROPE)),
+    "phi-4": _sized(_PHI_4, 5120, 17920, 40, 40, 10, 128),
+    "smollm3-3b": _without_positions(_sized(_SMOLLM_3, 2048, 11008, 36, 16, 4, 128), 4),
+    "granite-3.3-8b": _sized(_GRANITE_3_3, 4096, 12800, 40, 32, 8, 128),
+    "ministral-3-3b": _sized(partial(_MINISTRAL_3, tie_embeddings=True), 3072, 9216, 26, 32, 8, 128),
+    "ministral-3-8b": _sized(_MINISTRAL_3, 4096, 14336, 34, 32, 8, 128),
+    "seed-oss-36b": _sized(_SEED_OSS, 5120, 27648, 64, 80, 8, 128),
 }
 """The configurations by lower-case name."""
 

@@ -4,6 +4,7 @@ Angles are computed from positions. There is no table, so there is no position a
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     """Radians per position of each rotated pair, and the factor on cos and sin (1 but for yarn).
 
     Returns:
-        ``([head_dim / 2] float32, attention factor)``.
+        ``([n / 2] float32, attention factor)``; n is how many of a head's numbers are turned.
     """
+    if rope.kind == "none":
+        return np.zeros(head_dim // 2, np.float32), 1.0
+    if rope.kind == "proportional":
+        return _proportional(rope, head_dim), 1.0
+    head_dim = int(head_dim * rope.turned)
     base = (1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
     if rope.kind == "default":
         return base, 1.0
@@ -28,6 +34,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     return _yarn(rope, base, head_dim), _yarn_attention_factor(rope)
+
+
+def _proportional(rope: Rope, head_dim: int) -> np.ndarray:
+    """Gemma 4: the frequencies of a whole head, of which all but the first share are 0."""
+    turned = 2 * int(rope.turned * head_dim // 2)
+    frequencies = 1.0 / rope.theta ** (np.arange(0, turned, 2, dtype=np.float32) / head_dim) / rope.factor
+    return np.pad(frequencies, (0, (head_dim - turned) // 2)).astype(np.float32)
 
 
 def _llama3(rope: Rope, base: np.ndarray) -> np.ndarray:
@@ -67,21 +80,52 @@ def _yarn_attention_factor(rope: Rope) -> float:
     return mscale(1.0)
 
 
+class Rotations(NamedTuple):
+    """How heads are turned at some positions.
+
+    Attributes:
+        cos: ``[B, T, 1, half]`` of the angles.
+        sin: likewise.
+        queries: ``[B, T, 1, 1]`` what queries, and not keys, are multiplied by as well; None: nothing.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    queries: jax.Array | None = None
+
+    def turn_queries(self, x: jax.Array) -> jax.Array:
+        """Queries ``[B, T, heads, d]``, turned and scaled."""
+        turned = rotate(x, self.cos, self.sin)
+        return turned if self.queries is None else turned * self.queries.astype(x.dtype)
+
+    def turn_keys(self, x: jax.Array) -> jax.Array:
+        """Keys ``[B, T, heads, d]``, turned."""
+        return rotate(x, self.cos, self.sin)
+
+
 @shape_checked
-def rotations(
-    rope: Rope, head_dim: int, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T 1 half"], Float[Array, "B T 1 half"]]:
-    """Cosines and sines for ``positions``, computed once a call and used by every layer."""
+def rotations(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Rotations:
+    """Cosines and sines for ``positions``, computed once a call and used by every layer alike."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
-    angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(frequencies)
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    places = positions[..., None, None].astype(jnp.float32)
+    angles = places * jnp.asarray(frequencies)
+    grown = None
+    if rope.query_growth and rope.original_max_positions is not None:
+        grown = 1.0 + rope.query_growth * jnp.log1p(jnp.floor(places / rope.original_max_positions))
+    return Rotations(jnp.cos(angles) * factor, jnp.sin(angles) * factor, grown)
 
 
 @shape_checked
 def rotate(
     x: Float[Array, "B T heads d"], cos: Float[Array, "#B T 1 half"], sin: Float[Array, "#B T 1 half"]
 ) -> Float[Array, "B T heads d"]:
-    """Turn each head's pairs ``(x_i, x_{i + d/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype."""
+    """Turn each head's pairs ``(x_i, x_{i + n/2})``, Hugging Face's pairing; in float32, returned in ``x``'s dtype.
+
+    n is twice as many as there are angles; numbers beyond the first n stay as they are.
+    """
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :turned], cos, sin), x[..., turned:]], axis=-1)
     # On a TPU every operation takes a microsecond, and to part the halves and to join them again are two, in every layer.
     return jax.lax.platform_dependent(x, cos, sin, tpu=_rotate_by_product, default=_rotate_halves)
 

@@ -20,9 +20,9 @@ from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_entries
 from specjax.models.config import ModelConfig
-from specjax.models.layers import decoder_layer, rms_norm
+from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Params
-from specjax.models.primitives import vocabulary_logits
+from specjax.models.primitives import capped, linear, vocabulary_logits
 from specjax.models.rope import rotations
 from specjax.progress import waiting
 
@@ -205,13 +205,34 @@ class Target:
     def embed(self, tokens: Int[Array, "B T"]) -> jax.Array:
         """``[B, T, H]`` the embeddings of ``tokens``: the residual stream that enters layer 0."""
         # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
-        return self._constrain(self.params["embed"][tokens], None)
+        x = self.params["embed"][tokens]
+        if self.config.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as the models were trained
+        return self._constrain(x, None)
+
+    def layer_inputs(self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None) -> jax.Array:
+        """``[B, T, n, P]`` what each of n layers, a slice as in `run`, is given of ``tokens`` beside the residual stream.
+
+        It is the mean, but for a factor, of what is looked up and of what is made from a token's embedding (Gemma 4's E2B and
+        E4B, after Gemma 3n).
+        """
+        config, size = self.config, self.config.per_layer_inputs
+        start, stop = (0, config.num_layers) if layers is None else layers
+        columns = slice(start * size, stop * size)
+        found = self.params["per_layer_embed"][tokens, columns]
+        found = found * jnp.asarray(size**0.5, found.dtype)
+        own = {"weight": self.params["per_layer_projection"][:, columns]}
+        made = linear(own, "weight", self.embed(tokens)) * config.hidden_size**-0.5
+        both = (*tokens.shape, stop - start, size)
+        made = normed(self.params, "per_layer_norm", config, made.reshape(both))
+        return (made + found.reshape(both)) * 2**-0.5
 
     def run(
         self,
         x: jax.Array,
         cache: Cache | None = None,
         *,
+        tokens: Int[Array, "B T"] | None = None,
         layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | np.ndarray | None = None,
@@ -224,6 +245,7 @@ class Target:
             x: ``[B, T, H]`` the residual stream that enters the slice.
             cache: what is committed, of the layers of the slice alone (`KVCache.of_layers`), or None. Of a `RingCache` layers
                 with a window see all that it holds.
+            tokens: whose states they are. Models that look up inputs of each layer need them; others do not read them.
             layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
@@ -237,8 +259,13 @@ class Target:
             layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none.
 
         Raises:
-            InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target.
+            InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target; or
+                ``tokens`` are needed, and not given.
         """
+        if tokens is None and self.config.per_layer_inputs:
+            raise InputError(
+                "tokens: layers of this model are given inputs of each token: say which tokens these states are of"
+            )
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
         if not all(self.params["layers"][start:stop]):
@@ -251,6 +278,7 @@ class Target:
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
         mask = jnp.asarray(mask)
+        inputs = self.layer_inputs(tokens, (start, stop)) if tokens is not None and self.config.per_layer_inputs else None
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
         turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}
         tapped, new = [], []
@@ -267,7 +295,8 @@ class Target:
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
-            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh)
+            given = None if inputs is None else inputs[:, :, i]
+            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given)
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:
@@ -292,15 +321,20 @@ class Target:
 
     def norm(self, x: jax.Array) -> jax.Array:
         """The final norm, which stands between the last layer and the head."""
-        return rms_norm(x, self.params["norm"], self.config.norm_eps)
+        return normed(self.params, "norm", self.config, x)
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
         if "lm_head" in self.params:
-            return self._constrain(vocabulary_logits(hidden, self.params["lm_head"]), "vocab")
+            return self._constrain(self.finish_logits(vocabulary_logits(hidden, self.params["lm_head"])), "vocab")
         flat = hidden.reshape(-1, hidden.shape[-1])  # as in `vocabulary_logits`
         logits = jnp.einsum("th,vh->tv", flat, self.params["embed"], preferred_element_type=jnp.float32)
-        return self._constrain(logits.reshape(*hidden.shape[:-1], -1), "vocab")
+        return self._constrain(self.finish_logits(logits.reshape(*hidden.shape[:-1], -1)), "vocab")
+
+    def finish_logits(self, logits: jax.Array) -> jax.Array:
+        """Logits of products with the head's columns, those of all tokens or of some: divided and capped, as the model says."""
+        divisor = self.config.logit_divisor
+        return capped(logits if divisor == 1.0 else logits / divisor, self.config.logit_cap)
 
     @property
     def head_weights(self) -> jax.Array:
@@ -315,8 +349,9 @@ class Target:
 
     @property
     def weights_of_pass(self) -> Params:
-        """The params that a pass reads: all of them, but for an embedding of which a few rows are looked up."""
-        return {name: value for name, value in self.params.items() if name != "embed" or self.config.tie_embeddings}
+        """The params that a pass reads: all of them, but for embeddings of which a few rows are looked up."""
+        looked_up = {"per_layer_embed"} if self.config.tie_embeddings else {"embed", "per_layer_embed"}
+        return {name: value for name, value in self.params.items() if name not in looked_up}
 
     # --- the whole model ---
 
@@ -331,7 +366,7 @@ class Target:
         Returns:
             The states, and each layer's entries of the call, which `KVCache.append` commits.
         """
-        x, taps, new = self.run(self.embed(tokens), cache, **options)
+        x, taps, new = self.run(self.embed(tokens), cache, tokens=tokens, **options)
         return States(hidden=self.norm(x), taps=taps), new
 
     def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Entry, ...]]:

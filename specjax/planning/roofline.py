@@ -78,9 +78,9 @@ def product_work(config: ModelConfig, rows: int, weight_bytes: float = 2.0) -> W
 def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, kv_bytes: float = 2.0) -> Work:
     """Attention of B rows of T tokens over S cached ones: 4 B T S heads head_dim L operations, each key and value read once.
 
-    Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice.
-    A layer that reads another one's entries reads them once more. The T tokens' own keys and values are left out: they are few
-    beside S.
+    Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice. A layer
+    with a window reads no more of S than that. A layer that reads another one's entries reads them once more. The T tokens' own
+    keys and values are left out: they are few beside S.
 
     Examples:
         >>> from specjax.models.published import published
@@ -93,9 +93,10 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
     for layer in range(config.num_layers):
         source = config.entries_of(layer)
         (_, keys), (_, last) = config.entry_parts(source)
-        products += config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
-        numbers += config.entry_size(source)
-    return Work(2.0 * batch * tokens * products * context, batch * context * numbers * kv_bytes)
+        seen = min(context, config.window_of(layer) or context)
+        products += seen * config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
+        numbers += seen * config.entry_size(source)
+    return Work(2.0 * batch * tokens * products, batch * numbers * kv_bytes)
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
@@ -148,9 +149,11 @@ def _expert_weights(config: ModelConfig) -> int:
 
 @lru_cache
 def _product_weights(config: ModelConfig) -> int:
-    """Weights that every token is multiplied with: all matrices, but for experts and an embedding that is only looked up."""
-    matrices = sum(math.prod(param.shape) for param in jax.tree.leaves(declare(config)) if len(param.shape) == 2)
-    return matrices if config.tie_embeddings else matrices - config.vocab_size * config.hidden_size
+    """Weights that every token is multiplied with: all matrices, but for experts and embeddings that are only looked up."""
+    params = jax.tree.leaves(declare(config))
+    matrices = sum(math.prod(param.shape) for param in params if len(param.shape) == 2 and not param.stacked)
+    looked_up = config.per_layer_vocab_size * config.num_layers * config.per_layer_inputs
+    return matrices - looked_up - (0 if config.tie_embeddings else config.vocab_size * config.hidden_size)
 
 
 # --- a target and its drafter ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from specjax.drafters import (
     Eagle,
     Eagle3,
     EarlyExit,
+    Gemma4Assistant,
     Medusa,
     MixtureOfAttentions,
     NoDraft,
@@ -46,6 +47,7 @@ METHODS = {
     "draft model in a ring": lambda shape: DraftModel(
         tiny_target(seed=5, num_layers=1), draft=shape, cache=Streaming(sinks=1), budget=5
     ),
+    "assistant": lambda shape: Gemma4Assistant.init(tiny_target(), jax.random.key(3), shape),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -57,6 +59,7 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("eagle3", shape) for shape in SHAPES if shape != "dynamic"],
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
+    *[("assistant", shape) for shape in SHAPES if shape != "dynamic"],
     *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
@@ -73,7 +76,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
 THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
     *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
-    *("medusa", "mixture of attentions", "prompt lookup"),
+    *("medusa", "mixture of attentions", "prompt lookup", "assistant"),
 }
 COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
@@ -153,6 +156,7 @@ OTHERS = [
     *[("early exit", shape) for shape in ("chain", "sampled", "dynamic")],
 ]
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
+OTHERS += [("assistant", shape) for shape in SMALL]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
@@ -173,6 +177,8 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
     if method == "medusa":
         return Medusa.init(distribution_target(), jax.random.key(3), shape)
+    if method == "assistant":
+        return Gemma4Assistant.init(distribution_target(), jax.random.key(3), shape)
     if method == "moa":
         return MixtureOfAttentions.init(distribution_target(), jax.random.key(3), shape, tli=1)
     if method == "draft model in a ring":

@@ -10,15 +10,19 @@ import random
 import struct
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
-from specjax.models.config import Rope
+from specjax.models.config import ModelConfig, Rope
+from specjax.models.families import FAMILIES
+from specjax.models.families.ropes import FULL, WINDOWED
 from specjax.models.rope import inverse_frequencies
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_target
+from tests.models.families import zoo
 
 NUMBERS = [0, 1, -1, 2, 3, 7, 16, 2**31, 2**63, -(2**63), 10**400, 0.5, 16.0, 1e-45, 1e308, -1e308]
 NOT_NUMBERS = [float("nan"), float("inf"), float("-inf"), None, True, False, "", "16", "float32", "\n", "\u2028x", "../x", "\0"]
@@ -36,19 +40,34 @@ JSON_FILES = ("config.json", "generation_config.json", "model.safetensors.index.
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> list[dict[str, bytes]]:
-    """Valid checkpoints, file by file: one for every kind of RoPE and of experts, in one file and in a shard with an index."""
+    """Valid checkpoints, file by file: one for every kind of RoPE, of experts and of family, in one file and in a shard with an
+    index."""
     found = []
     path = tmp_path_factory.mktemp("original")
     common = {"tie_embeddings": True, "eos_token_ids": (3, 4), "bos_token_id": 1}
     target = tiny_target(**common)
     targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
-    for one in [*targets, *(tiny_target(**common, **changes) for changes in MIXTURES.values())]:
+    targets += [tiny_target(**common, **changes) for changes in MIXTURES.values()]
+    for one in [*targets, *(Target.init(config, jax.random.key(0)) for config in of_families())]:
         one.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
         weights = files.pop("model.safetensors")
         found.append(files | {"model.safetensors": weights})
         found.append(files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()})
+    return found
+
+
+def of_families() -> list[ModelConfig]:
+    """The configurations of the models of the zoo."""
+    found = []
+    for kind, fields in zoo.MODELS.values():
+        (family,) = [one for one in FAMILIES.values() if one.architecture == f"{kind.removesuffix('Text')}ForCausalLM"][:1]
+        raw = {name: value for name, value in fields.items() if value is not None}
+        raw |= {"model_type": family.model_type, "eos_token_id": [3, 4], "bos_token_id": 1}
+        if "use_sliding_window" in fields:  # transformers says it in what it writes
+            raw["layer_types"] = [(FULL, WINDOWED)[not turned] for turned in fields["no_rope_layers"]]
+        found.append(huggingface.parse_config(raw))
     return found
 
 
@@ -158,8 +177,9 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
             (tmp_path / name).write_bytes(content)
         try:
             config = huggingface.read_config(tmp_path)
-            frequencies, factor = inverse_frequencies(config.rope, config.head_dim)
-            assert np.isfinite(frequencies).all() and np.isfinite(factor), config.rope
+            for one in {config, *map(config.of_layer, range(len(config.layers)))}:
+                frequencies, factor = inverse_frequencies(one.rope, one.head_dim)
+                assert np.isfinite(frequencies).all() and np.isfinite(factor), one.rope
             Target.from_pretrained(tmp_path, dtype=np.float32)
             loaded += 1
         except InputError as error:

@@ -80,7 +80,7 @@ def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
     x = jnp.ones((1, config.hidden_size))
     scores = jax.nn.sigmoid(x @ layer["router"])[0]
     layer["correction"] = jnp.zeros(8).at[jnp.argsort(scores)[:2]].set(10.0)  # to the two worst
-    chosen, weights = moe.route(layer, kind, x)
+    chosen, weights = moe.route(layer, replace(config, moe=kind), x)
     assert set(chosen[0].tolist()) == set(jnp.argsort(scores)[:2].tolist())
     np.testing.assert_allclose(weights[0], scores[chosen[0]], rtol=1e-5)
 
@@ -88,7 +88,7 @@ def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
 def test_an_expert_that_overflows_on_other_tokens_harms_none() -> None:
     config, layer = layer_of(KINDS["plain"])
     x = jax.random.normal(jax.random.key(2), (1, 20, config.hidden_size))
-    chosen, _ = moe.route(layer, KINDS["plain"], x[0])
+    chosen, _ = moe.route(layer, config, x[0])
     (spared,) = np.nonzero(~np.isin(chosen, 0).any(axis=1))
     layer["experts_down"] = layer["experts_down"].at[0].set(1e38)
     y = moe.mixture(layer, config, x)[0]
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_running_all_experts(count) -> None:
     x = jax.random.normal(jax.random.key(2), (1, count, config.hidden_size))
 
     def dense(layer, x):
-        chosen, weights = moe.route(layer, kind, x[0])
+        chosen, weights = moe.route(layer, config, x[0])
         shares = jnp.einsum("nk,nke->ne", weights, jax.nn.one_hot(chosen, kind.num_experts))
         inner = jax.nn.silu(jnp.einsum("nh,ehi->nei", x[0], layer["experts_gate"]))
         inner = inner * jnp.einsum("nh,ehi->nei", x[0], layer["experts_up"])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.errors import InputError
 from specjax.models import rope
 from specjax.models.config import Rope
 
@@ -16,7 +17,7 @@ POSITIONS = jnp.array([[0, 1, 7], [100, 5, 2]])
 def test_pairs_are_turned(way, dtype) -> None:
     """The pair (x_i, x_{i + d/2}) is a complex number, and is multiplied with e^(i angle)."""
     x = jax.random.normal(jax.random.key(0), (2, 3, 4, 10), dtype)
-    found = jax.jit(way)(x, *rope.rotations(Rope(theta=50.0), 10, POSITIONS))
+    found = jax.jit(way)(x, *rope.rotations(Rope(theta=50.0), 10, POSITIONS)[:2])
     angles = np.asarray(POSITIONS, np.float64)[..., None, None] * 50.0 ** (-np.arange(5) / 5)
     pairs = np.asarray(x[..., :5], np.float64) + 1j * np.asarray(x[..., 5:], np.float64)
     turned = pairs * np.exp(1j * angles)
@@ -31,13 +32,13 @@ def test_pairs_are_turned(way, dtype) -> None:
 def test_both_ways_give_the_same_bits(dtype, heads, positions) -> None:
     """Operation by operation: a compiler may round less often."""
     x = jax.random.normal(jax.random.key(0), (2, 3, heads, 64), dtype)
-    turn = rope.rotations(Rope(), 64, positions)
+    turn = rope.rotations(Rope(), 64, positions)[:2]
     np.testing.assert_array_equal(rope._rotate_halves(x, *turn), rope._rotate_by_product(x, *turn))
 
 
 def test_both_ways_have_the_same_gradient() -> None:
     x, down = jax.random.normal(jax.random.key(0), (2, 2, 3, 4, 10))
-    turn = rope.rotations(Rope(), 10, POSITIONS)
+    turn = rope.rotations(Rope(), 10, POSITIONS)[:2]
     (halves,), (product,) = (
         jax.vjp(lambda x, way=way: way(x, *turn), x)[1](down) for way in (rope._rotate_halves, rope._rotate_by_product)
     )
@@ -46,7 +47,7 @@ def test_both_ways_have_the_same_gradient() -> None:
 
 def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
     """Whatever precision products have by default: a TPU's would round the numbers of a head to bfloat16."""
-    x, turn = jnp.ones((1, 2, 4, 10)), rope.rotations(Rope(), 10, jnp.array([[3, 4]]))
+    x, turn = jnp.ones((1, 2, 4, 10)), rope.rotations(Rope(), 10, jnp.array([[3, 4]]))[:2]
     with jax.default_matmul_precision("bfloat16"):
         lowered = {
             platform: jax.jit(lambda x: rope.rotate(x, *turn)).trace(x).lower(lowering_platforms=(platform,)).as_text()
@@ -55,3 +56,13 @@ def test_the_product_is_a_tpus_and_rounds_nothing() -> None:
     (product,) = [line for line in lowered["tpu"].splitlines() if "stablehlo.dot_general" in line]
     assert "precision = [HIGHEST, HIGHEST]" in product
     assert not any("stablehlo.dot_general" in lowered[platform] for platform in ("cpu", "cuda"))
+
+
+def test_queries_grow_with_their_position_and_keys_do_not() -> None:
+    turn = rope.rotations(Rope(original_max_positions=4, query_growth=0.5), 4, jnp.array([[0, 3, 4, 11]]))
+    x = jnp.ones((1, 4, 2, 4))
+    grown = np.asarray(turn.turn_queries(x) / turn.turn_keys(x))
+    expected = 1 + 0.5 * np.log([1, 1, 2, 3])
+    np.testing.assert_allclose(grown, np.broadcast_to(expected[None, :, None, None], grown.shape), rtol=1e-5)
+    with pytest.raises(InputError, match=r"query_growth=0\.5: needs original_max_positions"):
+        Rope(query_growth=0.5)

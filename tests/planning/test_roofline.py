@@ -57,12 +57,13 @@ def test_experts_and_latents_by_hand() -> None:
 
 
 def test_layers_that_differ_by_hand() -> None:
-    """Layers 2 and 3 store nothing, and read what layers 0 and 1 do: 2 x 2 heads of 4, and 2 x 1 head of 8."""
+    """Layers 2 and 3 store nothing, and read what layers 0 and 1 do: 2 x 2 heads of 4, of the 5 newest tokens, and 2 x 1
+    head of 8."""
     config = tiny_config(**LAYERED["sharing"])
     assert roofline.cache_bytes(config) == (16 + 16) * 2
     attention = roofline.attention_work(config, batch=3, tokens=4, context=100)
-    products = 4 * 2 * 4 + 4 * 2 * 8 + 2 * 2 * 4 + 4 * 2 * 8
-    assert (attention.flops, attention.bytes) == (2 * 3 * 4 * 100 * products, 3 * 100 * 2 * (16 + 16) * 2)
+    products = 5 * (4 * 2 * 4 + 2 * 2 * 4) + 100 * (4 * 2 * 8 + 4 * 2 * 8)
+    assert (attention.flops, attention.bytes) == (2 * 3 * 4 * products, 3 * 2 * (5 * 16 + 100 * 16) * 2)
 
 
 def test_forward_time_by_hand() -> None:
@@ -268,3 +269,25 @@ def test_bad_input_is_named(call, message) -> None:
     with pytest.raises(InputError) as caught:
         call()
     assert str(caught.value).startswith(message)
+
+
+def test_embeddings_that_are_looked_up_are_not_read() -> None:
+    config = PUBLISHED["gemma-4-e2b"]
+    read = roofline.product_work(config, rows=1, weight_bytes=1.0).bytes
+    assert read / 1e9 == pytest.approx(2.28, rel=0.01)  # of the 4.63 that it has
+    of_experts = roofline.product_work(PUBLISHED["gpt-oss-20b"], rows=1, weight_bytes=1.0).bytes
+    assert of_experts / 1e9 == pytest.approx(3.6, rel=0.01)  # its model card's active parameters, which have the head
+
+
+def test_layers_with_a_window_read_no_more_than_that() -> None:
+    config, context = PUBLISHED["gpt-oss-20b"], 8192
+    work = roofline.attention_work(config, batch=3, tokens=1, context=context, kv_bytes=1.0)
+    entry = 2 * 8 * 64
+    assert work.bytes == 3 * entry * 12 * (context + 128)
+    assert work.flops == 3 * 4 * 64 * 64 * 12 * (context + 128)
+
+
+def test_layers_that_share_entries_read_them_and_keep_none() -> None:
+    config, context = PUBLISHED["gemma-4-e2b"], 8192
+    assert roofline.cache_bytes(config, 1.0) == 2 * (12 * 256 + 3 * 512)
+    assert roofline.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (28 * 256 * 512 + 7 * 512 * context)

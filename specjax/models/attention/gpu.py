@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from specjax.models.attention.pieces import capped
 from specjax.models.cache import Entry, Other
-from specjax.models.primitives import LEAST
+from specjax.models.primitives import LEAST, capped
 
 BLOCK = 64
 """Slots that a program reads at a time; fewer where a value has more than 256 numbers, or a page fewer slots."""

@@ -22,11 +22,6 @@ def block_width(slots: int, block: int) -> int:
     return min(slots, block if slots < 8 * block else 2 * block)
 
 
-def capped(scores: jax.Array, cap: float | None) -> jax.Array:
-    """Scores between -cap and cap: cap tanh(scores / cap); without a cap, the same."""
-    return scores if cap is None else cap * jnp.tanh(scores / cap)
-
-
 @struct.dataclass
 class Filled:
     """The slots of a cache, as attention reads them.

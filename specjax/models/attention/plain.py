@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, capped
+from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
 from specjax.models.cache import Entry
-from specjax.models.primitives import LEAST
+from specjax.models.primitives import LEAST, capped
 
 
 @struct.dataclass

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from specjax.models.attention.pieces import capped
 from specjax.models.cache import Entry, Other
-from specjax.models.primitives import LEAST
+from specjax.models.primitives import LEAST, capped
 
 BLOCK = 512
 """Slots that are fetched at a time, for many queries; up to four times as many for few. Of a cache in pages, whole pages."""

@@ -2,11 +2,21 @@
 
 from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3
+from specjax.models.families.gemma2 import GEMMA2
+from specjax.models.families.gemma3 import GEMMA3, GEMMA3_TEXT
+from specjax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT
+from specjax.models.families.gpt_oss import GPT_OSS
+from specjax.models.families.granite import GRANITE
 from specjax.models.families.llama import LLAMA
+from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from specjax.models.families.mistral import MISTRAL
+from specjax.models.families.olmo3 import OLMO3
+from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
 from specjax.models.families.qwen3 import QWEN3
 from specjax.models.families.qwen3_moe import QWEN3_MOE
+from specjax.models.families.seed_oss import SEED_OSS
+from specjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -16,10 +26,33 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "mimo": MIMO,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "gemma3": GEMMA3,
+    "gemma4_text": GEMMA4_TEXT,
+    "gemma4": GEMMA4,
+    "gemma4_unified_text": GEMMA4_TEXT,
+    "gemma4_unified": GEMMA4,
+    "gpt_oss": GPT_OSS,
+    "olmo3": OLMO3,
+    "phi3": PHI3,
+    "smollm3": SMOLLM3,
+    "granite": GRANITE,
+    "ministral3": MINISTRAL3,
+    "mistral3": MISTRAL3,
+    "seed_oss": SEED_OSS,
 }
 """By the ``model_type`` of config.json."""
 
+_KEEPS_A_STATE = "it has layers that keep a state, which cannot be taken back when a drafted token is rejected"
+_MIXES_STREAMS = "it has several residual streams (AltUp) and a residual of low rank (LAuReL), which are not made here"
+_OTHER_EXPERTS = "its experts are routed or stored in a way that is not made here"
+
 REFUSED: dict[str, str] = {
-    "qwen3_next": "its linear-attention layers keep a state that cannot be taken back when a drafted token is rejected",
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _KEEPS_A_STATE),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"), _KEEPS_A_STATE),
+    **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"), _KEEPS_A_STATE),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),
+    **dict.fromkeys(("llama4", "llama4_text", "mixtral", "granitemoe", "phimoe", "glm4_moe", "deepseek_v2"), _OTHER_EXPERTS),
 }
 """Model types that are known and cannot be loaded, and why."""

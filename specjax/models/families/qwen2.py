@@ -16,5 +16,5 @@ QWEN2 = Family(
 MIMO_MODULES = "model.mtp_layers."
 """How the names of MiMo's MTP modules begin."""
 
-MIMO = replace(QWEN2, left_over=(f"{MIMO_MODULES}*",))
+MIMO = replace(QWEN2, left_over=lambda _: (f"{MIMO_MODULES}*",))
 """A Qwen2 with modules beside it that predict further tokens."""

@@ -1,0 +1,67 @@
+"""Ministral 3 (Mistral, 2025): a Mistral with YaRN, whose queries grow with their position (as Llama 4's)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specjax.models.config import ModelConfig
+from specjax.models.families.base import Family
+from specjax.models.families.ropes import format_rope, parse_rope
+from specjax.models.fields import CheckpointError, number, show, text
+
+_BETA = "llama_4_scaling_beta"
+_THETA = 1_000_000.0
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": _THETA,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+_GROWTH = number(0, 100)
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    said = fields["rope_parameters"] or fields["rope_scaling"] or {}
+    rope, beta = parse_rope(fields, _THETA), said.get(_BETA, 0.0)
+    if not _GROWTH.accepts(beta):
+        raise CheckpointError(f"rope_parameters.{_BETA}={show(beta)}: must be {_GROWTH.wanted}")
+    if beta and rope.original_max_positions is None:
+        raise CheckpointError(f"rope_parameters.{_BETA}={beta}: needs a rope type with original_max_position_embeddings: yarn")
+    return {"rope": replace(rope, query_growth=float(beta))}
+
+
+def _format(config: ModelConfig) -> dict[str, Any]:
+    rope = format_rope(config.rope) | {_BETA: config.rope.query_growth}
+    return {"rope_scaling": None, "rope_parameters": rope}
+
+
+MINISTRAL3 = Family(
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    defaults={
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _ROPE,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    windows="all",
+    theta=_THETA,
+    parse=_parse,
+    format=_format,
+)
+
+MISTRAL3 = replace(
+    MINISTRAL3,
+    nested="text_config",
+    prefixes=("model.language_model.", "language_model.model."),
+    fields={"model_type": text("ministral3")},
+)
+"""With a model that sees beside it, which is left unread."""

@@ -1,0 +1,48 @@
+"""Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905): a Llama with fused projections; heads may be turned in part."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.models.config import ModelConfig
+from specjax.models.families.base import Family, Fused
+from specjax.models.fields import CheckpointError, Field, number
+
+_FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=None)}
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    said = fields["rope_parameters"] or fields["rope_scaling"] or {}
+    kind = said.get("rope_type") or said.get("type") or "default"
+    if kind in ("longrope", "su", "yarn"):  # by the last Phi-3 means the first
+        raise CheckpointError(
+            f"rope type {kind!r} of Phi-3 is not supported: its factors depend on the length of the whole text, and would "
+            "change keys that are cached already: give a model without it, such as phi-4 or Phi-3-mini-4k-instruct"
+        )
+    if kind != "default":
+        raise CheckpointError("rope_scaling: must be left out: Phi-3 has no other than longrope, which is not supported")
+    share = said.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
+    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
+        raise CheckpointError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
+    return {}
+
+
+def _format(config: ModelConfig) -> dict[str, Any]:
+    # What transformers takes for padding is beyond smaller vocabularies.
+    return {"partial_rotary_factor": config.rope.turned, "pad_token_id": None}
+
+
+PHI3 = Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": 32_000},
+    windows="all",
+    turns_parts=True,
+    fields=_FIELDS,
+    parse=_parse,
+    format=_format,
+    fused=(
+        Fused("qkv_proj.weight", ("q_proj.weight", "k_proj.weight", "v_proj.weight")),
+        Fused("gate_up_proj.weight", ("gate_proj.weight", "up_proj.weight")),
+    ),
+)

@@ -1,0 +1,55 @@
+"""SmolLM3 (Hugging Face, 2025): a Llama of which every fourth layer does not know positions (NoPE, arXiv 2501.18795)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.models.config import Layer, ModelConfig, Rope
+from specjax.models.families.base import Family
+from specjax.models.fields import CheckpointError, Field, whole
+
+_FIELDS: dict[str, Field] = {
+    "no_rope_layers": Field(
+        "a list with, of each layer, 1 if it has RoPE, or 0",
+        lambda value: type(value) is list and all(type(one) is int and one in (0, 1) for one in value),
+        default=None,
+    ),
+    "no_rope_layer_interval": whole(1, 10_000, default=4),
+}
+_NO_POSITIONS = Layer(rope=Rope(kind="none"))
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    count, every, turned = fields["num_hidden_layers"], fields["no_rope_layer_interval"], fields["no_rope_layers"]
+    if turned is None:
+        turned = [(layer + 1) % every for layer in range(count)]
+    if len(turned) < count:
+        raise CheckpointError(f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each")
+    if fields["use_sliding_window"] and fields["layer_types"] is None:
+        raise CheckpointError("layer_types is missing: with use_sliding_window it must say which layers have a window")
+    return {"layers": () if all(turned[:count]) else tuple(Layer() if one else _NO_POSITIONS for one in turned[:count])}
+
+
+def _format(config: ModelConfig) -> dict[str, Any]:
+    turned = [int(config.of_layer(i).rope.kind != "none") for i in range(config.num_layers)]
+    # What transformers takes for padding is beyond smaller vocabularies.
+    return {"no_rope_layers": turned, "pad_token_id": None}
+
+
+SMOLLM3 = Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    defaults={
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128_000,
+        "eos_token_id": 128_001,
+    },
+    biases={"attention_bias": ("qkv_bias", "output_bias"), "mlp_bias": ("mlp_bias",)},
+    windows="any",
+    window_switch="use_sliding_window",
+    theta=2_000_000.0,
+    fields=_FIELDS,
+    parse=_parse,
+    format=_format,
+)

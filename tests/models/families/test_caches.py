@@ -1,0 +1,108 @@
+"""Every family through a cache: texts in pieces, in pages, and trees of drafted tokens, against the text as a whole."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.cache import PagedCache
+from specjax.models.transformer import Target
+from specjax.planning.roofline import cache_bytes
+from tests.models.families import zoo
+
+LENGTH = 24  # longer than the windows
+PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]  # of a tree's nodes
+PAGE = 4
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By name: a model of the zoo, a text, and the logits of the whole."""
+
+    @cache
+    def of(name: str):
+        directory = tmp_path_factory.mktemp("zoo")
+        zoo.save(name, directory)
+        target = Target.from_pretrained(directory, dtype=np.float32)
+        tokens = jnp.asarray(np.random.default_rng(3).integers(0, zoo.VOCABULARY, (2, LENGTH)))
+        return target, tokens, np.asarray(whole(target, tokens))
+
+    return of
+
+
+@jax.jit
+def whole(target, tokens):
+    return target.forward(tokens)[0].logits
+
+
+@jax.jit
+def read_on(target, tokens, cache):
+    output, cache = target.forward(tokens, cache)
+    return output.logits, cache
+
+
+def in_pieces(target, tokens, cache, size: int):
+    pieces = []
+    for start in range(0, tokens.shape[1], size):
+        logits, cache = read_on(target, tokens[:, start : start + size], cache)
+        pieces.append(logits)
+    return np.concatenate(pieces, axis=1), cache
+
+
+def in_pages(target, capacity: int) -> PagedCache:
+    columns = capacity // PAGE
+    cache = PagedCache.like(target.new_cache(2, capacity), pages=2 * columns, page=PAGE)
+    shuffled = np.random.default_rng(0).permutation(2 * columns).reshape(2, columns)
+    return cache.with_table(jnp.asarray(shuffled, jnp.int32))
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_pieces_and_trees_are_as_the_whole(made, name) -> None:
+    target, tokens, expected = made(name)
+    found, cache = in_pieces(target, tokens, target.new_cache(2, LENGTH + 8), 3)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    check_tree(target, tokens, cache)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_one_by_one_in_pages_is_as_the_whole(made, name) -> None:
+    target, tokens, expected = made(name)
+    found, _ = in_pieces(target, tokens, in_pages(target, LENGTH), 1)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+def check_tree(target, tokens, cache) -> None:
+    """Each node of a tree after the text, in one pass, has the logits of its path read alone."""
+    paths = [[0]]
+    for node, parent in enumerate(PARENTS[1:], start=1):
+        paths.append([*paths[parent], node])
+    mask = np.zeros((1, len(paths), len(paths)), bool)
+    for node, path in enumerate(paths):
+        mask[0, node, path] = True
+    drafted = np.random.default_rng(4).integers(0, zoo.VOCABULARY, (2, len(paths)))
+    depths = np.array([len(path) - 1 for path in paths])
+    found = score(target, jnp.asarray(drafted), cache, depths, mask)
+    texts = np.zeros((2 * len(paths), LENGTH + depths.max() + 1), np.int32)
+    for row, node in np.ndindex(2, len(paths)):
+        text = [*tokens[row], *drafted[row, paths[node]]]
+        texts[row * len(paths) + node, : len(text)] = text
+    alone = np.asarray(whole(target, jnp.asarray(texts))).reshape(2, len(paths), *texts.shape[1:], -1)
+    expected = alone[:, np.arange(len(paths)), LENGTH + depths]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+
+
+@jax.jit
+def score(target, tokens, cache, depths, mask):
+    return target.score(tokens, cache, positions=cache.length[:, None] + depths, mask=mask)[0].logits
+
+
+def test_layers_that_share_take_no_memory(made) -> None:
+    target, _, _ = made("gemma4 E2B")
+    kept = [sum(part.nbytes for part in entry) for entry in target.new_cache(1, 16).layers]
+    size = 16 * 4 * 2 * 2  # slots, float32, keys and values, heads
+    assert kept == [size * 8, size * 8, size * 16, 0, 0, 0]
+    assert [len(entry) for entry in target.new_cache(1, 16).layers] == [2, 2, 2, 0, 0, 0]
+    assert cache_bytes(target.config, 4.0) * 16 == sum(kept)

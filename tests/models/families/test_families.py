@@ -1,0 +1,164 @@
+"""Every family against transformers: what it computes, and what it reads from and writes to files."""
+
+import json
+from functools import cache, partial
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.models import huggingface
+from specjax.models.families import FAMILIES
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import Target
+from tests.models.families import zoo
+
+LENGTH = 40  # longer than the windows, and than what is turned without YaRN
+LOAD = partial(Target.from_pretrained, dtype=np.float32)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By name and seed: a model of the zoo, made once, with the directory it was saved to, and its logits of some tokens."""
+
+    @cache
+    def of(name: str, seed: int = 0) -> SimpleNamespace:
+        directory = tmp_path_factory.mktemp("zoo")
+        model = zoo.save(name, directory, seed)
+        tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, LENGTH))
+        return SimpleNamespace(directory=directory, tokens=tokens, logits=zoo.logits(model, tokens), target=LOAD(directory))
+
+    return of
+
+
+def read_by_transformers(directory):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", attn_implementation="eager")
+
+
+def logits(target, tokens):
+    return target.forward(jnp.asarray(tokens))[0].logits
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_logits_are_those_of_transformers(made, name, seed) -> None:
+    one = made(name, seed)
+    assert np.abs(one.logits).max() > 1
+    # Random weights lose more digits in this one: transformers in float32 and in float64 differ by 8e-5 as well.
+    tolerance = 5e-4 if name == "gemma4 E2B" else 1e-4
+    np.testing.assert_allclose(logits(one.target, one.tokens), one.logits, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_what_is_written_is_read_by_transformers_and_here(made, name, tmp_path) -> None:
+    one = made(name)
+    one.target.save_pretrained(tmp_path)
+    assert huggingface.read_config(tmp_path) == one.target.config
+    np.testing.assert_allclose(zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5)
+
+
+def test_every_family_with_files_of_its_own_is_in_the_zoo(made) -> None:
+    there = {made(name).target.config.model_type for name in zoo.MODELS}
+    older = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"}  # tests/models/test_huggingface.py
+    assert {family.model_type for family in FAMILIES.values()} == there | older
+
+
+# --- models that see and hear as well -------------------------------------------------------------------------------------
+
+NESTED = {  # model of the zoo, model type, and how the names of the text model's tensors and of the head begin
+    "gemma3": ("gemma3", "model.language_model.", ""),
+    "gemma3 of transformers 4": ("gemma3", "language_model.model.", "language_model."),
+    "gemma4": ("gemma4", "model.language_model.", ""),
+    "gemma4 E2B": ("gemma4", "model.language_model.", ""),
+    "ministral3": ("mistral3", "model.language_model.", ""),
+    "ministral3 of transformers 4": ("mistral3", "language_model.model.", "language_model."),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) -> None:
+    model_type, prefix, beside = NESTED[name]
+    one = made(name.removesuffix(" of transformers 4"))
+    inner = json.loads((one.directory / "config.json").read_text())
+    outer = {"model_type": model_type, "vision_config": {"hidden_size": "not read"}, "text_config": inner}
+    outer |= {field: inner.pop(field) for field in ("tie_word_embeddings", "dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(one.directory / "model.safetensors")
+    renamed = {
+        prefix + tensor.removeprefix("model.") if tensor.startswith("model.") else beside + tensor: value
+        for tensor, value in tensors.items()
+    }
+    renamed["model.vision_tower.patch.weight"] = np.zeros((3, 3), np.float32)
+    save_file(renamed, tmp_path / "model.safetensors")
+    target = LOAD(tmp_path)
+    assert target.config == one.target.config
+    np.testing.assert_array_equal(logits(target, one.tokens), logits(one.target, one.tokens))
+
+
+def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
+    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "mistral"}
+    with pytest.raises(CheckpointError, match="model_type='mistral': must be one of ministral3"):
+        huggingface.parse_config({"model_type": "mistral3", "text_config": inner})
+
+
+def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
+    one = made("gemma4 E2B")
+    tensors = load_file(one.directory / "model.safetensors")
+    shared = [i for i in range(6) if one.target.config.entries_of(i) != i]
+    assert shared == [3, 4, 5]
+    for layer in shared:  # published files have them, and nobody reads them
+        for part in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.layers.{layer}.self_attn.{part}.weight"] = np.full((8, 8), np.nan, np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((one.directory / "config.json").read_text())
+    np.testing.assert_array_equal(logits(LOAD(tmp_path), one.tokens), logits(one.target, one.tokens))
+
+
+# --- what config.json may say, and how --------------------------------------------------------------------------------------
+
+
+def raw_of(made, name, **changes):
+    return json.loads((made(name).directory / "config.json").read_text()) | changes
+
+
+def test_olmo3_of_transformers_4_scales_its_full_layers_alone(made) -> None:
+    raw = raw_of(made, "olmo3", rope_theta=500_000)
+    raw["rope_scaling"] = {**raw.pop("rope_parameters")["full_attention"]}
+    raw["rope_scaling"].pop("rope_theta")
+    assert huggingface.parse_config(raw) == made("olmo3").target.config
+
+
+def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None:
+    raw = raw_of(made, "smollm3")
+    config = huggingface.parse_config(raw)
+    assert [config.of_layer(i).rope.kind for i in range(4)] == ["default", "default", "default", "none"]
+    assert huggingface.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
+    raw["no_rope_layers"] = [1] * 7
+    assert huggingface.parse_config(raw).layers == ()
+
+
+REFUSALS = [
+    ("phi3", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "rope type 'su' .* length of the whole text.*: give a"),
+    ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' of Phi-3 is not supported"),
+    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: must be left out"),
+    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1: must turn an even share"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of num_hidden_layers=4: name each"),
+    ("smollm3 with windows", {"layer_types": None}, "layer_types is missing: with use_sliding_window it must say"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number from 1e-06"),
+    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta='x': must be a number"),
+    ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs a rope type with original_max_position"),
+    ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias=1: must be true or false"),
+    ("gpt_oss", {"model_type": "gemma3n"}, "model_type='gemma3n' is not supported: it has several residual streams"),
+    ("gpt_oss", {"model_type": "granitemoehybrid"}, "it has layers that keep a state, which cannot be taken back"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
+def test_what_cannot_be_taken_is_refused_in_a_line(made, name, changes, message) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        huggingface.parse_config(raw_of(made, name, **changes))
+    assert "\n" not in str(caught.value)

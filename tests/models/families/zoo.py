@@ -1,0 +1,182 @@
+"""Small random models of every family, made by transformers: the oracle of what a family computes and how it is stored."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 37
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 16,
+}
+_GEMMA4 = _SIZES | {
+    "sliding_window": 5,
+    "num_hidden_layers": 6,
+    "layer_types": [_WINDOWED, _WINDOWED, _FULL] * 2,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", _SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3Text",
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "layer_types": [_WINDOWED, _WINDOWED, _FULL, _WINDOWED],
+            "query_pre_attn_scalar": 12,
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                _WINDOWED: {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "gemma4": ("Gemma4Text", _GEMMA4),
+    "gemma4 E2B": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4 31B": ("Gemma4Text", _GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4 26B-A4B": (
+        "Gemma4Text",
+        _GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.0,
+            "rope_parameters": _YARN | {"rope_theta": 150_000.0, "truncate": False},
+        },
+    ),
+    "olmo3": (
+        "Olmo3",
+        _SIZES
+        | {
+            "sliding_window": 5,
+            "layer_types": [_WINDOWED, _WINDOWED, _FULL, _WINDOWED],
+            "rope_parameters": {
+                _FULL: _YARN | {"rope_theta": 500_000.0, "attention_factor": 1.2},
+                _WINDOWED: {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", _SIZES | {"sliding_window": 9}),
+    "phi3 turned in part": (
+        "Phi3",
+        _SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 0.75}},
+    ),
+    "smollm3": (
+        "SmolLM3",
+        _SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "no_rope_layer_interval": 4},
+    ),
+    "smollm3 with windows": (
+        "SmolLM3",
+        _SIZES | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
+    ),
+    "granite": (
+        "Granite",
+        _SIZES
+        | {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _SIZES
+        | {"rope_parameters": _YARN | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
+    ),
+    "seed_oss": ("SeedOss", _SIZES),
+    "seed_oss with other biases": (
+        "SeedOss",
+        _SIZES | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+}
+"""By name: the name of the configuration's class, without "Config", and its fields."""
+
+
+def make(name: str, seed: int = 0) -> Any:
+    """The model of that name, in float32, with norms, biases and scales that are not what they begin as."""
+    return build(*MODELS[name], seed)
+
+
+def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
+    """A model of the class that begins with ``kind``, and of those fields."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(fields))  # which transformers writes to
+    config._attn_implementation = "eager"
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).eval()
+    disturb(model)
+    return model
+
+
+def disturb(model: Any) -> None:
+    """Move norms, biases and scales away from what they begin as."""
+    import torch
+
+    parts = ("norm", "bias", "router.scale", "per_expert_scale", "layer_scalar", "sinks")
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            if any(part in name for part in parts):
+                value.add_(torch.randn_like(value) * 0.3)
+
+
+def save(name: str, directory: Path, seed: int = 0) -> Any:
+    """Make the model, write it to ``directory``, and give it."""
+    model = make(name, seed)
+    model.save_pretrained(directory)
+    return model
+
+
+def logits(model: Any, tokens: Any) -> Any:
+    """``[B, T, V]`` the model's logits after each of ``tokens [B, T]``, as a numpy array."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
