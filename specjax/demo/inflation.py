@@ -34,7 +34,7 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
     differs = differs or config.norm_offset or config.qk_norm_over_heads or config.per_layer_inputs or config.layer_scalars
     if differs:
         raise InputError(
-            f"a model of type {config.model_type!r} cannot be inflated: give one like Llama, with ordinary attention, no "
+            f"a model of type {config.model_type!r} cannot be inflated: give one with Llama's norms, ordinary attention, no "
             "experts, and layers that are alike"
         )
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}

@@ -336,6 +336,7 @@ CONFIGS = {  # the fields of each config.json that make up the shape
         | {
             "attention_k_eq_v": True,
             "enable_moe_block": True,
+            "hidden_size_per_layer_input": 0,
             "hidden_size": 2816,
             "intermediate_size": 2112,
             "layer_types": ([_WINDOWED] * 5 + [_FULL]) * 5,
