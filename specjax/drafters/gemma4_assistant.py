@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax import sharding
-from specjax.drafters.base import DraftingReads, Told, check_mesh, newest_of
+from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import Stored, TrainedDrafter
+from specjax.drafters.trained import NewestStateDrafter, Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
@@ -30,9 +29,9 @@ from specjax.models.families import FAMILIES
 from specjax.models.fields import check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
-from specjax.models.primitives import linear
+from specjax.models.primitives import embedding_logits, linear
 from specjax.models.rope import rotations
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
 _NOT_HELD = ("k", "v", "k_bias", "v_bias", "k_norm")
@@ -67,7 +66,7 @@ class AssistantConfig:
 
 
 @struct.dataclass
-class Gemma4Assistant(TrainedDrafter[jax.Array]):
+class Gemma4Assistant(NewestStateDrafter):
     """Drafts from the target's own keys and values. All nodes of a draft stand at one position, the root's.
 
     A node of token t whose parent came to the state s is read as ``pre_projection([embedding of t, s])``, with the target's
@@ -256,16 +255,9 @@ class Gemma4Assistant(TrainedDrafter[jax.Array]):
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return tuple(sorted({layer for layer in self._read_by(config) if layer is not None}))
 
-    def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
-        """``[B, H]`` the target's hidden state at each row's newest token that it has read."""
-        newest = jnp.zeros((batch, self.config.target_hidden_size), target.dtype)
-        return sharding.constrain(newest, ("batch", None), {}, self.mesh)
-
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-        return {"hidden": output.hidden}
-
-    def hear(self, target: Target, state: jax.Array, told: Told) -> jax.Array:
-        return newest_of(told.arrays["hidden"], told.count, state)
+    @property
+    def target_hidden_size(self) -> int:
+        return self.config.target_hidden_size
 
     def read(
         self, target: Target, tokens: jax.Array, above: jax.Array, cache: KVCache | PagedCache
@@ -302,7 +294,7 @@ class Gemma4Assistant(TrainedDrafter[jax.Array]):
         With centroids: tokens of clusters that are not among the best have one less than the smallest of the others.
         """
         if not self.config.centroids:
-            return jnp.einsum("...h,vh->...v", x, self.params["embed"], preferred_element_type=jnp.float32)
+            return embedding_logits(x, self.params["embed"])
         best = jax.lax.top_k(linear(self.params, "centroids", x), self.config.centroids_kept)[1]
         tokens = self.params["order"].reshape(self.config.centroids, -1)[best].reshape(*x.shape[:-1], -1)
         found = jnp.einsum("...h,...nh->...n", x, self.params["embed"][tokens], preferred_element_type=jnp.float32)

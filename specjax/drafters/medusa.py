@@ -10,9 +10,9 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters.base import DraftingReads, Told, check_mesh, newest_of
+from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import Stored, TrainedDrafter
+from specjax.drafters.trained import NewestStateDrafter, Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
@@ -21,7 +21,7 @@ from specjax.models.cache import Entry
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import linear, vocabulary_logits
-from specjax.models.transformer import States, Target
+from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
 
@@ -47,7 +47,7 @@ class MedusaConfig:
 
 
 @struct.dataclass
-class Medusa(TrainedDrafter[jax.Array]):
+class Medusa(NewestStateDrafter):
     """Head i predicts the token i + 2 places after the one whose hidden state it reads: i + 1 below the root.
 
     A head does not know what the heads before it have drafted. So its best tokens are the same below every node of a level, and
@@ -162,16 +162,9 @@ class Medusa(TrainedDrafter[jax.Array]):
         axes = ("batch", *(None,) * (logits.ndim - 2), "vocab")
         return sharding.constrain(logits, axes, self.units, self.mesh)
 
-    def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
-        """``[B, H]`` the target's state at each row's newest token that it has read."""
-        newest = jnp.zeros((batch, self.config.hidden_size), target.dtype)
-        return sharding.constrain(newest, ("batch", None), {}, self.mesh)
-
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-        return {"hidden": output.hidden}
-
-    def hear(self, target: Target, state: jax.Array, told: Told) -> jax.Array:
-        return newest_of(told.arrays["hidden"], told.count, state)
+    @property
+    def target_hidden_size(self) -> int:
+        return self.config.hidden_size
 
     def propose(
         self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array

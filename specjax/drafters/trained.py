@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax.drafters.base import Drafter, DraftingReads, State
+from specjax import sharding
+from specjax.drafters.base import Drafter, DraftingReads, State, Told, newest_of
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, fingerprint, huggingface
@@ -26,7 +27,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, read_json
 from specjax.models.params import Params
-from specjax.models.transformer import Target, default_dtype
+from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
 
 
@@ -301,6 +302,26 @@ class TrainedDrafter(Drafter[State]):
     @property
     def _dtype(self) -> np.dtype:
         return next(leaf.dtype for leaf in jax.tree.leaves(self.params) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+class NewestStateDrafter(TrainedDrafter[jax.Array]):
+    """A drafter that remembers no more of a text than the target's hidden state at the newest token that it has read."""
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Of the target's states."""
+        raise NotImplementedError
+
+    def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
+        """``[B, H]`` the target's state at each row's newest token that it has read."""
+        newest = jnp.zeros((batch, self.target_hidden_size), target.dtype)
+        return sharding.constrain(newest, ("batch", None), {}, self.mesh)
+
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        return {"hidden": output.hidden}
+
+    def hear(self, target: Target, state: jax.Array, told: Told) -> jax.Array:
+        return newest_of(told.arrays["hidden"], told.count, state)
 
 
 def layer_like(config: ModelConfig, **sizes: Any) -> ModelConfig:

@@ -6,7 +6,7 @@ are read and written by `specjax.models.checkpoint`.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -460,12 +460,13 @@ def _reading(
     raw = read_json(file)
     family = _family(raw, str(file))
     modules = _modules_behind(raw, family) if layers is None else 0
-    prefix = family.prefix_in(checkpoint.stored_names(directory))
-    _compare_sizes(directory, config, prefix, modules, layers)
+    stored = checkpoint.stored_shapes(directory)
+    prefix = family.prefix_in(stored)
+    _compare_sizes(file, stored, config, prefix, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
     left_over += family.left_over(config)
     if family.nested is not None:
-        left_over += [name for name in checkpoint.stored_names(directory) if not name.startswith((prefix, "lm_head"))]
+        left_over += [name for name in stored if not name.startswith((prefix, "lm_head"))]
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     declared = family.store(declarations.declare(config, layers), prefix)
@@ -522,28 +523,29 @@ def _modules_behind(raw: dict[str, Any], family: Family) -> int:
     return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
 
 
-def _compare_sizes(directory: Path, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
-    """Compare config.json's main sizes with the tensors' headers, before declarations are made after them; of a ``part`` of a
-    target, with these layers."""
+def _compare_sizes(
+    file: Path, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, prefix: str, modules: int, part: Layers | None
+) -> None:
+    """Compare the main sizes in config.json, the ``file``, with the shapes that are ``stored``, before declarations are made
+    after them; of a ``part`` of a target, with these layers."""
     field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
-    stored = checkpoint.stored_shapes(directory)
     layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
     layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
     if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
-            f"{directory / 'config.json'}: {field}={last}, but the tensors are of {layers} layers: "
+            f"{file}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
     indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
-            f"{directory / 'config.json'}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
+            f"{file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
     embedding = stored.get(f"{prefix}embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
-            f"{directory / 'config.json'}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
+            f"{file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
             f"embedding is {embedding[0]} x {embedding[1]}: give the configuration and the weights of one model"
         )

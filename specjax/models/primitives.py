@@ -63,6 +63,13 @@ def vocabulary_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.matmul(flat, weight, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], -1)
 
 
+def embedding_logits(x: jax.Array, embed: jax.Array) -> jax.Array:
+    """As `vocabulary_logits`, with an embedding ``[V, H]`` that is the head too."""
+    flat = x.reshape(-1, x.shape[-1])
+    logits = jnp.einsum("th,vh->tv", flat, embed, preferred_element_type=jnp.float32)
+    return logits.reshape(*x.shape[:-1], -1)
+
+
 def mlp(params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu") -> jax.Array:
     """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202); ``prefix`` starts its names."""
     gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(params, f"{prefix}up", x)

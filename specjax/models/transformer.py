@@ -22,7 +22,7 @@ from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Params
-from specjax.models.primitives import capped, linear, vocabulary_logits
+from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
 from specjax.models.rope import rotations
 from specjax.progress import waiting
 
@@ -262,10 +262,6 @@ class Target:
             InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target; or
                 ``tokens`` are needed, and not given.
         """
-        if tokens is None and self.config.per_layer_inputs:
-            raise InputError(
-                "tokens: layers of this model are given inputs of each token: say which tokens these states are of"
-            )
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
         if not all(self.params["layers"][start:stop]):
@@ -278,7 +274,7 @@ class Target:
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
         mask = jnp.asarray(mask)
-        inputs = self.layer_inputs(tokens, (start, stop)) if tokens is not None and self.config.per_layer_inputs else None
+        inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
         turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}
         tapped, new = [], []
@@ -304,6 +300,16 @@ class Target:
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
         return x, recorded, tuple(new)
 
+    def _inputs(self, tokens: jax.Array | None, layers: tuple[int, int]) -> jax.Array | None:
+        """`layer_inputs`, where the model has such."""
+        if not self.config.per_layer_inputs:
+            return None
+        if tokens is None:
+            raise InputError(
+                "tokens: layers of this model are given inputs of each token: say which tokens these states are of"
+            )
+        return self.layer_inputs(tokens, layers)
+
     def _source(self, layer: int, first: int) -> int:
         """The layer whose entries ``layer`` reads, in a slice that begins with the layer ``first``."""
         source = self.config.entries_of(layer)
@@ -326,10 +332,10 @@ class Target:
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
         if "lm_head" in self.params:
-            return self._constrain(self.finish_logits(vocabulary_logits(hidden, self.params["lm_head"])), "vocab")
-        flat = hidden.reshape(-1, hidden.shape[-1])  # as in `vocabulary_logits`
-        logits = jnp.einsum("th,vh->tv", flat, self.params["embed"], preferred_element_type=jnp.float32)
-        return self._constrain(self.finish_logits(logits.reshape(*hidden.shape[:-1], -1)), "vocab")
+            logits = vocabulary_logits(hidden, self.params["lm_head"])
+        else:
+            logits = embedding_logits(hidden, self.params["embed"])
+        return self._constrain(self.finish_logits(logits), "vocab")
 
     def finish_logits(self, logits: jax.Array) -> jax.Array:
         """Logits of products with the head's columns, those of all tokens or of some: divided and capped, as the model says."""

@@ -132,8 +132,7 @@ class Family:
         defaults = dict(self.defaults)
         if given.get("rope_scaling"):  # its older place
             defaults.pop("rope_parameters", None)
-        taken = {name for name, value in given.items() if value is None and name in _NULL_IS_LEFT_OUT}
-        return {**defaults, **{name: value for name, value in given.items() if name not in taken}}
+        return defaults | {name: value for name, value in given.items() if value is not None or name not in _NULL_IS_LEFT_OUT}
 
     def prefix_in(self, stored: Collection[str]) -> str:
         """Which of its ``prefixes`` the tensors of a checkpoint have, by the names that are ``stored``."""

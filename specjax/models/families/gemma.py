@@ -7,10 +7,15 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, number, text
 
 GELU = "gelu_pytorch_tanh"
-FIELDS: dict[str, Field] = {
+COMMON_FIELDS: dict[str, Field] = {
     "hidden_act": text(GELU, default=GELU),
     "hidden_activation": text(GELU, default=GELU),
     "final_logit_softcapping": number(1e-6, 1e6, default=None),
+}
+"""The fields of config.json that all of them have."""
+
+FIELDS: dict[str, Field] = {
+    **COMMON_FIELDS,
     "attn_logit_softcapping": number(1e-6, 1e6, default=None),
     "query_pre_attn_scalar": number(1e-6, 1e9, default=256),
     "use_bidirectional_attention": Field("left out, or false: text alone is read", lambda v: v is False, default=None),
@@ -28,30 +33,35 @@ DEFAULTS: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 1,
 }
-"""What transformers takes for all of them; published files leave much out."""
+"""What transformers takes for Gemma 2 and 3; published files leave much out."""
 
 SWITCHES: dict[str, Any] = {"activation": "gelu_tanh", "norms": "both", "norm_offset": 1.0}
 
 
-def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+def parse_common(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `ModelConfig` that all of them have."""
-    return {
-        "embedding_scale": fields["hidden_size"] ** 0.5,
+    return {"embedding_scale": fields["hidden_size"] ** 0.5, "logit_cap": fields["final_logit_softcapping"]}
+
+
+def format_common(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that all of them have."""
+    return {"hidden_act": GELU, "hidden_activation": GELU, "final_logit_softcapping": config.logit_cap}
+
+
+def parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that Gemma 2 and 3 have."""
+    return parse_common(fields) | {
         "attention_scale": fields["query_pre_attn_scalar"] ** -0.5,
         "score_cap": fields["attn_logit_softcapping"],
-        "logit_cap": fields["final_logit_softcapping"],
     }
 
 
 def format_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of config.json that all of them have."""
+    """The fields of config.json that Gemma 2 and 3 have."""
     if config.attention_scale is None:
         raise CheckpointError(f"attention_scale=None: a {config.model_type} checkpoint says it: give head_dim ** -0.5")
     scalar = config.attention_scale**-2
-    return {
-        "hidden_act": GELU,
-        "hidden_activation": GELU,
+    return format_common(config) | {
         "query_pre_attn_scalar": round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar,
         "attn_logit_softcapping": config.score_cap,
-        "final_logit_softcapping": config.logit_cap,
     }

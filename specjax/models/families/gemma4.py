@@ -11,16 +11,14 @@ from typing import Any
 
 from specjax.errors import InputError
 from specjax.models.config import Layer, ModelConfig, MoE, Rope
+from specjax.models.families import gemma
 from specjax.models.families.base import Family, Fused
-from specjax.models.families.gemma import GELU
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
-from specjax.models.fields import Field, check_fields, flag, mapping, number, text, whole
+from specjax.models.fields import Field, check_fields, flag, mapping, whole
 
 _ROPES = {FULL: Rope(theta=1e6, kind="proportional", turned=0.25), WINDOWED: Rope(theta=1e4)}
 _FIELDS: dict[str, Field] = {
-    "hidden_act": text(GELU, default=GELU),
-    "hidden_activation": text(GELU, default=GELU),
-    "final_logit_softcapping": number(1e-6, 1e6, default=None),
+    **gemma.COMMON_FIELDS,
     "use_bidirectional_attention": Field(
         "left out, or 'vision', which text does not meet", lambda v: v in ("vision", False), default=None
     ),
@@ -53,9 +51,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"{missing[0]} is missing: enable_moe_block needs it")
         experts, chosen, size = sizes.values()
         moe = MoE(num_experts=experts, experts_per_token=chosen, intermediate_size=size, normalise=True, beside_mlp=True)
-    return {
-        "embedding_scale": fields["hidden_size"] ** 0.5,
-        "logit_cap": fields["final_logit_softcapping"],
+    return gemma.parse_common(fields) | {
         "rope": ropes[WINDOWED],
         "layers": _parse_layers(fields, ropes[FULL]),
         "moe": moe,
@@ -76,25 +72,25 @@ def _parse_layers(fields: Mapping[str, Any], rope: Rope) -> tuple[Layer, ...]:
     if fields["per_layer_config"] is None:
         full["head_dim"] = fields["global_head_dim"] or 512
         full["num_kv_heads"] = fields["num_global_key_value_heads"] if fields["attention_k_eq_v"] else None
+    # Layer 5 is "5", or "05" where there are more than ten.
+    overrides = {name.lstrip("0") or "0": said for name, said in (fields["per_layer_config"] or {}).items()}
     layers = []
-    for number_, kind in enumerate(kinds):
+    for number, kind in enumerate(kinds):
         layer = dict(full) if kind == FULL else {}
-        layer |= _overrides(fields["per_layer_config"], number_)
-        if number_ >= own:
+        layer |= _override(overrides.get(str(number)), number)
+        if number >= own:
             layer |= {"entries_of": own - 1 - kinds[:own][::-1].index(kind), "intermediate_size": wide}
         layers.append(Layer(**layer))
     return tuple(layers)
 
 
-def _overrides(said: Mapping[str, Any] | None, layer: int) -> dict[str, Any]:
+def _override(said: Any, layer: int) -> dict[str, Any]:
     """What ``per_layer_config`` says of a layer: transformers 5 writes it in place of the ``global_`` fields."""
-    # Layer 5 is "5", or "05" where there are more than ten.
-    own = next((value for name, value in (said or {}).items() if (name.lstrip("0") or "0") == str(layer)), None)
-    if own is None:
+    if said is None:
         return {}
-    if not isinstance(own, dict) or own.keys() - _OVERRIDES.keys():
+    if not isinstance(said, dict) or said.keys() - _OVERRIDES.keys():
         raise InputError(f"per_layer_config.{layer}: must be an object with {' and '.join(_OVERRIDES)}")
-    found = check_fields(own, _OVERRIDES, "config.json", f"per_layer_config.{layer}.")
+    found = check_fields(said, _OVERRIDES, "config.json", f"per_layer_config.{layer}.")
     names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
     return {names[name]: value for name, value in found.items() if value is not None}
 
@@ -102,16 +98,17 @@ def _overrides(said: Mapping[str, Any] | None, layer: int) -> dict[str, Any]:
 def _format(config: ModelConfig) -> dict[str, Any]:
     full = [config.layers[i] for i in range(len(config.layers)) if i not in config.windowed_layers]
     shared = [layer for layer in config.layers if layer.entries_of is not None]
-    raw: dict[str, Any] = format_by_kind(config) | {
-        "hidden_act": GELU,
-        "hidden_activation": GELU,
-        "final_logit_softcapping": config.logit_cap,
-        "num_kv_shared_layers": len(shared),
-        "use_double_wide_mlp": any(layer.intermediate_size for layer in shared),
-        "hidden_size_per_layer_input": config.per_layer_inputs,
-        "vocab_size_per_layer_input": config.per_layer_vocab_size,
-        "enable_moe_block": config.moe is not None,
-    }
+    raw: dict[str, Any] = (
+        gemma.format_common(config)
+        | format_by_kind(config)
+        | {
+            "num_kv_shared_layers": len(shared),
+            "use_double_wide_mlp": any(layer.intermediate_size for layer in shared),
+            "hidden_size_per_layer_input": config.per_layer_inputs,
+            "vocab_size_per_layer_input": config.per_layer_vocab_size,
+            "enable_moe_block": config.moe is not None,
+        }
+    )
     if full:
         raw |= {
             "global_head_dim": full[0].head_dim or config.head_dim,
