@@ -11,7 +11,8 @@ from specjax.drafters.base import Committed, Drafter
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache
+from specjax.models.attention import Filled
+from specjax.models.cache import Cache, Entry, KVCache
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -36,6 +37,10 @@ class _Narrow(Target):
         wide = jnp.pad(x, ((0, 0), (0, 0), (0, self.inflated.config.hidden_size - size)))
         after, taps, new = self.inflated.run(wide, cache, layers=layers, **options)
         return after[..., :size], taps[..., :size], new
+
+    def cache_piece(self, cache: Cache, layer: int, positions: jax.Array, window: int | None) -> Filled:
+        piece, heads = super().cache_piece(cache, layer, positions, window), self.config.num_kv_heads
+        return replace(piece, entry=jax.tree.map(lambda part: part[:, :heads], piece.entry))
 
 
 @struct.dataclass

@@ -5,8 +5,9 @@ it has read: those of its last layer with a window, and of its last full one. Of
 the target's newest hidden state; while it drafts, its own state goes round in that one's place.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
@@ -22,20 +23,27 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models import params as declarations
-from specjax.models.attention import Filled
+from specjax.models.attention import Piece
 from specjax.models.cache import Entry, KVCache, PagedCache
 from specjax.models.config import Layer, ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.fields import check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
-from specjax.models.primitives import embedding_logits, linear
+from specjax.models.primitives import embedding_logits, linear, product_of_one_row
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
+Seen = Callable[[int, int | None], Piece]
+"""What the tokens of a call see of the entries that a layer of the target keeps: by its number, and by how many positions back
+they see, their own included; None: all the way."""
+
 _NOT_HELD = ("k", "v", "k_bias", "v_bias", "k_norm")
 """Of a layer's parameters those that make keys and values."""
+
+_VOCABULARY = 262_144
+"""Tokens of every published Gemma 4. Its assistants' sizes are those of their config.json (`google/gemma-4-*-it-assistant`)."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +170,24 @@ class Gemma4Assistant(NewestStateDrafter):
         return raw | ({"num_centroids": config.centroids} if config.centroids else {})
 
     @classmethod
+    def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        """For a Gemma 4 of a published size those of its own assistant; otherwise nothing."""
+        of_target = target.config
+        if of_target.model_type != "gemma4_text" or of_target.vocab_size != _VOCABULARY:
+            return {}
+        if of_target.per_layer_inputs:  # E2B and E4B
+            return {"hidden_size": 256, "intermediate_size": 2048, "num_heads": 4, "centroids": 2048, "centroids_kept": 32}
+        return {"hidden_size": 1024, "intermediate_size": 8192, "num_heads": of_target.num_heads}
+
+    @classmethod
     def init(
         cls,
         target: Target,
         key: jax.Array,
         draft: DraftShape | int = Chain(4),
         *,
-        centroids: int = 0,
-        centroids_kept: int = 32,
-        **sizes: Any,
+        config: AssistantConfig | None = None,
+        **shape: Any,
     ) -> Self:
         """An assistant for ``target``, which need not be a Gemma 4, with random weights; consumes ``key``.
 
@@ -178,12 +195,26 @@ class Gemma4Assistant(NewestStateDrafter):
             target: with ordinary attention.
             key: of the random weights.
             draft: the shape of its drafts.
+            config: its shape; None: that of `config_for`, which ``shape`` is given to.
+            shape: see there.
+        """
+        config = cls.config_for(target.config, **shape) if config is None else config
+        params = cls._initialise(config, key, target)
+        if config.centroids:  # any order is one: clusters begin as neighbours
+            params["order"] = jnp.arange(config.model.vocab_size, dtype=jnp.int32)
+        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+
+    @staticmethod
+    def config_for(of_target: ModelConfig, *, centroids: int = 0, centroids_kept: int = 32, **sizes: Any) -> AssistantConfig:
+        """The shape of an assistant for a target of that configuration.
+
+        Args:
+            of_target: with ordinary attention.
             centroids: clusters of its head; 0: none.
             centroids_kept: of these, those whose tokens have logits.
-            sizes: fields of its layers' `ModelConfig`; by default three layers of the target's last kind but one and one of its
-                last, a quarter as wide as the target.
+            sizes: fields of its layers' `ModelConfig`; by default three layers with a window and a full one, or four full ones
+                where the target has no windows, a quarter as wide as the target.
         """
-        of_target = target.config
         if of_target.mla is not None:
             raise InputError("target: an assistant reads keys and values, and this target keeps latents of them instead")
         windowed, full = _sources(of_target)
@@ -216,11 +247,7 @@ class Gemma4Assistant(NewestStateDrafter):
             layers=tuple(Layer() if kind == windowed else own for kind in kinds),
             **given,
         )
-        config = AssistantConfig(model, of_target.hidden_size, centroids, centroids_kept)
-        params = cls._initialise(config, key, target)
-        if centroids:  # any order is one: clusters begin as neighbours
-            params["order"] = jnp.arange(of_target.vocab_size, dtype=jnp.int32)
-        return cls(params=params, config=config, draft=draft, mesh=target.mesh)
+        return AssistantConfig(model, of_target.hidden_size, centroids, centroids_kept)
 
     # --- drafting ---
 
@@ -273,20 +300,41 @@ class Gemma4Assistant(NewestStateDrafter):
         Returns:
             ``[B, F, V]`` float32 logits after each, and ``[B, F, H]`` their states.
         """
-        model, reads = self.config.model, self.reads(target.config)
-        x = jnp.concatenate([target.embed(tokens), above.astype(target.dtype)], axis=-1)
+        reads, positions = self.reads(target.config), jnp.broadcast_to(cache.length[:, None], tokens.shape)
+
+        def seen(layer: int, back: int | None) -> Piece:
+            return target.cache_piece(cache, reads.index(layer), positions, back)
+
+        x, states = self.run(target, target.embed(tokens), above, positions, seen)
+        return self.logits(x), states
+
+    def run(
+        self, target: Target, embedded: jax.Array, above: jax.Array, positions: jax.Array, seen: Seen
+    ) -> tuple[jax.Array, jax.Array]:
+        """What its layers make of T tokens a row, none of which sees another.
+
+        Args:
+            target: the target model.
+            embedded: ``[B, T, H]`` the target's embeddings of the tokens.
+            above: ``[B, T, H]`` the state of each one's parent.
+            positions: ``[B, T]`` the first position behind what the target has read.
+            seen: of the target's entries.
+
+        Returns:
+            ``[B, T, h]`` what its head reads, and ``[B, T, H]`` the tokens' states.
+        """
+        model = self.config.model
+        x = jnp.concatenate([embedded, above.astype(embedded.dtype)], axis=-1)
         x = linear(self.params, "pre", x.astype(self._dtype))
-        positions = jnp.broadcast_to(cache.length[:, None], tokens.shape)
         for layer, source in enumerate(self._read_by(target.config)):
             assert source is not None
             own = model.of_layer(layer)
-            # The window is counted from the newest token that was read, and has that one and so many before it.
-            since = None if (window := model.window_of(layer)) is None else positions - 1 - window
-            seen = Filled.of(cache, reads.index(source), since, self.mesh)
+            # The window has the newest token that the target has read, and so many before it.
+            back = None if (window := model.window_of(layer)) is None else window + 2
             turn = rotations(own.rope, own.head_dim, positions)
-            x, _ = decoder_layer(self.params["layers"][layer], own, x, turn, None, [seen], self.mesh)
+            x, _ = decoder_layer(self.params["layers"][layer], own, x, turn, None, [seen(source, back)], self.mesh)
         x = normed(self.params, "norm", model, x)
-        return self.logits(x), linear(self.params, "post", x)
+        return x, linear(self.params, "post", x)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """``[..., V]`` float32 of its own normed states ``x [..., h]``.
@@ -294,14 +342,18 @@ class Gemma4Assistant(NewestStateDrafter):
         With centroids: tokens of clusters that are not among the best have one less than the smallest of the others.
         """
         if not self.config.centroids:
-            return embedding_logits(x, self.params["embed"])
-        best = jax.lax.top_k(linear(self.params, "centroids", x), self.config.centroids_kept)[1]
-        tokens = self.params["order"].reshape(self.config.centroids, -1)[best].reshape(*x.shape[:-1], -1)
-        found = jnp.einsum("...h,...nh->...n", x, self.params["embed"][tokens], preferred_element_type=jnp.float32)
-        flat, vocab = found.reshape(-1, found.shape[-1]), self.config.model.vocab_size
-        rest = jnp.broadcast_to(flat.min(axis=-1, keepdims=True) - 1.0, (flat.shape[0], vocab))
-        rows = jnp.arange(flat.shape[0])[:, None]
-        return rest.at[rows, tokens.reshape(flat.shape)].set(flat).reshape(*x.shape[:-1], vocab)
+            return self.all_logits(x)
+        flat, vocab = x.reshape(-1, x.shape[-1]), self.config.model.vocab_size
+        best = jax.lax.top_k(linear(self.params, "centroids", flat), self.config.centroids_kept)[1]
+        tokens = self.params["order"].reshape(self.config.centroids, -1)[best].reshape(len(flat), -1)
+        multiply = partial(jnp.einsum, "rth,rnh->rtn", preferred_element_type=jnp.float32)
+        found = product_of_one_row(multiply, flat[:, None], self.params["embed"][tokens])[:, 0]
+        rest = jnp.broadcast_to(found.min(axis=-1, keepdims=True) - 1.0, (len(flat), vocab))
+        return rest.at[jnp.arange(len(flat))[:, None], tokens].set(found).reshape(*x.shape[:-1], vocab)
+
+    def all_logits(self, x: jax.Array) -> jax.Array:
+        """``[..., V]`` float32, of all tokens, whatever their cluster. Training reads them."""
+        return embedding_logits(x, self.params["embed"])
 
     def propose(
         self,
@@ -326,11 +378,12 @@ class Gemma4Assistant(NewestStateDrafter):
 
     def drafting_reads(self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """A level reads its weights, and the target's entries of the layers in question; of a head with centroids those, and
-        the rows of the tokens that it looks at."""
+        for each row the tokens that one of its nodes looks at."""
         own, config = dict(self.params), self.config
         if config.centroids:
-            rows = config.centroids_kept * (config.model.vocab_size // config.centroids)
-            own["embed"] = jax.ShapeDtypeStruct((rows, config.model.hidden_size), own["embed"].dtype)
+            embed, size = own["embed"], config.model.vocab_size
+            found = config.centroids_kept * (size // config.centroids) * (1 if isinstance(state, tuple) else state.shape[0])
+            own["embed"] = jax.ShapeDtypeStruct((min(found, size), embed.shape[1]), embed.dtype, sharding=embed.sharding)
         read = [cache[layer] for layer in self.reads(target.config)] if cache else []
         return DraftingReads(level=(own, read, state))
 

@@ -228,11 +228,10 @@ class Program:
 
     def _moved_by_fusion(self, operation: Operation, operands: list[str], result: int) -> tuple[int, int]:
         inside = self.computations[operation.computations("calls")[0]]
-        parameters = sorted((o for o in inside.values() if o.kind == "parameter"), key=_number_of)
         read, written = 0, result
-        for parameter, operand in zip(parameters, operands, strict=False):
+        for parameter, operand in zip(_parameters(inside), operands, strict=False):
             size = main_memory_bytes(operand)
-            names, users = _users(inside, parameter.name)
+            names, users = _users(inside, parameter)
             kinds = {user.kind if user.operands[0] in names else "other" for user in users}
             if not size or not users:
                 continue
@@ -240,11 +239,27 @@ class Program:
                 # Updated in place: neither read nor written as a whole.
                 update = sum(main_memory_bytes(without_layout(inside[user.operands[_update_of(user)]].shape)) for user in users)
                 read, written = read + update, max(written - size, 0) + update
-            elif kinds <= set(_SLICES):
-                read += min(size, sum(main_memory_bytes(without_layout(user.shape)) for user in users))
             else:
-                read += size
+                read += min(size, self._read_of(inside, parameter, size))
         return read, written
+
+    def _read_of(self, inside: Mapping[str, Operation], parameter: str, size: int) -> int:
+        """Bytes that a fusion's computation reads of a ``parameter`` of so many: slices alone, or all of it. A fusion may have
+        others inside: of a stack of experts one takes the matrix that another one multiplies with."""
+        names, users = _users(inside, parameter)
+        if any(inside[name].is_root for name in names):  # handed on as it is
+            return size
+        read = 0
+        for user in users:
+            if user.kind in _SLICES and user.operands[0] in names:
+                read += main_memory_bytes(without_layout(user.shape))
+            elif user.kind == "fusion":
+                inner = self.computations[user.computations("calls")[0]]
+                given = zip(_parameters(inner), user.operands, strict=False)
+                read += sum(self._read_of(inner, name, size) for name, operand in given if operand in names)
+            else:
+                return size
+        return read
 
     @cached_property
     def _shapes(self) -> dict[str, str]:
@@ -271,8 +286,10 @@ def _update_of(operation: Operation) -> int:
     return 1 if operation.kind == "dynamic-update-slice" else -1
 
 
-def _number_of(parameter: Operation) -> int:
-    return int(parameter.text.partition(")")[0])
+def _parameters(computation: Mapping[str, Operation]) -> list[str]:
+    """The names of its parameters, in order."""
+    found = [operation for operation in computation.values() if operation.kind == "parameter"]
+    return [parameter.name for parameter in sorted(found, key=lambda one: int(one.text.partition(")")[0]))]
 
 
 def without_layout(shape: str) -> str:

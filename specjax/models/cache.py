@@ -385,12 +385,24 @@ Cache = KVCache | PagedCache | RingCache
 
 def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     """``buffer [B, heads, S, dim]`` with ``values [B, heads, n, dim]`` at each row's ``slots [B, n]``."""
+    return jax.lax.platform_dependent(buffer, slots, values, tpu=_set_by_head, default=_set_by_row)
 
-    def one(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-        return buffer.at[slots].set(values.astype(buffer.dtype), mode="drop")
 
+def _set_by_row(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
     # Mapped over rows and heads, so that a mesh which splits them needs no exchange.
-    return jax.vmap(jax.vmap(one, in_axes=(0, None, 0)))(buffer, slots, values)
+    return jax.vmap(jax.vmap(_set_of_head, in_axes=(0, None, 0)))(buffer, slots, values)
+
+
+def _set_by_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    """The same, each head with slots of its own. XLA writes all heads of a slot at once where they share it, and lays them side
+    by side for that, which is not how a TPU's attention reads them: it copied every cache with several heads on a chip, in
+    every step."""
+    slots = jnp.broadcast_to(slots[:, None], (*buffer.shape[:2], slots.shape[1]))
+    return jax.vmap(jax.vmap(_set_of_head))(buffer, slots, values)
+
+
+def _set_of_head(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
+    return buffer.at[slots].set(values.astype(buffer.dtype), mode="drop")
 
 
 def _known_after(count: Int[Array, " B"], read: jax.Array) -> Int[Array, " B"]:

@@ -1,5 +1,8 @@
 """What layers of every kind are made of: the norm, the linear layer, the gated MLP."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -45,7 +48,8 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``[n, out]`` the product of ``x [n, in]`` with ``weight [in, out]``."""
     if x.shape[0] != 1:
         return x @ weight
-    return jax.lax.platform_dependent(x, weight, cuda=_product_of_two_rows, default=jnp.matmul)
+    of_eight = partial(_of_eight_rows, jnp.matmul)
+    return jax.lax.platform_dependent(x, weight, cuda=_product_of_two_rows, tpu=of_eight, default=jnp.matmul)
 
 
 def _product_of_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -57,16 +61,39 @@ def _product_of_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     return (jnp.pad(x, ((0, 1), (0, 0))) @ weight)[:1]
 
 
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+"""Of ``[..., n, in]`` with something else: ``[..., n, out]``."""
+
+
+def product_of_one_row(multiply: Multiply, x: jax.Array, other: jax.Array) -> jax.Array:
+    """``[..., 1, out]``, ``multiply(x, other)`` of one row ``x [..., 1, in]``, as suits the device."""
+    return jax.lax.platform_dependent(x, other, tpu=partial(_of_eight_rows, multiply), default=multiply)
+
+
+def _of_eight_rows(multiply: Multiply, x: jax.Array, other: jax.Array) -> jax.Array:
+    """The product of one row as that of eight, the others of zeros.
+
+    XLA's TPU backend, too, makes a product of one row into a multiplication and a sum, away from the units that multiply
+    matrices: by the compiler's estimate a step of Gemma 4 E2B on a v5e takes 28.9 million cycles so, and 6.6 million with
+    eight rows, where its bytes take 8.4. The barrier hides the zeros from XLA; with two rows and none it is 7.3.
+    """
+    filled = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 7), (0, 0)])
+    return multiply(jax.lax.optimization_barrier(filled), other)[..., :1, :]
+
+
 def vocabulary_logits(x: jax.Array, weight: jax.Array) -> jax.Array:
     """``[..., V]`` float32, the product of states ``x [..., H]`` with a head's ``weight [H, V]``."""
-    flat = x.reshape(-1, x.shape[-1])  # as in `linear`
-    return jnp.matmul(flat, weight, preferred_element_type=jnp.float32).reshape(*x.shape[:-1], -1)
+    return _logits(partial(jnp.matmul, preferred_element_type=jnp.float32), x, weight)
 
 
 def embedding_logits(x: jax.Array, embed: jax.Array) -> jax.Array:
     """As `vocabulary_logits`, with an embedding ``[V, H]`` that is the head too."""
-    flat = x.reshape(-1, x.shape[-1])
-    logits = jnp.einsum("th,vh->tv", flat, embed, preferred_element_type=jnp.float32)
+    return _logits(partial(jnp.einsum, "th,vh->tv", preferred_element_type=jnp.float32), x, embed)
+
+
+def _logits(multiply: Multiply, x: jax.Array, head: jax.Array) -> jax.Array:
+    flat = x.reshape(-1, x.shape[-1])  # as in `linear`
+    logits = product_of_one_row(multiply, flat, head) if len(flat) == 1 else multiply(flat, head)
     return logits.reshape(*x.shape[:-1], -1)
 
 

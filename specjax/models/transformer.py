@@ -205,10 +205,19 @@ class Target:
     def embed(self, tokens: Int[Array, "B T"]) -> jax.Array:
         """``[B, T, H]`` the embeddings of ``tokens``: the residual stream that enters layer 0."""
         # Out-of-range ids cannot raise here; the edge (`specjax.generate`) checks them.
-        x = self.params["embed"][tokens]
+        x = self._look_up(self.params["embed"], tokens)
         if self.config.embedding_scale != 1.0:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as the models were trained
         return self._constrain(x, None)
+
+    def _look_up(self, table: jax.Array, tokens: Int[Array, "B T"], columns: slice = slice(None)) -> jax.Array:
+        """``[B, T, n]`` those ``columns`` of the rows of ``table`` for ``tokens``.
+
+        On a mesh a single one is looked up twice: XLA makes a slice of it otherwise, for which GPUs are sent the whole table.
+        """
+        if self.mesh is None or tokens.size > 1:
+            return table[tokens, columns]
+        return table[jnp.repeat(tokens, 2, axis=0), columns][:1]
 
     def layer_inputs(self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None) -> jax.Array:
         """``[B, T, n, P]`` what each of n layers, a slice as in `run`, is given of ``tokens`` beside the residual stream.
@@ -219,7 +228,7 @@ class Target:
         config, size = self.config, self.config.per_layer_inputs
         start, stop = (0, config.num_layers) if layers is None else layers
         columns = slice(start * size, stop * size)
-        found = self.params["per_layer_embed"][tokens, columns]
+        found = self._look_up(self.params["per_layer_embed"], tokens, columns)
         found = found * jnp.asarray(size**0.5, found.dtype)
         own = {"weight": self.params["per_layer_projection"][:, columns]}
         made = linear(own, "weight", self.embed(tokens)) * config.hidden_size**-0.5

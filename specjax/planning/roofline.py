@@ -19,14 +19,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 
 from specjax.chips import Chip
+from specjax.drafters.trained import TrainedDrafter
 from specjax.errors import InputError
+from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import declare
 from specjax.models.published import parameter_count
+from specjax.models.transformer import Target
 from specjax.planning import theory
 
 LONGEST = 16
@@ -159,6 +163,88 @@ def _product_weights(config: ModelConfig) -> int:
 # --- a target and its drafter ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A drafter that was trained for its target, by what it says that drafting must read (`Drafter.drafting_reads`).
+
+    Of what the target keeps, layers with a window are read no further back than that.
+
+    Attributes:
+        drafter: its params may be shapes.
+        target: likewise.
+
+    Examples:
+        EAGLE-3's layer and head, of 32,000 tokens, and the entries of its own layer:
+
+        >>> from specjax.chips import find_chip
+        >>> from specjax.lowering.abstract import abstract_drafter, abstract_model
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import Trained
+        >>> from specjax.sharding import make_mesh
+        >>> llama = abstract_model(published("llama-3.1-8b"), make_mesh(1, 1))
+        >>> eagle3 = Trained(abstract_drafter("eagle3", None, llama), llama)
+        >>> seconds = eagle3.level_time(find_chip("h100"), batch=1, context=1024)
+        >>> round(1e3 * seconds, 2)  # milliseconds
+        0.22
+    """
+
+    drafter: TrainedDrafter
+    target: Target
+
+    @property
+    def parameters(self) -> int:
+        """Numbers that it has."""
+        return _numbers(self.drafter.params)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether it drafts level by level, and not all at once."""
+        return _numbers(self.drafter.drafting_reads(self.target).level) > 0
+
+    def kept(self, batch: int, context: int) -> int:
+        """Numbers that it remembers of B rows of S tokens."""
+        return _numbers(self._state(batch, context))
+
+    def level_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
+        """Seconds of a level of drafting, one node a row: the slower of its arithmetic and its traffic with the weights, and
+        what it reads of states and caches."""
+        weights, remembered = (sizes[0] for sizes in self._reads(batch, context))
+        products = Work(2.0 * weights * batch, weights * weight_bytes)
+        return products.seconds(chip) + remembered * kv_bytes / chip.bandwidth
+
+    def step_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
+        """Seconds of what it does once for all levels of a draft, likewise."""
+        weights, remembered = (sizes[1] for sizes in self._reads(batch, context))
+        products = Work(2.0 * weights * batch, weights * weight_bytes)
+        return products.seconds(chip) + remembered * kv_bytes / chip.bandwidth
+
+    def _state(self, batch: int, context: int) -> Any:
+        return jax.eval_shape(partial(self.drafter.start, self.target, batch, context))
+
+    @lru_cache(maxsize=4096)  # noqa: B019  a few of these are made in a process
+    def _reads(self, batch: int, context: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Numbers of weights, in a level and once a step, and of all else, likewise."""
+        alone = self.drafter.drafting_reads(self.target)
+        everything = self.drafter.drafting_reads(self.target, self._state(batch, context), self._cache(batch, context))
+        weights = _numbers(alone.level), _numbers(alone.step)
+        return weights, (_numbers(everything.level) - weights[0], _numbers(everything.step) - weights[1])
+
+    def _cache(self, batch: int, context: int) -> list[Entry]:
+        """The target's entries, by layer, as far back as each layer looks."""
+        config = self.target.config
+
+        def entry(layer: int) -> Entry:
+            seen = min(context, config.window_of(layer) or context)
+            shapes = [(batch, heads, seen, dim) for heads, dim in config.entry_parts(layer)]
+            return tuple(jax.ShapeDtypeStruct(shape, self.target.dtype) for shape in shapes)  # pyright: ignore
+
+        return [entry(layer) for layer in range(config.num_layers)]
+
+
+def _numbers(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
 @dataclass(frozen=True)
 class Pair:
     """A target and what drafts for it, on one chip.
@@ -166,7 +252,8 @@ class Pair:
     Attributes:
         target: the model whose distribution is kept.
         chip: the accelerator that both run on.
-        drafter: a draft model; None is the target itself (self-speculation), which is worth it only with a `draft_cache`.
+        drafter: a draft model, or a drafter that was trained for the target; None is the target itself (self-speculation),
+            which is worth it only with a `draft_cache`.
         draft_cache: K, entries that the drafter keeps of a row's cache (MagicDec: StreamingLLM, SnapKV); None is all of them.
         selection: share of the drafter's whole cache that is read to choose the K entries again at each drafting step. 0 where
             they are chosen once; 0.5 where every key is scored, as in top-k attention.
@@ -187,7 +274,7 @@ class Pair:
 
     target: ModelConfig
     chip: Chip
-    drafter: ModelConfig | None = None
+    drafter: ModelConfig | Trained | None = None
     draft_cache: int | None = None
     selection: float = 0.0
     weight_bytes: float = 2.0
@@ -196,18 +283,21 @@ class Pair:
     def __post_init__(self) -> None:
         if self.draft_cache is not None and self.draft_cache < 1:
             raise InputError(f"draft_cache={self.draft_cache}: a draft cache keeps at least 1 entry; leave it out to keep all")
+        if self.draft_cache is not None and isinstance(self.drafter, Trained):
+            raise InputError(f"draft_cache={self.draft_cache}: a drafter that was trained for its target has no cache to cut")
         if not 0 <= self.selection <= 1:
             raise InputError(f"selection={self.selection:g}: a share of the cache lies between 0 and 1")
 
     @property
     def draft_config(self) -> ModelConfig:
-        """The shape that drafts."""
-        return self.drafter or self.target
+        """The shape of the model that drafts: the target's own, where no other one does."""
+        return self.drafter if isinstance(self.drafter, ModelConfig) else self.target
 
     @property
     def longest_context(self) -> int:
         """The largest S that the positions of both models allow, in tokens."""
-        return min(self.target.max_positions, self.draft_config.max_positions)
+        own = self.drafter.drafter.max_positions if isinstance(self.drafter, Trained) else None
+        return min(self.target.max_positions, own or self.draft_config.max_positions)
 
     def target_time(self, batch: int, context: int) -> float:
         """T_T(B, S): seconds of a decoding step."""
@@ -219,16 +309,26 @@ class Pair:
 
     def draft_time(self, batch: int, context: int) -> float:
         """T_D(B, K) + T_select(B, S, K): seconds of a drafting step (equation 3; K = S where the cache is not compressed)."""
+        if isinstance(self.drafter, Trained):
+            return self.drafter.level_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
         return self._forward(self.draft_config, batch, 1, self._kept(context)) + self._selection_time(batch, context)
+
+    def once_time(self, batch: int, context: int) -> float:
+        """Seconds of what the drafter does once for all levels of a draft: nothing, if it is a model."""
+        if isinstance(self.drafter, Trained):
+            return self.drafter.step_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
+        return 0.0
 
     def memory(self, batch: int, context: int) -> float:
         """Bytes of the weights (a target that drafts for itself has one set) and of both caches."""
-        models = [self.target] if self.drafter is None else [self.target, self.drafter]
-        weights = sum(parameter_count(config) for config in models) * self.weight_bytes
-        caches = context * cache_bytes(self.target, self.kv_bytes)
-        if self.drafter is not None or self.draft_cache is not None:
-            caches += self._kept(context) * cache_bytes(self.draft_config, self.kv_bytes)
-        return weights + batch * caches
+        weights, caches = parameter_count(self.target), batch * context * cache_bytes(self.target, self.kv_bytes)
+        if isinstance(self.drafter, Trained):
+            weights += self.drafter.parameters
+            caches += self.drafter.kept(batch, context) * self.kv_bytes
+        elif self.drafter is not None or self.draft_cache is not None:
+            weights += 0 if self.drafter is None else parameter_count(self.drafter)
+            caches += batch * self._kept(context) * cache_bytes(self.draft_config, self.kv_bytes)
+        return weights * self.weight_bytes + caches
 
     def fits(self, batch: int, context: int) -> bool:
         """Whether `memory` is no more than the chip has. Activations and the program itself need some beside it."""
@@ -262,7 +362,7 @@ def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float
     return theory.speedup_from_times(
         target_time=pair.target_time(batch, context),
         draft_time=pair.draft_time(batch, context),
-        verify_time=pair.verify_time(batch, context, gamma),
+        verify_time=pair.verify_time(batch, context, gamma) + (pair.once_time(batch, context) if gamma else 0.0),
         gamma=gamma,
         tokens=theory.expected_tokens(alpha, gamma),
     )

@@ -74,6 +74,17 @@ def test_the_table_of_two_models(capsys) -> None:
     assert "upper bounds" in out
 
 
+def test_the_table_of_a_model_and_a_method(capsys) -> None:
+    """Gemma 4 E2B with its own assistant, whose weights are a thirtieth."""
+    models = ("roofline", "--target", "gemma-4-e2b", "--drafter", "gemma4-assistant", "--chip", "tpu-v5e")
+    code, out, _ = run(capsys, *models, "--batch", "1", "8", "--longest", "4")
+    assert code == 0
+    one, many = table(out)
+    assert one[:6] == ["1", "5.60", "0.03", "5.60", "4", "3.29x"]
+    assert (many[0], many[4]) == ("8", "4")
+    assert float(many[2]) > float(one[2])
+
+
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
     code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")
@@ -139,6 +150,11 @@ FAULTS = [
         ["roofline", "--target", "llama-3.1-8b", "--drafter", "self"],
         "drafter='self': a target that drafts with its whole cache",
     ),
+    (
+        ["roofline", "--target", "llama-3.1-8b", "--drafter", "eagle3", "--draft-cache", "64"],
+        "draft_cache=(64,): eagle3 has no cache to cut",
+    ),
+    (["roofline", "--target", "llama-3.1-8b", "--drafter", "medusa"], "drafter='medusa': drafts all levels at once"),
     (["roofline", "--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"], "drafter has a vocabulary of 151936"),
     (
         ["roofline", "--target", "llama-9", "--drafter", "llama-3.2-1b"],

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from specjax import decoding, sharding
-from specjax.models import primitives
+from specjax.models import cache, primitives
 from specjax.models.attention import Filled, attend
+from specjax.models.cache import KVCache
 from specjax.sampling import Sampling
 from tests.conftest import SHAPES, own_programs
 from tests.evaluation.test_conformance import CASES, METHODS
@@ -108,3 +109,36 @@ def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
     rows = {platform: lower(partial(primitives.linear, params, "w"), platform, x) for platform in ("cuda", "cpu")}
     assert "tensor<2x4xf32>" in rows["cuda"] and "tensor<2x4xf32>" not in rows["cpu"]
     np.testing.assert_array_equal(primitives._product_of_two_rows(x, params["w"]), x @ params["w"])
+
+
+@pytest.mark.parametrize("head", [None, primitives.vocabulary_logits, primitives.embedding_logits])
+def test_a_product_of_one_row_is_one_of_eight_on_a_tpu(head) -> None:
+    x, weight = jnp.arange(6.0)[None], jnp.arange(24.0).reshape(6, 4)
+    given = weight.T if head is primitives.embedding_logits else weight
+    run = partial(primitives.linear, {"w": weight}, "w") if head is None else lambda x: head(x, given)
+    rows = {platform: lower(run, platform, x) for platform in ("tpu", "cpu")}
+    assert "tensor<8x4xf32>" in rows["tpu"] and "tensor<8x4xf32>" not in rows["cpu"]
+    assert "tensor<8x4xf32>" not in lower(run, "tpu", jnp.ones((3, 6)))  # more rows than one are as they are
+    np.testing.assert_array_equal(primitives._of_eight_rows(jnp.matmul, x, weight), x @ weight)
+
+
+def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:
+    """Where they share a slot XLA writes them together, and lays out the cache for that and not for attention."""
+    entry = tuple(jnp.zeros((2, 3, 16, 8)) for _ in range(2))
+    new = tuple(jnp.ones((2, 3, 4, 8)) for _ in range(2))
+
+    def append(length, count):
+        return KVCache(layers=(entry,), length=length).append((new,), count, after=jnp.ones((2, 1))).layers
+
+    given = jnp.array([3, 14]), jnp.array([2, 4])
+    by_head = "scatter_indices_batching_dims = [0, 1]"
+    assert by_head in lower(append, "tpu", *given) and by_head not in lower(append, "cpu", *given)
+
+
+def test_a_cache_is_the_same_however_its_heads_are_written() -> None:
+    buffer, values = jnp.arange(2 * 3 * 6 * 2.0).reshape(2, 3, 6, 2), -jnp.arange(1, 2 * 3 * 3 * 2 + 1.0).reshape(2, 3, 3, 2)
+    slots = jnp.array([[4, 5, 6], [0, 6, 6]])  # 6 is out of range, and dropped
+    found = cache._set_by_head(buffer, slots, values)
+    np.testing.assert_array_equal(found, cache._set_by_row(buffer, slots, values))
+    np.testing.assert_array_equal(found[0, :, 4:], values[0, :, :2])
+    np.testing.assert_array_equal(found[1, :, 1:], buffer[1, :, 1:])

@@ -6,7 +6,7 @@ import pytest
 
 import specjax
 from specjax.demo import OnInflated, inflate
-from specjax.drafters import Eagle3, EarlyExit, MixtureOfAttentions
+from specjax.drafters import Eagle3, EarlyExit, Gemma4Assistant, MixtureOfAttentions
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from tests.conftest import outputs, tiny_target
@@ -16,13 +16,14 @@ INNER = {
     "features": Eagle3.init(SMALL, jax.random.key(0), Chain(3), taps=(0, 1, 2)),
     "keys, values and the last layer": MixtureOfAttentions.init(SMALL, jax.random.key(0), Chain(3), tli=1),
     "the first layer": EarlyExit(layers=1, draft=Chain(3)),
+    "the last layer's keys and values": Gemma4Assistant.init(SMALL, jax.random.key(0), Chain(3)),
 }
 
 
 THOROUGH = pytest.param("keys, values and the last layer", marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("reads", ["features", THOROUGH, "the first layer"])
+@pytest.mark.parametrize("reads", ["features", THOROUGH, "the first layer", "the last layer's keys and values"])
 def test_it_drafts_as_on_the_small_target(reads) -> None:
     small, inner = SMALL, INNER[reads]
     inflated = inflate(small, hidden_size=24, intermediate_size=32, num_layers=3)

@@ -34,6 +34,48 @@ def test_a_row_that_is_looked_up_is_all_that_is_read_of_a_table() -> None:
     assert 2 * ROW <= program.bytes_moved(turn.operations) < 5 * ROW
 
 
+STACK = """
+%taken (param_0.1: bf16[4,64,64], param_1.1: s32[]) -> bf16[64,64] {
+  %param_0.1 = bf16[4,64,64]{2,1,0} parameter(0)
+  %param_1.1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice.1 = bf16[1,64,64]{2,1,0} dynamic-slice(%param_0.1, %param_1.1, %zero, %zero), dynamic_slice_sizes={1,64,64}
+  ROOT %bitcast.1 = bf16[64,64]{1,0} bitcast(%slice.1)
+}
+
+%handed_on (param_0.2: bf16[64,64]) -> bf16[64,64] {
+  %param_0.2 = bf16[64,64]{1,0} parameter(0)
+  ROOT %bitcast.2 = bf16[64,64]{1,0} bitcast(%param_0.2)
+}
+
+%product (param_0.3: bf16[4,64,64], param_1.3: s32[], param_2.3: bf16[64,64], param_3.3: bf16[8,64]) -> bf16[8,64] {
+  %param_0.3 = bf16[4,64,64]{2,1,0} parameter(0)
+  %param_1.3 = s32[] parameter(1)
+  %param_2.3 = bf16[64,64]{1,0} parameter(2)
+  %param_3.3 = bf16[8,64]{1,0} parameter(3)
+  %one = bf16[64,64]{1,0} fusion(%param_0.3, %param_1.3), kind=kLoop, calls=%taken
+  %all = bf16[64,64]{1,0} fusion(%param_2.3), kind=kLoop, calls=%handed_on
+  %first = bf16[8,64]{1,0} convolution(%param_3.3, %one), dim_labels=bf_io->bf
+  ROOT %second = bf16[8,64]{1,0} convolution(%first, %all), dim_labels=bf_io->bf
+}
+
+ENTRY %main (stack: bf16[4,64,64], number: s32[], weight: bf16[64,64], x: bf16[8,64]) -> bf16[8,64] {
+  %stack = bf16[4,64,64]{2,1,0} parameter(0)
+  %number = s32[] parameter(1)
+  %weight = bf16[64,64]{1,0} parameter(2)
+  %x = bf16[8,64]{1,0} parameter(3)
+  ROOT %fusion.1 = bf16[8,64]{1,0} fusion(%stack, %number, %weight, %x), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_of_a_stack_of_experts_one_is_read_where_a_fusion_inside_a_fusion_takes_it() -> None:
+    (turn,) = step(Program(STACK))
+    matrix, rows = 2 * 64 * 64, 2 * 8 * 64
+    # The expert, its number, a matrix that is read whole, the rows that come in and those that go out.
+    assert Program(STACK).bytes_moved(turn.operations) == matrix + 4 + matrix + rows + rows
+
+
 def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
     def fill(table, row):
         return jax.lax.fori_loop(0, 7, lambda i, table: jax.lax.dynamic_update_slice(table, (row + i)[None], (i, 0)), table)

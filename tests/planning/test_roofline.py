@@ -4,10 +4,13 @@ from itertools import pairwise
 import pytest
 
 from specjax.chips import CHIPS, Chip, find_chip
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
+from specjax.lowering import abstract
 from specjax.models.published import PUBLISHED
 from specjax.planning import roofline, theory
-from specjax.planning.roofline import Pair
+from specjax.planning.roofline import Pair, Trained
+from specjax.sharding import make_mesh
 from tests.conftest import LAYERED, tiny_config
 
 LLAMA = PUBLISHED["llama-3.1-8b"]
@@ -291,3 +294,64 @@ def test_layers_that_share_entries_read_them_and_keep_none() -> None:
     config, context = PUBLISHED["gemma-4-e2b"], 8192
     assert roofline.cache_bytes(config, 1.0) == 2 * (12 * 256 + 3 * 512)
     assert roofline.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (28 * 256 * 512 + 7 * 512 * context)
+
+
+# --- drafters that are trained for their target ------------------------------------------------------------------------
+
+
+def trained(name: str, target: str) -> Trained:
+    model = abstract.abstract_model(PUBLISHED[target], make_mesh(1, 1))
+    return Trained(abstract.abstract_drafter(name, Chain(4), model), model)
+
+
+ASSISTANTS = {  # parameters in millions, as their model cards and files count them
+    "gemma-4-e2b": 78.0,
+    "gemma-4-e4b": 78.8,
+    "gemma-4-26b-a4b": 420,
+    "gemma-4-31b": 470,
+}
+
+
+@pytest.mark.parametrize("target", ASSISTANTS)
+def test_assistants_have_their_published_sizes(target) -> None:
+    assert trained("gemma4-assistant", target).parameters / 1e6 == pytest.approx(ASSISTANTS[target], rel=0.003)
+
+
+def test_a_level_of_an_assistant_by_hand() -> None:
+    """E2B's: four layers of 256, heads of 256 and 512, 4,096 tokens of its head, and no more of the target's entries than its
+    layer with a window sees."""
+    found, rows, context, fast = trained("gemma4-assistant", "gemma-4-e2b"), 8, 4096, replace(TOY, flops=1e30)
+    queries, mlps = 2 * (3 * 256 * 4 * 256 + 256 * 4 * 512), 4 * 3 * 256 * 2048
+    projections = (2 * 1536 + 1536) * 256 + 2048 * 256
+    norms = 4 * (4 * 256 + 1) + 3 * 256 + 512 + 256 + 262_144  # and the order of its tokens
+    entries = 2 * 256 * 512 + 2 * 512 * context
+    weights = queries + mlps + projections + norms + 4096 * 256
+    of_rows = rows * (entries + 1536) + (rows - 1) * 4096 * 256
+    assert found.level_time(fast, rows, context) == pytest.approx(2 * (weights + of_rows) / fast.bandwidth)
+    assert (found.step_time(fast, rows, context), found.kept(rows, context)) == (0, rows * 1536)
+
+
+def test_eagle3_reads_its_layer_in_every_level_and_what_fuses_once() -> None:
+    found, slow = trained("eagle3", "gpt-oss-20b"), replace(TOY, flops=1.0)
+    hidden = 2880
+    fuses = 3 * hidden * hidden  # three layers' states
+    assert found.step_time(slow, batch=1, context=1) == pytest.approx(2 * fuses, rel=0.1)
+    head = 32_000 * hidden
+    assert 2 * head < found.level_time(slow, batch=1, context=1) < 2 * (found.parameters - fuses)
+    assert found.kept(2, 100) >= 2 * 100 * 2 * 8 * 64
+
+
+@pytest.mark.parametrize(("target", "name"), [("gemma-4-e2b", "gemma4-assistant"), ("gpt-oss-20b", "eagle3")])
+def test_a_trained_drafter_is_cheaper_than_its_target_and_its_step_counts(target, name) -> None:
+    pair = Pair(PUBLISHED[target], CHIPS["h100"], trained(name, target))
+    one, once = pair.draft_time(1, 1024), pair.once_time(1, 1024)
+    assert 0 < one < 0.2 * pair.target_time(1, 1024)
+    gain = theory.expected_tokens(0.8, 4) * pair.target_time(1, 1024) / (4 * one + once + pair.verify_time(1, 1024, 4))
+    assert roofline.chain_speedup(pair, 1, 1024, 4, 0.8) == pytest.approx(gain)
+    assert pair.memory(1, 1024) > Pair(PUBLISHED[target], CHIPS["h100"]).memory(1, 1024)
+    assert pair.longest_context == 131_072
+
+
+def test_a_trained_drafter_has_no_cache_to_cut() -> None:
+    with pytest.raises(InputError, match="draft_cache=64: a drafter that was trained"):
+        Pair(LLAMA, TOY, trained("eagle3", "llama-3.1-8b"), draft_cache=64)

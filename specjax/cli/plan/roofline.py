@@ -10,10 +10,14 @@ from rich.table import Table
 from specjax.chips import find_chip
 from specjax.cli.plan.options import check_batch, check_longest, check_plot, find_model, new_console, save_plot
 from specjax.drafters import check_vocabulary
+from specjax.drafters.registry import METHODS
 from specjax.errors import InputError
+from specjax.lowering import abstract
+from specjax.models.config import ModelConfig
 from specjax.planning import roofline
 from specjax.reports.speedups import draw_by_length_and_context
 from specjax.reports.tables import table_of_numbers
+from specjax.sharding import make_mesh
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,7 +29,8 @@ class RooflineConfig:
 
     Attributes:
         target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
-        drafter: its draft model, named likewise; "self" is the target itself with a draft cache.
+        drafter: its draft model, named likewise; a method whose drafters are trained for their target, such as eagle3 or
+            gemma4-assistant, for one of the usual size; "self" is the target itself with a draft cache.
         draft_cache: entries that the drafter keeps of a row's cache; by default all. Of several the best is chosen for each
             number of rows.
         alpha: acceptance rate, the chance that a drafted token is accepted; with several sizes of draft_cache one for each.
@@ -87,13 +92,31 @@ def _load_pair(config: RooflineConfig) -> roofline.Pair:
     if config.drafter == "self" and not config.draft_cache:
         raise InputError("drafter='self': a target that drafts with its whole cache gains nothing; give --draft-cache ENTRIES")
     target = find_model("target", config.target)
-    drafter = None if config.drafter == "self" else find_model("drafter", config.drafter)
-    if drafter is not None:
-        check_vocabulary(drafter, target)
+    drafter = _find_drafter(config, target)
     pair = roofline.Pair(target, chip, drafter)
     if config.context > pair.longest_context:
         raise InputError(f"context={config.context}: the models have positions for {pair.longest_context} tokens")
     return pair
+
+
+def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | roofline.Trained | None:
+    """What drafts: None for the target itself."""
+    if config.drafter == "self":
+        return None
+    method = METHODS.get(config.drafter)
+    if method is None or method.trained is None:
+        model = find_model("drafter", config.drafter)
+        check_vocabulary(model, target)
+        return model
+    if config.draft_cache:
+        raise InputError(f"draft_cache={config.draft_cache}: {config.drafter} has no cache to cut; leave it out")
+    on_one = abstract.abstract_model(target, make_mesh(1, 1))
+    drafter = abstract.abstract_drafter(config.drafter, None, on_one)
+    assert isinstance(drafter, method.trained)
+    found = roofline.Trained(drafter, on_one)
+    if not found.has_levels:
+        raise InputError(f"drafter={config.drafter!r}: drafts all levels at once, and these tables are of one after another")
+    return found
 
 
 def _table(
