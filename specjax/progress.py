@@ -2,11 +2,13 @@
 
 Code that takes long says so with `waiting` or `track`, wherever it stands. Only commands show it, for they call `show_waits`;
 in a notebook or a script of one's own nothing is printed. It goes to the standard error: the output of a command stays clean.
+What was found or decided on the way is a line of its own, `say`.
 """
 
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
@@ -83,12 +85,21 @@ def track(items: Sequence[Item], what: str) -> Iterator[Item]:
             yield item
 
 
+def say(line: str, unasked: bool = False) -> None:
+    """A ``line`` about what was found or decided. Commands show it; elsewhere what nobody asked for, as a warning."""
+    _display.say(line, unasked)
+
+
 # --- displays --------------------------------------------------------------------------------------------------------
 
 
 class _Nothing:
     def show(self, wait: Wait) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def say(self, line: str, unasked: bool) -> None:
+        if unasked:
+            warnings.warn(line, stacklevel=2)
 
 
 class _Lines:
@@ -112,6 +123,9 @@ class _Lines:
             over.set()
             thread.join()
 
+    def say(self, line: str, unasked: bool) -> None:
+        print(f"specjax: {line}", file=sys.stderr, flush=True)
+
 
 class _Bars:
     """A bar for each wait, a wait within a wait below it. They vanish when nothing is waited for any more."""
@@ -132,6 +146,9 @@ class _Bars:
             progress.remove_task(task)
             if not progress.task_ids:
                 progress.stop()
+
+    def say(self, line: str, unasked: bool) -> None:
+        self._progress.console.print(f"specjax: {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class _Numbers(TextColumn):

@@ -114,10 +114,7 @@ def _damaged_file(directory: Path) -> Path:
 
 
 def check_same_tokenizer(target: Any, drafter: Any) -> None:
-    """Refuse, with an InputError, a drafter whose tokens are not the target's.
-
-    Equal sizes do not show it: two vocabularies may number their tokens differently. Every id that both have must stand for the
-    same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
+    """Refuse, with an InputError, a drafter whose tokens are not the target's; see `difference`.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -125,8 +122,24 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
         >>> target_tokenizer = load_tokenizer(embedded("target"))
         >>> check_same_tokenizer(target_tokenizer, load_tokenizer(embedded("draft")))
     """
+    if found := difference(target, drafter):
+        raise InputError(f"tokenizers: {found}: a drafter must share the target's tokenizer; take one of the target's family")
+
+
+def difference(target: Any, drafter: Any) -> str | None:
+    """What makes the tokens of two tokenizers different, in words; None where they are the same.
+
+    Equal sizes do not show it: two vocabularies may number their tokens differently. Every id that both have must stand for the
+    same token, and both must begin and end texts with the same ids. One of them may have more ids at its end.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> from specjax.text import difference, load_tokenizer
+        >>> target_tokenizer = load_tokenizer(embedded("target"))
+        >>> difference(target_tokenizer, load_tokenizer(embedded("draft"))) is None
+        True
+    """
     ours, theirs = (tokenizer.get_vocab() for tokenizer in (target, drafter))
-    advice = "a drafter must share the target's tokenizer; take one of the target's family"
     here, there = ({i: token for token, i in vocabulary.items()} for vocabulary in (ours, theirs))
     for i in sorted(here.keys() | there.keys()):
         left, right = here.get(i), there.get(i)
@@ -136,14 +149,13 @@ def check_same_tokenizer(target: Any, drafter: Any) -> None:
                 continue
         elif left == right:
             continue
-        raise InputError(f"tokenizers: id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter: {advice}")
+        return f"id {i} is {_shown(left)} for the target and {_shown(right)} for the drafter"
     for role in ("bos_token", "eos_token"):
         left, right = getattr(target, role, None), getattr(drafter, role, None)
         if left is not None and right is not None and left != right:
-            raise InputError(
-                f"tokenizers: {role} is {left!r} (id {ours.get(left)}) for the target and {right!r} (id {theirs.get(right)}) "
-                f"for the drafter: {advice}"
-            )
+            here, there = f"{left!r} (id {ours.get(left)})", f"{right!r} (id {theirs.get(right)})"
+            return f"{role} is {here} for the target and {there} for the drafter"
+    return None
 
 
 def _shown(token: str | None) -> str:

@@ -53,6 +53,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
 
 import specjax
+from specjax import progress
 from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
@@ -88,6 +89,12 @@ def _free_compiled_programs_in_time():
 def _free_compiled_programs() -> None:
     jax.clear_caches()
     _freed["at"] = compilations()
+
+
+@pytest.fixture(autouse=True)
+def _shows_nothing_before_and_after(monkeypatch) -> None:
+    """A command that ran in an earlier test shows what is waited for from then on: see `progress.show_waits`."""
+    monkeypatch.setattr(progress, "_display", progress._Nothing())
 
 
 @contextmanager

@@ -1,16 +1,23 @@
 """Reading configuration files, shown on the largest of them: `TrainConfig`."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 
 from specjax import config
-from specjax.cli.main import parse_options
+from specjax.cli.main import main, parse_options
 from specjax.config import ConfigError
+from specjax.models import huggingface
+from specjax.models.published import parameter_count, published
+from specjax.models.transformer import Target
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
+from specjax.training.dry_run import abstract_run
 from specjax.training.methods import Distill, Lm
 from specjax.training.objectives.whole_model import ModelSizes
+from specjax.training.step import name_of
 
 
 def write(tmp_path, text: str):
@@ -106,3 +113,34 @@ def test_every_configuration_of_the_project_can_be_used(file) -> None:
     template = run.data.chat_template
     assert not template or (Path(__file__).parents[1] / template).is_file()
     assert file.read_text().startswith("# ")  # what it trains, and what to expect
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "sizes"),
+    [
+        ("eagle3_gemma4_e4b", "gemma-4-e4b", (2560, 10240, 2048)),
+        ("eagle3_gpt_oss_20b", "gpt-oss-20b", (2880, 17280, 4096)),
+        ("peagle_qwen3_8b", "qwen3-8b", (4096, 12288, 4096)),
+    ],
+)
+def test_a_dry_run_of_a_model_that_is_not_here_has_its_shapes(file, name, sizes) -> None:
+    run = config.load_yaml(TrainConfig, Path(__file__).parents[1] / "configs" / f"{file}.yaml")
+    hidden, mlp, heads = sizes
+    target = jax.eval_shape(lambda: Target.init(published(name), jax.random.key(0), run.compute_dtype))
+    student = abstract_run(run, target=target).state.student
+    shapes = {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(student)}
+    assert shapes["params.fc"] == (3 * hidden, hidden)
+    assert shapes["params.layers.0.up"] == (hidden, mlp)
+    assert shapes["params.layers.0.q"] == (2 * hidden, heads)
+    assert shapes["params.lm_head"] == (hidden, 32_000)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("file", "name"), [("eagle3_gemma4_e4b", "gemma-4-e4b"), ("eagle3_gpt_oss_20b", "gpt-oss-20b")])
+def test_a_dry_run_needs_the_target_s_config_json_alone(file, name, tmp_path, capsys) -> None:
+    file = str(Path(__file__).parents[1] / "configs" / f"{file}.yaml")
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(published(name), "bfloat16")))
+    assert main(["train", "--config", file, "--method.target", str(tmp_path), "--dry-run"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{parameter_count(published(name)):,} parameters, in bfloat16" in out
+    assert "50,000 steps of 8 x 2048 tokens, 819,200,000 in all. Nothing was trained." in out

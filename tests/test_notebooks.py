@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 PRINTED = {
     "client_server": ("tokens a round", "the text is the target's own", "sampled, it is the same", "ended with 0"),
+    "gemma4": ("chain of 4", "tokens a step, the same text", "reads layer", "the assistant remembers", "acceptance length at"),
     "quickstart": ("realised", "->"),
     "serve": ("is ready: embedded, 2 rows", "'completion_tokens': 48", "3 different texts", "ended with 0"),
     "train_eagle3": ("trained in", "acceptance rose from", "acceptance length"),

@@ -9,11 +9,6 @@ from rich.console import Console
 from specjax import progress
 
 
-@pytest.fixture(autouse=True)
-def _shows_nothing_before_and_after(monkeypatch) -> None:
-    monkeypatch.setattr(progress, "_display", progress._Nothing())
-
-
 def test_nothing_is_shown_that_no_command_asked_for(capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "FIRST_LINE", 0.01)
     with progress.waiting("loading"):
@@ -45,6 +40,20 @@ def test_bars_in_a_terminal() -> None:
     shown = console.file.getvalue()
     assert "answering questions" in shown and "3 of 80" in shown and "4 of 80" in shown and "loading a drafter" in shown
     assert not bars._progress.task_ids and bars._progress.finished
+
+
+def test_a_line_is_said_by_commands_and_elsewhere_warned_of(capsys) -> None:
+    progress.say("asked for")
+    with pytest.warns(UserWarning, match="^not asked for$"):
+        progress.say("not asked for", unasked=True)
+    progress.show_waits()
+    progress.say("drafting with 3 tokens")
+    assert capsys.readouterr() == ("", "specjax: drafting with 3 tokens\n")
+    console = Console(file=io.StringIO(), force_terminal=True, width=30)
+    bars = progress._Bars(console)
+    with bars.show(progress.Wait("loading")):
+        bars.say("drafting with [3] tokens of all that there are", unasked=True)
+    assert "specjax: drafting with [3] tokens of all that there are\n" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("seconds, words", [(0.4, "0 s"), (59.4, "59 s"), (200.2, "3 min 20 s")])

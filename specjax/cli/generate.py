@@ -32,7 +32,8 @@ class GenerateConfig:
         target: directory or hub id of the model to generate from; "embedded" is the small one that comes with specjax.
         drafter: METHOD:WHERE, such as draft-model:Qwen/Qwen3-0.6B, early-exit:4 (layers), streaming:256 or snapkv:256
             (the target with a cache of so many tokens) or prompt-lookup; or the bare directory or hub id of a checkpoint, whose
-            config.json says what it is; or "none" for plain decoding.
+            config.json says what it is; or "none" for plain decoding. A draft model with another tokenizer drafts the tokens
+            that both have, where these are half of the smaller vocabulary; draft-model-intersect:WHERE takes any.
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.

@@ -3,7 +3,9 @@
 from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
+from specjax.drafters.dflash import DFlash
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.dspark import DSpark
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
@@ -12,6 +14,7 @@ from specjax.drafters.gemma4_assistant import Gemma4Assistant
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
+from specjax.drafters.peagle import PEagle
 from specjax.drafters.prompt_lookup import PromptLookup
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafters.with_prediction import WithPrediction
@@ -20,6 +23,8 @@ from specjax.drafts.draft import Draft, Verdict
 __all__ = [
     "MTP",
     "CompressedCache",
+    "DFlash",
+    "DSpark",
     "Draft",
     "DraftModel",
     "Drafter",
@@ -31,6 +36,7 @@ __all__ = [
     "Medusa",
     "MixtureOfAttentions",
     "NoDraft",
+    "PEagle",
     "PromptLookup",
     "Scheme",
     "SnapKV",

@@ -1,4 +1,5 @@
-"""A smaller model of the same vocabulary as the drafter (Leviathan et al. 2023, arXiv 2211.17192)."""
+"""A smaller model as the drafter (Leviathan et al. 2023, arXiv 2211.17192); where its tokenizer is another one than the
+target's, with the tokens that both have (Timor et al. 2025, arXiv 2502.05202)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +12,15 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from specjax import text
 from specjax.drafters.base import Committed, Drafter, DraftingReads, Told, check_mesh
 from specjax.drafters.cache_schemes import Streaming
-from specjax.drafters.expansion import Frontier, expand, read_nodes
+from specjax.drafters.expansion import Frontier, Vocabulary, expand, read_nodes
+from specjax.drafters.shared_vocabulary import Asked, SharedVocabulary, share
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
+from specjax.models import huggingface
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
@@ -27,7 +31,7 @@ MOST_PADDING = 1024
 
 
 def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
-    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer.
+    """Refuse, with an InputError, a draft model that cannot share the target's tokenizer, where nothing translates.
 
     Examples:
         >>> from dataclasses import replace
@@ -40,7 +44,8 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
     if abs(own.vocab_size - target.vocab_size) >= MOST_PADDING:
         raise InputError(
             f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
-            "a draft model must share the target's tokenizer"
+            "a draft model must share the target's tokenizer, or both tokenizers must be at hand, to draft the tokens that both"
+            " have (DraftModel.from_pretrained(tokenizer=TARGET))"
         )
 
 
@@ -77,14 +82,18 @@ class DraftModelState:
 class DraftModel(Drafter[DraftModelState]):
     """Drafts with a second, cheaper model.
 
-    Its vocabulary may be padded to another width than the target's: it drafts no id that the target lacks.
+    Its vocabulary may be padded to another width than the target's: it drafts no id that the target lacks. Its tokenizer may be
+    another one: see ``shared``.
 
     Attributes:
-        model: the draft model; it shares the target's tokenizer.
+        model: the draft model.
         draft: the shape of its drafts, any of `specjax.drafts.shapes`.
         cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all (MagicDec's second setting). By
             default all of it.
         budget: with ``cache``, slots of a row in each layer.
+        shared: None where the draft model has the target's tokenizer. Else it drafts the tokens that both have, and reads the
+            nearest of its own for each of the target's. The text stays the target's, greedy or sampled; a token that it lacks
+            is never drafted, and one that it could not read makes the drafts after it worse.
 
     Examples:
         >>> drafter = specjax.DraftModel.init(
@@ -102,14 +111,53 @@ class DraftModel(Drafter[DraftModelState]):
     draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     cache: Streaming | None = struct.field(pytree_node=False, default=None)
     budget: int = struct.field(pytree_node=False, default=256)
+    shared: SharedVocabulary | None = None
     grows_trees: ClassVar[bool] = True
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, draft: DraftShape | int = Chain(4), dtype: DTypeLike | None = None, mesh: Mesh | None = None
+        cls,
+        path: str | Path,
+        *,
+        draft: DraftShape | int = Chain(4),
+        dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+        tokenizer: Any = None,
+        vocabulary: Asked | None = None,
     ) -> "DraftModel":
-        """Load the draft model as `Target.from_pretrained` loads a target."""
-        return cls(model=Target.from_pretrained(path, dtype=dtype, mesh=mesh), draft=draft)
+        """Load the draft model as `Target.from_pretrained` loads a target.
+
+        Args:
+            path: a directory or hub id.
+            draft: the shape of its drafts.
+            dtype: of its params.
+            mesh: the target's.
+            tokenizer: the target's: of transformers, or the directory or hub id of one. Where the draft model has another, it
+                drafts the tokens that both have. None takes them to be the same.
+            vocabulary: None refuses a pair that shares less than half of the smaller vocabulary; "intersect" does not.
+
+        Raises:
+            InputError: something cannot be used; names it, its value and what to give instead.
+
+        Examples:
+            >>> drafter = specjax.DraftModel.from_pretrained("embedded:draft", tokenizer="embedded")
+            >>> drafter.shared is None  # one tokenizer
+            True
+        """
+        shared = None
+        if vocabulary not in (None, "intersect"):
+            raise InputError(f'vocabulary={vocabulary!r}: give "intersect", or None')
+        if tokenizer is None and vocabulary is not None:
+            raise InputError(
+                f"vocabulary={vocabulary!r}: give tokenizer=TARGET, the directory or hub id of the target, as well"
+            )
+        if tokenizer is not None:
+            if isinstance(tokenizer, str | Path):
+                tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
+            directory = huggingface.locate(path, weights=False)
+            size = huggingface.read_config(directory).vocab_size
+            shared = share(tokenizer, text.load_tokenizer(directory), vocabulary, sizes=(None, size))
+        return cls(model=Target.from_pretrained(path, dtype=dtype, mesh=mesh), draft=draft, shared=shared)
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
@@ -122,13 +170,17 @@ class DraftModel(Drafter[DraftModelState]):
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
-        """Write the draft model as a Hugging Face checkpoint."""
+        """Write the draft model as a Hugging Face checkpoint. What it shares with a target comes from the two tokenizers."""
         self.model.save_pretrained(path, dtype=dtype)
 
     def check(self, target: Target) -> None:
         self.model.check_whole()
-        check_vocabulary(self.model.config, target.config)
-        self.draft_shape.check(min(self.model.config.vocab_size, target.config.vocab_size))
+        if self.shared is None:
+            check_vocabulary(self.model.config, target.config)
+            self.draft_shape.check(min(self.model.config.vocab_size, target.config.vocab_size))
+        else:
+            self.shared.check(self.model.config, target.config)
+            self.draft_shape.check(self.shared.ids.shape[0])
         check_mesh(self.model.mesh, target)
         if self.cache is not None:
             if not isinstance(self.cache, Streaming):
@@ -173,15 +225,15 @@ class DraftModel(Drafter[DraftModelState]):
         output, cache = self.model.forward(self._known(unread), state.cache, count)
         at_root = state.behind.astype(jnp.int32)[:, None, None]
         logits = jnp.take_along_axis(output.logits, at_root, axis=1)[:, 0]  # by row: a mesh exchanges nothing
-        vocab = target.config.vocab_size
 
         def read(frontier: Frontier, scratch: tuple[Entry, ...]) -> tuple[jax.Array, tuple[Entry, ...]]:
             known = replace(frontier, tokens=self._known(frontier.tokens))
             logits, scratch = read_nodes(self.model, cache, known, scratch)
-            return _fit(logits, vocab), scratch
+            return self._offered(logits, target), scratch
 
         scratch = self.model.new_scratch(root.shape[0], self.draft_shape.read_slots)
-        draft, places, entries = expand(self.draft_shape, read, _fit(logits, vocab), scratch, root, sampling, keys, active)
+        offered, vocabulary = self._offered(logits, target), self._vocabulary(target)
+        draft, places, entries = expand(self.draft_shape, read, offered, scratch, root, sampling, keys, active, vocabulary)
         drafted = Drafted(entries, jnp.broadcast_to(places, draft.tokens.shape))
         return draft, replace(state, cache=cache, drafted=drafted)
 
@@ -213,8 +265,17 @@ class DraftModel(Drafter[DraftModelState]):
         return DraftingReads(level=(self.model.weights_of_pass, state))
 
     def _known(self, tokens: jax.Array) -> jax.Array:
-        """``tokens`` with 0 for ids that the draft model lacks: it drafts on as if it had read another token there."""
+        """``tokens`` as the draft model knows them. Of ids that it lacks it reads another token, and drafts on."""
+        if self.shared is not None:
+            return self.shared.read(tokens)
         return jnp.where(tokens < self.model.config.vocab_size, tokens, 0)
+
+    def _offered(self, logits: jax.Array, target: Target) -> jax.Array:
+        """Of the draft model's ``logits [..., own V]`` those that it may draft by, in `_vocabulary`."""
+        return _fit(logits, target.config.vocab_size) if self.shared is None else self.shared.narrow(logits)
+
+    def _vocabulary(self, target: Target) -> Vocabulary | None:
+        return None if self.shared is None else self.shared.vocabulary(target.config.vocab_size)
 
 
 def _quarter(config: ModelConfig) -> int:

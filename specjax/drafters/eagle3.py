@@ -193,6 +193,10 @@ class Eagle3(FeatureDrafter):
         if self.config.taps is not None:  # recorded in ascending order, each once
             recorded = sorted(set(self.config.taps))
             taps = [taps[recorded.index(tap)] for tap in self.config.taps]
+        return self.joined(taps)
+
+    def joined(self, taps: Sequence[jax.Array]) -> jax.Array:
+        """``[B, T, H]`` the features that ``taps``, each ``[B, T, Ht]``, are joined to, in this order."""
         if self.config.fc_norm:
             taps = [rms_norm(x, weight, self.sizes.norm_eps) for x, weight in zip(taps, self.params["fc_norm"], strict=True)]
         joined = jnp.concatenate(taps, axis=-1)
@@ -214,14 +218,20 @@ class Eagle3(FeatureDrafter):
         first, *rest = self.params["layers"]
         normed = rms_norm(states, first["hidden_norm"], eps)
         both = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
-        attended, own = attention(first, config, both, turn, mask, past[0])
+        attended, own = attention(first, config, both, turn, *self.seen(0, positions, mask, past[0]))
         x = (normed if self.config.norm_before_residual else states) + attended
         x = x + mlp(first, rms_norm(x, first["post_norm"], eps))
         new = [own]
-        for layer, before in zip(rest, past[1:], strict=True):
-            x, own = decoder_layer(layer, config, x, turn, mask, before)
+        for number, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
+            x, own = decoder_layer(layer, config, x, turn, *self.seen(number, positions, mask, before))
             new.append(own)
         return (rms_norm(x, self.params["norm"], eps) if self.config.norm_output else x), tuple(new)
+
+    def seen(
+        self, layer: int, positions: jax.Array, mask: jax.Array | None, past: tuple[Piece, ...]
+    ) -> tuple[jax.Array | None, tuple[Piece, ...]]:
+        """What a layer sees of ``mask`` and ``past``, those of `run`: here all of it."""
+        return mask, past
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         x = states if self.config.norm_output else rms_norm(states, self.params["norm"], self.sizes.norm_eps)

@@ -45,8 +45,26 @@ class Frontier:
         return (self.depth - 1) * self.tokens.shape[1]
 
 
-Read = Callable[[Frontier, Any], tuple[jax.Array, Any]]
-"""``(frontier, state) -> (logits [B, F, V], state)``; the state's shapes must not change."""
+@struct.dataclass
+class Offered:
+    """What nodes offer as children, n nodes a row and k children each.
+
+    Attributes:
+        tokens: ``[B, n, k]`` the target's ids.
+        scores: ``[B, n, k]`` see `_children`.
+        q: ``[B, n, V]`` in the drafter's vocabulary, what they were drawn from; None where they were chosen.
+        confidence: ``[B, n]`` the probability of the first one, by which chains end; None where none does.
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+    q: jax.Array | None
+    confidence: jax.Array | None
+
+
+Read = Callable[[Frontier, Any], tuple[jax.Array | Offered, Any]]
+"""``(frontier, state) -> (logits [B, F, V], state)``; the state's shapes must not change. In place of logits it may give what
+the nodes offer."""
 
 
 @struct.dataclass
@@ -99,13 +117,14 @@ class _Growth:
 def expand(
     shape: DraftShape,
     read: Read,
-    logits: jax.Array,
+    logits: jax.Array | Offered,
     state: Any,
     root: jax.Array,
     sampling: RowSampling,
     keys: jax.Array,
     active: jax.Array,
     vocabulary: Vocabulary | None = None,
+    in_loop: bool = True,
 ) -> tuple[Draft, jax.Array | np.ndarray, Any]:
     """Draft a tree, one call of ``read`` for every level but the last.
 
@@ -114,25 +133,29 @@ def expand(
     Args:
         shape: of the draft.
         read: reads the nodes of a level.
-        logits: ``[B, V]`` the drafter's at the root.
+        logits: ``[B, V]`` the drafter's at the root, or what the root offers.
         state: the drafter's, for ``read``.
         root: ``[B]``.
         sampling: the rows' settings.
         keys: ``[D, B]``, one for each level, as `Drafter.propose` is given them; consumed.
         active: ``[B]`` bool, the rows that have not finished.
         vocabulary: of the logits, where it is not the target's.
+        in_loop: whether the levels are turns of a loop. Where ``read`` is little work they are better written out.
 
     Returns:
         The draft; ``[N]`` or ``[B, N]`` each node's place among the nodes read, from 0, and -1 for those never read and
         the root; and the state.
     """
-    batch, vocab = logits.shape
-    width, branching = shape.width, shape.branching
+    batch, width, branching = root.shape[0], shape.width, shape.branching
     candidates = width * branching
-    is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
 
-    def offer(growth: _Growth, logits: jax.Array, above: jax.Array) -> _Growth:
-        """The children of nodes with ``logits [B, n, V]`` and scores ``above [B, n]``, and which of them to read.
+    def offered(logits: jax.Array | Offered, depth: jax.Array) -> Offered:
+        if isinstance(logits, Offered):
+            return logits
+        return offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
+
+    def offer(growth: _Growth, children: Offered, above: jax.Array) -> _Growth:
+        """What nodes with scores ``above [B, n]`` offer as ``children``, and which of them to read.
 
         For example, one row of the tree that `specjax.drafts.shapes.Template` numbers, with a drafter whose likeliest token
         after t is t + 1, of probability 1/2, and then t + 2, of 1/4. The root is token 0. Scores are shown as probabilities::
@@ -149,32 +172,22 @@ def expand(
         visible nothing else that was read. Of level 1 candidate 2 is read, node 4 with token 3: its parent is at place 1 of the
         frontier before, which is also the only place that it has visible. Beside it candidate 0 is read as a filler.
         """
-        logits, count = logits.astype(jnp.float32), logits.shape[1]
-        logits = without_ends(logits, sampling, growth.depth, None if vocabulary is None else vocabulary.ids)
-        if sampling.coupled:
-            # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
-            # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.
-            noise = noise_of_rows(keys[growth.depth], vocab if vocabulary is None else vocabulary.size, sampling)[:, None]
-            noise = noise if vocabulary is None else vocabulary.noise(noise)
-            logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
-        tokens, scores, q = _children(logits, branching, sampling if is_drawn else None, keys[growth.depth])
-        going = growth.going
-        if isinstance(shape, Chain) and shape.stop_below:
-            confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)
-            going = going & (confidence >= shape.stop_below)
-        if vocabulary is not None:
-            tokens = vocabulary.ids[tokens]
+        count, going = children.tokens.shape[1], growth.going
+        if children.confidence is not None:
+            assert isinstance(shape, Chain)
+            going = going & (children.confidence[:, 0] >= shape.stop_below)
 
         def level(values: jax.Array, filler: Any) -> jax.Array:  # [B, n, k] -> [B, C]
             values = jnp.pad(values, ((0, 0), (0, width - count), (0, 0)), constant_values=filler)
             return values.reshape(batch, candidates)
 
-        scores = jnp.where(growth.going[:, None, None], above[..., None] + scores, -jnp.inf)
-        tokens, scores = level(tokens, 0), level(scores, -jnp.inf)
+        scores = jnp.where(growth.going[:, None, None], above[..., None] + children.scores, -jnp.inf)
+        tokens, scores = level(children.tokens, 0), level(scores, -jnp.inf)
         picked = _pick(shape, scores, growth.depth)
         frontier = _next_frontier(growth, tokens, picked, branching)
-        if q is not None and growth.q is not None:
-            q = growth.q.at[growth.depth, :, :count].set(q)
+        q = growth.q
+        if q is not None and children.q is not None:
+            q = q.at[growth.depth, :, :count].set(children.q)
         return replace(
             growth,
             depth=growth.depth + 1,
@@ -189,17 +202,98 @@ def expand(
     def deepen(growth: _Growth) -> _Growth:
         logits, state = read(growth.frontier, growth.state)
         above = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
-        return offer(replace(growth, state=state), logits, above)
+        return offer(replace(growth, state=state), offered(logits, growth.depth), above)
 
-    seed = _seed(shape, vocab if is_drawn else None, state, active)
-    growth = offer(seed, logits[:, None], jnp.zeros((batch, 1), jnp.float32))
-    if shape.depth > 1:
+    first = offered(logits if isinstance(logits, Offered) else logits[:, None], jnp.zeros((), jnp.int32))
+    seed = _seed(shape, None if first.q is None else first.q.shape[-1], state, active)
+    growth = offer(seed, first, jnp.zeros((batch, 1), jnp.float32))
+    if shape.depth > 1 and in_loop:
         growth = _repeat(deepen, shape, growth)
+    for _ in range(0 if in_loop else shape.depth - 1):
+        growth = deepen(growth)
     assert isinstance(shape, DynamicTree | FixedShape)
     draft, places = _dynamic(shape, growth, root) if isinstance(shape, DynamicTree) else _fixed(shape, growth, root)
     if draft.q is not None and vocabulary is not None:
         draft = replace(draft, q=vocabulary.widen(draft.q))
     return draft, places, growth.state
+
+
+def expand_by_depth(
+    shape: DraftShape,
+    logits: jax.Array,
+    root: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    active: jax.Array,
+    vocabulary: Vocabulary | None = None,
+) -> Draft:
+    """Draft a tree all of whose nodes of one depth expect the same: the drafter knows no token that it has drafted.
+
+    So they offer the same children, which are taken from the vocabulary once for each depth. Drawn ones are drawn once for all
+    nodes of a depth: a step of decoding follows one path, and meets each draw once. Nothing is read, so a dynamic tree holds
+    the best of all paths that could be offered.
+
+    Args:
+        shape: of the draft.
+        logits: ``[B, D, V]`` the drafter's at the root, and below it at each depth.
+        root: ``[B]``.
+        sampling: the rows' settings.
+        keys: ``[D, B]``, as in `expand`; consumed.
+        active: ``[B]`` bool, the rows that have not finished.
+        vocabulary: of the logits, where it is not the target's.
+    """
+    batch, depth = logits.shape[:2]
+    # The depths of a row are worked out as if they were rows.
+    each = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
+    depths = jnp.tile(jnp.arange(depth), batch)[:, None]
+    flat = offered_by(shape, logits.reshape(batch * depth, 1, -1), depths, each, keys.T.reshape(-1), vocabulary)
+    by_depth: Offered = jax.tree.map(lambda values: values.reshape(batch, depth, *values.shape[1:]), flat)
+
+    def at(depth: jax.Array | int, nodes: int) -> Offered:
+        def of_nodes(values: jax.Array) -> jax.Array:
+            level = jnp.take(values, depth, axis=1)
+            return jnp.broadcast_to(level, (batch, nodes, *level.shape[2:]))
+
+        return jax.tree.map(of_nodes, by_depth)
+
+    def read(frontier: Frontier, state: tuple[()]) -> tuple[Offered, tuple[()]]:
+        return at(frontier.depth, frontier.tokens.shape[1]), state
+
+    shape = shape.read_whole() if isinstance(shape, DynamicTree) else shape
+    return expand(shape, read, at(0, 1), (), root, sampling, keys, active, vocabulary, in_loop=False)[0]
+
+
+def offered_by(
+    shape: DraftShape,
+    logits: jax.Array,
+    depth: jax.Array,
+    sampling: RowSampling,
+    keys: jax.Array,
+    vocabulary: Vocabulary | None,
+) -> Offered:
+    """What nodes with the drafter's ``logits [B, n, V]`` offer; consumes the row keys ``[B]``.
+
+    Args:
+        shape: of the draft.
+        logits: in the drafter's vocabulary.
+        depth: of the nodes, as in `without_ends`.
+        sampling: the rows' settings.
+        keys: of the depth.
+        vocabulary: of the logits, where it is not the target's.
+    """
+    is_drawn = isinstance(shape, Chain | SampledTree) and not sampling.greedy and not sampling.coupled
+    logits = without_ends(logits.astype(jnp.float32), sampling, depth, None if vocabulary is None else vocabulary.ids)
+    if sampling.coupled:
+        # Likeliest is now what the drafter would draw with the numbers that the target draws with. Where truncation leaves
+        # fewer tokens than there are children, the next likely ones follow: the target may keep what the drafter does not.
+        noise = noise_of_rows(keys, logits.shape[-1] if vocabulary is None else vocabulary.size, sampling)[:, None]
+        noise = noise if vocabulary is None else vocabulary.noise(noise)
+        logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)
+    tokens, scores, q = _children(logits, shape.branching, sampling if is_drawn else None, keys)
+    confidence = None
+    if isinstance(shape, Chain) and shape.stop_below:
+        confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)[:, None]
+    return Offered(tokens if vocabulary is None else vocabulary.ids[tokens], scores, q, confidence)
 
 
 def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters.base import DraftingReads, check_mesh
-from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.trained import NewestStateDrafter, Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
@@ -170,13 +170,7 @@ class Medusa(NewestStateDrafter):
         self, target: Target, state: jax.Array, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
     ) -> tuple[Draft, jax.Array]:
         every = jnp.stack([self.head(i, state) for i in range(self.draft_shape.depth)], axis=1)  # [B, D, V]
-
-        def read(frontier: Frontier, _: tuple[()]) -> tuple[jax.Array, tuple[()]]:
-            level = jnp.take(every, frontier.depth, axis=1)
-            return jnp.broadcast_to(level[:, None], (*frontier.tokens.shape, every.shape[-1])), ()
-
-        draft, _, _ = expand(self.draft_shape, read, every[:, 0], (), root, sampling, keys, active)
-        return draft, state
+        return expand_by_depth(self.draft_shape, every, root, sampling, keys, active), state
 
     def drafting_reads(self, target: Target, state: jax.Array | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """All levels are drafted at once."""

@@ -5,7 +5,7 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from specjax import text
 from specjax.drafters.base import Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
+from specjax.drafters.dflash import DFlash
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.dspark import DSpark
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
@@ -25,7 +27,9 @@ from specjax.drafters.gemma4_assistant import Gemma4Assistant
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
+from specjax.drafters.peagle import PEagle
 from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
@@ -45,6 +49,7 @@ class Request:
         draft: the shape of its drafts; None is the method's own default.
         dtype: of its params; None is the default of `Target.from_pretrained`.
         mesh: the target's.
+        tokenizer: the target's; None where nobody knows it.
     """
 
     name: str
@@ -53,6 +58,7 @@ class Request:
     draft: DraftShape | None = None
     dtype: DTypeLike | None = None
     mesh: Mesh | None = None
+    tokenizer: Any = None
 
     @property
     def draft_given(self) -> dict[str, Any]:
@@ -71,12 +77,14 @@ class DraftingMethod:
             where they are at hand (of the hub's the weights have not been fetched by then). None: it has none, and WHERE is no
             place.
         trained: the class of its drafters, where these are trained for their target.
+        translates: whether a checkpoint's tokenizer may be another one than the target's. ``make`` then compares them.
     """
 
     usage: str
     make: Callable[[Request], Drafter]
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     trained: type[TrainedDrafter] | None = None
+    translates: bool = False
 
     @classmethod
     def of(cls, name: str, kind: type[TrainedDrafter]) -> "DraftingMethod":
@@ -109,13 +117,19 @@ def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
     return CompressedCache(scheme=scheme, **budget, **request.draft_given)
 
 
-def _make_draft_model(request: Request) -> Drafter:
+def _make_draft_model(asked: Asked | None, request: Request) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
     directory = huggingface.locate(request.where, weights=False)
     huggingface.check_whole(directory)
-    check_vocabulary(huggingface.read_config(directory), request.target)
-    return DraftModel.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
+    config, shared = huggingface.read_config(directory), None
+    if request.tokenizer is not None and text.has_tokenizer(directory):
+        own = text.load_tokenizer(directory)
+        shared = share(request.tokenizer, own, asked, sizes=(request.target.vocab_size, config.vocab_size))
+    if shared is None:
+        check_vocabulary(config, request.target)
+    drafter = DraftModel.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
+    return replace(drafter, shared=shared)
 
 
 def _whole(request: Request, usage: str) -> int:
@@ -130,6 +144,9 @@ METHODS: dict[str, DraftingMethod] = {
     "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
     "streaming": DraftingMethod("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
     "snapkv": DraftingMethod("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
+    "dflash": DraftingMethod.of("dflash", DFlash),
+    "dspark": DraftingMethod.of("dspark", DSpark),
+    "peagle": DraftingMethod.of("peagle", PEagle),  # before eagle3, whose fields its checkpoints have too
     "eagle3": DraftingMethod.of("eagle3", Eagle3),
     "eagle-lsa": DraftingMethod.of("eagle-lsa", EagleWithLayerAttention),
     "eagle": DraftingMethod.of("eagle", Eagle),
@@ -139,12 +156,19 @@ METHODS: dict[str, DraftingMethod] = {
     "gemma4-assistant": DraftingMethod.of("gemma4-assistant", Gemma4Assistant),
     "draft-model": DraftingMethod(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
-        _make_draft_model,
+        partial(_make_draft_model, None),
         recognises=lambda config, _: config.get("model_type") in huggingface.SUPPORTED,
+        translates=True,
+    ),
+    "draft-model-intersect": DraftingMethod(
+        "draft-model-intersect:DIRECTORY or draft-model-intersect:OWNER/NAME",
+        partial(_make_draft_model, "intersect"),
+        recognises=lambda config, _: False,
+        translates=True,
     ),
 }
 """Every method by its name. Checkpoints are recognised in this order: a method that looks for fields of its own stands before
-``draft-model``, which takes any model."""
+``draft-model``, which takes any model. ``draft-model-intersect`` has to be named."""
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -166,7 +190,8 @@ def load_drafter(
         target: the shape of the target.
         dtype: of its params, where it has any.
         mesh: the target's.
-        tokenizer: the target's. Where the drafter's checkpoint has one too, they must agree.
+        tokenizer: the target's. Where the drafter's checkpoint has one too, they must agree; a draft model's may be another
+            one, and then share half of the smaller vocabulary, or any of it with ``draft-model-intersect:WHERE``.
 
     Raises:
         InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
@@ -180,11 +205,11 @@ def load_drafter(
         specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
     """
     method, where = resolve(name)
-    if tokenizer is not None and method.recognises is not None:
+    if tokenizer is not None and method.recognises is not None and not method.translates:
         directory = huggingface.locate(where, weights=False)
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
-    return method.make(Request(name, where, target, None if draft is None else as_shape(draft), dtype, mesh))
+    return method.make(Request(name, where, target, None if draft is None else as_shape(draft), dtype, mesh, tokenizer))
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:

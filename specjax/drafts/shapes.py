@@ -305,6 +305,20 @@ class DynamicTree(DraftShape):
             )
         _set(self, branching=self.top_k, width=self.top_k if self.depth > 1 else 1)
 
+    def read_whole(self) -> "DynamicTree":
+        """The same tree for a drafter that reads nodes at no cost: of every level as many as the draft may hold are read, and
+        not ``top_k``, so that the draft holds the best of all paths of ``top_k`` tokens a level."""
+        return _ReadWhole(self.top_k, self.depth, self.nodes)
+
+
+@dataclass(frozen=True)
+class _ReadWhole(DynamicTree):
+    """See `DynamicTree.read_whole`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, width=min(self.nodes - 1, self.top_k ** (self.depth - 1)))
+
 
 MOST_NODES = 4096
 """A larger tree is refused: masks grow with the square of it."""

@@ -44,6 +44,8 @@ class Given:
         counts: ``[V]`` how often each token is a label that counts, in the windows to train on.
         target: the frozen one, or None.
         mesh: where the student is to lie; None is the default device.
+        init_from: directory or hub id of an earlier student, whose weights will take the place of the random ones; "" if there
+            is none. Students that come in more shapes than their method has options for read their shape there.
 
     Examples:
         >>> from specjax.training.contract import Given
@@ -58,6 +60,7 @@ class Given:
     counts: np.ndarray
     target: Target | None = None
     mesh: Mesh | None = None
+    init_from: str = ""
 
     @property
     def frozen_target(self) -> Target:

@@ -11,6 +11,7 @@ import tokenizers
 from jax.sharding import Mesh
 
 from specjax import sharding
+from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
@@ -141,7 +142,11 @@ def needs(config: TrainConfig) -> Needs:
 def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
     stand_in.add_tokens([str(i) for i in range(vocab)])
-    return cast(config.method.init(jax.random.key(0), Given(stand_in, np.zeros(vocab, int), target)), jnp.float32)
+    given = Given(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
+    student = config.method.init(jax.random.key(0), given)
+    if isinstance(student, Drafter):  # as the run itself: what could not serve the target is not trained
+        student.check(target)
+    return cast(student, jnp.float32)
 
 
 def _count(tree: Shapes) -> int:

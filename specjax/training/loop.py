@@ -172,7 +172,7 @@ def _prepare(config: TrainConfig) -> _Run:
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
-    given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh)
+    given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
     student = cast(method.init(make_key(config.seed), given), jnp.float32)  # whatever the target is held in
     if config.init_from:
         student = _warm_start(student, config.init_from)

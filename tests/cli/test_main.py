@@ -129,9 +129,10 @@ def test_settings_that_greedy_decoding_does_not_read_are_named(capsys) -> None:
     assert "not read" not in err
 
 
-def test_pairs_of_different_tokenizers_are_refused_before_their_weights(capsys, tmp_path, tiny_pair) -> None:
+def test_trained_drafters_of_different_tokenizers_are_refused_before_their_weights(capsys, tmp_path, tiny_pair) -> None:
     draft = tmp_path / "draft"
     shutil.copytree(tiny_pair[1], draft)
+    (draft / "config.json").write_text(json.dumps({"model_type": "llama", "speculators_model_type": "eagle3"}))
     (draft / "model.safetensors").write_bytes(b"never read")
     file = draft / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -145,7 +146,7 @@ def test_pairs_of_different_tokenizers_are_refused_before_their_weights(capsys, 
         ("generate", "--prompt", "x"),
         ("plan", "measure", "--prompts", str(prompts)),
     ):
-        code, _, err = run(capsys, *command, "--target", tiny_pair[0], "--drafter", str(draft))
+        code, _, err = run(capsys, *command, "--target", tiny_pair[0], "--drafter", f"eagle3:{draft}")
         assert code == 2
         assert f"tokenizers: id 100 is {first!r} for the target and {second!r} for the drafter" in err
         assert len(err.splitlines()) == 1

@@ -8,6 +8,7 @@ import pytest
 from specjax import Chain, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, Sampling, Target
 from specjax.drafters.base import Committed, Told
 from tests.conftest import tiny_target
+from tests.drafters.test_vocabularies import permuted
 
 PROMPT = np.array([[1, 4, 2, 7, 4, 2, 7, 9, 4, 2], [3, 3, 1, 5, 3, 1, 5, 3, 3, 1]])
 CAPACITY = 48
@@ -20,6 +21,7 @@ MADE = {
     "eagle": lambda target: Eagle.init(target, jax.random.key(1)),
     "eagle3": lambda target: Eagle3.init(target, jax.random.key(1)),
     "draft model": lambda target: DraftModel.init(target, jax.random.key(1), num_layers=1),
+    "draft model of another tokenizer": lambda target: permuted(tiny_target(seed=5, num_layers=1), [7, 0, 10, 3, 1, 8, 4]),
     "prompt lookup": lambda target: PromptLookup(),
 }
 

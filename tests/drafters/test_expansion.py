@@ -1,6 +1,7 @@
 """Growing trees, against references that grow them node by node in Python."""
 
 import inspect
+import itertools
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 
 from specjax.drafters import expansion
-from specjax.drafters.expansion import expand
+from specjax.drafters.expansion import expand, expand_by_depth
 from specjax.drafts import tree
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
-from specjax.drafts.shapes import DynamicTree, SampledTree, StaticTree, Template
+from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, Template
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
 from specjax.sampling import Sampling, probabilities, split_keys
 from tests.conftest import SHAPES
@@ -182,6 +183,87 @@ def test_drawn_siblings_are_a_draw_without_replacement() -> None:
             below = children[siblings[:, node - 1] == token]
             assert g_test(np.bincount(below @ [4, 1], minlength=16), in_order(p[token], 2)) >= FALSE_ALARM
         np.testing.assert_allclose(np.asarray(q)[:100, node], p[siblings[:100, node - 1]], atol=1e-6)
+
+
+def by_depth(shape, logits, root, keys, rows, slowly=False):
+    """A draft of a drafter that knows the depth alone; ``slowly``: level by level, with logits at every node."""
+    keys, active = split_keys(keys, shape.depth), jnp.ones(len(root), bool)
+
+    def read(frontier, _):
+        level = jnp.take(logits, frontier.depth, axis=1)[:, None]
+        return jnp.broadcast_to(level, (*frontier.tokens.shape, logits.shape[-1])), ()
+
+    if slowly:
+        return expand(shape, read, logits[:, 0], (), root, rows, keys, active)[0]
+    return expand_by_depth(shape, logits, root, rows, keys, active)
+
+
+def test_a_dynamic_tree_of_a_drafter_that_knows_the_depth_alone_holds_the_best_of_all_paths() -> None:
+    """The 36 best of all paths of up to 3 tokens, each among the 4 likeliest of its depth."""
+    shape, rng = DynamicTree(4, 3, 37), np.random.default_rng(5)
+    logits = jnp.asarray(rng.normal(size=(2, 3, V)) * 0.5, jnp.float32)
+    rows, root = Sampling(0.0).rows(2), jnp.arange(2)
+    draft = jax.jit(partial(by_depth, shape))(logits, root, jax.random.split(jax.random.key(0), 2), rows)
+    for row in range(2):
+        log_q = np.asarray(jax.nn.log_softmax(logits[row]))
+        best = [np.argsort(-log_q[depth])[:4].tolist() for depth in range(3)]
+        paths = [path for depth in range(1, 4) for path in itertools.product(*best[:depth])]
+        scored = sorted(paths, key=lambda path: -sum(log_q[depth, token] for depth, token in enumerate(path)))
+        tokens, parents, found = np.asarray(draft.tokens[row]), np.asarray(draft.parents[row]), {0: ()}
+        for node in range(1, 37):
+            found[node] = (*found[parents[node]], int(tokens[node]))
+        assert set(found.values()) - {()} == set(scored[:36])
+    narrow = jax.jit(partial(by_depth, shape, slowly=True))(logits, root, jax.random.split(jax.random.key(0), 2), rows)
+    assert not np.array_equal(narrow.tokens, draft.tokens)  # four a level are not enough here
+
+
+BY_DEPTH = [Chain(4), Chain(4, stop_below=0.7), StaticTree(((0,), (1,), (1, 2), (1, 0), (1, 0, 1))), DynamicTree(3, 4, 6)]
+
+
+@pytest.mark.parametrize("shape", BY_DEPTH, ids=str)
+@pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
+def test_children_that_are_taken_once_for_a_depth_are_those_of_its_every_node(shape, how) -> None:
+    rng, rows = np.random.default_rng(0), 6
+    logits, root = jnp.asarray(rng.normal(size=(rows, shape.depth, V)) * 2, jnp.float32), jnp.arange(rows)
+    settings = Sampling(temperature=(0.0 if how == "greedy" else (0.7, 1.0, 0.0, 1.3, 1.0, 0.2)), top_p=0.9)
+    sampling = settings.rows(rows, "coupled" if how == "coupled" else "independent")
+    keys = jax.random.split(jax.random.key(4), rows)
+    quick, slow = (jax.jit(partial(by_depth, shape, slowly=slowly))(logits, root, keys, sampling) for slowly in (False, True))
+    seen = np.asarray(slow.valid) if slow.valid is not None else np.ones(slow.tokens.shape, bool)
+    assert (quick.valid is None) == (slow.valid is None)
+    assert slow.valid is None or 0 < seen[:, 1:].mean() < 1 or not getattr(shape, "stop_below", 0)
+    np.testing.assert_array_equal(np.where(seen, quick.tokens, -1), np.where(seen, slow.tokens, -1))
+    np.testing.assert_array_equal(quick.parents, slow.parents)
+    if slow.valid is not None:
+        np.testing.assert_array_equal(quick.valid, slow.valid)
+    assert (quick.q is None) == (slow.q is None)
+    if slow.q is not None:
+        # What lies below the end of a chain is worked out here, and not there.
+        read = seen[:, :-1] if isinstance(shape, Chain) else np.ones_like(seen[:, :-1])
+        np.testing.assert_allclose(quick.q[:, :-1] * read[..., None], slow.q[:, :-1] * read[..., None], atol=1e-6)
+
+
+def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_from_its_distribution() -> None:
+    """And the draws of different depths have nothing to do with each other."""
+    rows, shape = 60_000, SampledTree((2, 2))
+    p = np.array([[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]])
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(p, jnp.float32)), (rows, 2, 3))
+    keys = jax.random.split(jax.random.key(11), rows)
+    draft = jax.jit(partial(by_depth, shape))(logits, jnp.zeros(rows, int), keys, Sampling(1.0).rows(rows))
+    tokens = np.asarray(draft.tokens)
+    parents = np.asarray(draft.parents)
+    parents = parents if parents.ndim == 1 else parents[0]
+    first, second = (np.flatnonzero(parents == parent) for parent in (0, 1))
+    expected = {}
+    for a in np.ndindex(3, 3, 3, 3):
+        if a[0] != a[1] and a[2] != a[3]:
+            expected[a] = p[0][a[0]] * p[0][a[1]] / (1 - p[0][a[0]]) * p[1][a[2]] * p[1][a[3]] / (1 - p[1][a[2]])
+    drawn = [tuple(row) for row in tokens[:, [*first, *second]].tolist()]
+    assert set(drawn) <= set(expected)
+    counts = np.array([drawn.count(outcome) for outcome in expected])
+    assert g_test(counts, np.array(list(expected.values()))) > FALSE_ALARM
+    np.testing.assert_allclose(draft.q[0, 0], p[0], atol=1e-6)
+    np.testing.assert_allclose(draft.q[0, 1], p[1], atol=1e-6)
 
 
 def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:

@@ -12,8 +12,10 @@ from specjax import sharding
 from specjax.drafters import (
     MTP,
     CompressedCache,
+    DFlash,
     Drafter,
     DraftModel,
+    DSpark,
     Eagle,
     Eagle3,
     EarlyExit,
@@ -21,6 +23,7 @@ from specjax.drafters import (
     Medusa,
     MixtureOfAttentions,
     NoDraft,
+    PEagle,
     PromptLookup,
     SnapKV,
     Streaming,
@@ -39,6 +42,7 @@ METHODS = {
     "early exit": lambda shape: EarlyExit(layers=1, draft=shape),
     "eagle": lambda shape: Eagle.init(tiny_target(), jax.random.key(3), shape),
     "eagle3": lambda shape: Eagle3.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
+    "peagle": lambda shape: PEagle.init(tiny_target(), jax.random.key(3), shape, ids=np.array([0, 1, 3, 4, 7, 8, 10])),
     "mtp": lambda shape: MTP.init(tiny_target(), jax.random.key(3), shape, modules=2),
     "medusa": lambda shape: Medusa.init(tiny_target(), jax.random.key(3), shape),
     "moa": lambda shape: MixtureOfAttentions.init(tiny_target(), jax.random.key(3), shape, tli=1),
@@ -48,6 +52,9 @@ METHODS = {
         tiny_target(seed=5, num_layers=1), draft=shape, cache=Streaming(sinks=1), budget=5
     ),
     "assistant": lambda shape: Gemma4Assistant.init(tiny_target(), jax.random.key(3), shape),
+    "dflash": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=4),
+    "jetspec": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}),
+    "dspark": lambda shape: DSpark.init(tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -57,10 +64,14 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("early exit", shape) for shape in SHAPES if shape != "sampled"],
     *[("eagle", shape) for shape in SHAPES if shape != "static"],
     *[("eagle3", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("peagle", shape) for shape in SHAPES if shape != "sampled"],
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
     *[("assistant", shape) for shape in SHAPES if shape != "dynamic"],
     *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("dflash", shape) for shape in SHAPES if shape != "static"],
+    *[("jetspec", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("dspark", shape) for shape in SHAPES if shape != "adaptive"],
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
@@ -76,7 +87,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
 THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
     *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
-    *("medusa", "mixture of attentions", "prompt lookup", "assistant"),
+    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "jetspec", "peagle"),
 }
 COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
@@ -156,7 +167,7 @@ OTHERS = [
     *[("early exit", shape) for shape in ("chain", "sampled", "dynamic")],
 ]
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
-OTHERS += [("assistant", shape) for shape in SMALL]
+OTHERS += [(method, shape) for method in ("assistant", "dflash", "jetspec", "dspark", "peagle") for shape in SMALL]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
@@ -173,12 +184,21 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
         return Eagle.init(distribution_target(), jax.random.key(3), shape)
     if method == "eagle3":
         return Eagle3.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
+    if method == "peagle":
+        return PEagle.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
     if method == "mtp":
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
     if method == "medusa":
         return Medusa.init(distribution_target(), jax.random.key(3), shape)
     if method == "assistant":
         return Gemma4Assistant.init(distribution_target(), jax.random.key(3), shape)
+    if method in ("dflash", "jetspec"):
+        variant = {"causal": method == "jetspec"}
+        return DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+    if method == "dspark":
+        drafter = DSpark.init(distribution_target(), jax.random.key(3), shape, block_size=2, markov_rank=3)
+        heads = {name: value * 50 for name, value in drafter.params.items() if name.startswith(("markov", "confidence"))}
+        return drafter.replace(params=drafter.params | heads)  # which begin as next to nothing
     if method == "moa":
         return MixtureOfAttentions.init(distribution_target(), jax.random.key(3), shape, tli=1)
     if method == "draft model in a ring":

@@ -18,7 +18,7 @@ from specjax.chips import Chip
 from specjax.cli.main import main
 from specjax.cli.plan import compile as plan_compile
 from specjax.cli.plan import compile_training
-from specjax.drafters import DraftModel, Eagle, EagleWithLayerAttention, MixtureOfAttentions, NoDraft
+from specjax.drafters import DraftModel, Eagle, EagleWithLayerAttention, Gemma4Assistant, MixtureOfAttentions, NoDraft
 from specjax.drafters.registry import METHODS
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
@@ -52,7 +52,8 @@ def layout(tree) -> list:
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained])
 def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
-    real = METHODS[name].trained.init(Target.init(CONFIG, jax.random.key(0), mesh=mesh), jax.random.key(1))
+    target, kind = Target.init(CONFIG, jax.random.key(0), mesh=mesh), METHODS[name].trained
+    real = kind.init(target, jax.random.key(1), **kind.usual_sizes(target))
     drafter = abstract.abstract_drafter(name, None, setup_on(mesh).target)
     assert jax.tree.structure(drafter) == jax.tree.structure(real)
     assert layout(drafter) == layout(real)
@@ -151,6 +152,27 @@ def test_eagle_reads_the_weights_of_summaries_once_a_step() -> None:
     plain, summaries = (kind.init(target, jax.random.key(1), Chain(3)) for kind in (Eagle, EagleWithLayerAttention))
     beside = size(summaries.params) - size(plain.params)
     assert drafting_bytes(summaries, target) == drafting_bytes(plain, target) + beside
+
+
+def test_an_assistant_with_centroids_reads_the_tokens_that_its_rows_look_at() -> None:
+    """Of its head no more, in every level, and of the target's entries those of its last layer."""
+    target, size = Target.init(CONFIG, jax.random.key(0)), abstract.bytes_of_one
+    drafter = Gemma4Assistant.init(target, jax.random.key(1), Chain(3), centroids=16, centroids_kept=2)
+    embed = size(drafter.params["embed"])
+    own = size(drafter.params) - embed + BATCH * 2 * 4 * embed // CONFIG.vocab_size  # two clusters of four
+    remembered = size((drafter.start(target, BATCH, CONTEXT), target.new_cache(BATCH, CONTEXT).layers[-1:]))
+    assert drafting_bytes(drafter, target) == 3 * (own + remembered)
+
+
+def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> None:
+    target = setup_on(mesh).target
+    made = jax.eval_shape(
+        lambda target: Gemma4Assistant.init(target, jax.random.key(1), centroids=16, centroids_kept=2),
+        replace(target, mesh=None),
+    )
+    assistant = abstract.place_model(made, mesh)
+    whole = abstract.place_model(made, make_mesh(1, 1))
+    assert 0 < abstract.bytes_of_draft(assistant, target) < abstract.bytes_of_draft(whole, target)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -351,6 +373,56 @@ def test_budgets_of_decoding_on_a_gpu(draft) -> None:
     for step in found["steps"]:
         assert not step["decode"]["cache_copies"]
         assert step["decode"]["a_step"]["bytes"] <= 1.3 * step["must_read_bytes"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+def test_budgets_of_an_assistant(chips) -> None:
+    """Gemma 4 E2B and its own assistant, one row: a level reads its layers, some entries and few rows of its head."""
+    shape = ("--draft", "chain:4", "--batch", "1", "--context", "1024")
+    found = planned("compile", "--chips", chips, "--target", "gemma-4-e2b", "--drafter", "gemma4-assistant", *shape)
+    for step in found["steps"]:
+        assert sum(step["decode"]["memory"].values()) < found["chip"]["memory"]
+        assert not step["decode"]["cache_copies"]
+        assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
+    plain, drafting = (step["decode"] for step in found["steps"])
+    _, level = drafting["turns"]
+    assert level["turns"] == 3
+    assert level["bytes"] < 40e6  # of the 157 MB that it has
+    assert drafting["largest"] < 8e6  # no array is made of the whole embedding
+    if chips != "h100":  # a TPU's compiler: one row costs no more than its bytes
+        assert plain["a_step"]["cycles"] <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+
+
+@needs_cuda
+@pytest.mark.thorough
+def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:
+    shape = ("--batch", "1", "--context", "1024")
+    found = planned("compile", "--chips", "h100", "--mesh", "1", "4", "--target", "qwen3-0.6b", *shape)
+    (step,) = found["steps"]
+    assert step["decode"]["a_step"]["collective_bytes"] < 10e6  # it has 311 MB
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_a_cache_with_several_heads_on_a_tpu_is_not_laid_out_anew() -> None:
+    """Eight heads of keys on one chip: written as they are read, and no copy of them in fast memory either."""
+    found = planned("compile", "--chips", "v5e:2x2", "--target", "qwen3-0.6b", "--batch", "8", "--context", "1024")
+    (step,) = found["steps"]
+    assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
+    (turn,) = step["decode"]["turns"]
+    assert not [kind for kind in turn["cycles_by_kind"] if kind.startswith("copy") and "1280,128" in kind]
+
+
+@needs_libtpu
+@pytest.mark.thorough
+def test_of_a_mixture_on_a_tpu_every_expert_is_read_once() -> None:
+    """gpt-oss-20b on eight chips, which hold four experts of each layer."""
+    shape = ("--batch", "8", "--context", "1024")
+    found = planned("compile", "--chips", "v5e:2x4", "--mesh", "1", "8", "--target", "gpt-oss-20b", *shape)
+    (step,) = found["steps"]
+    assert not step["decode"]["cache_copies"]
+    assert step["decode"]["a_step"]["bytes"] <= 1.05 * step["must_read_bytes"]
 
 
 @pytest.mark.thorough

@@ -11,9 +11,9 @@ from specjax.drafters import Eagle, Eagle3
 from specjax.drafts.shapes import Chain
 from specjax.training.contract import Given
 from specjax.training.methods import Eagle1Training, Eagle3Training, HassTraining, eagle3
-from specjax.training.methods.eagle3 import most_frequent
 from specjax.training.objectives import feature_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS
+from specjax.training.objectives.draft_vocabulary import most_frequent
 from specjax.training.objectives.unrolling import unroll
 from specjax.training.objectives.windows import forward
 from tests.conftest import tiny_target

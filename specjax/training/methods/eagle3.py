@@ -4,16 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from specjax.config import ConfigError
 from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
-from specjax.sampling import argmax
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics
-from specjax.training.objectives.ahead import behind, counted
+from specjax.training.objectives.ahead import decayed
+from specjax.training.objectives.draft_vocabulary import most_frequent, wanted
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import forward
 
@@ -90,35 +88,15 @@ class Eagle3Training(FeatureMethod):
         """In nats. Positions at which the target's likeliest token cannot be drafted do not count."""
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
-        vocabulary, theirs, can_be_drafted = student.vocabulary(target), output.logits, jnp.ones((), bool)
-        if vocabulary is not None:
-            best = argmax(output.logits)
-            can_be_drafted = jnp.any(best[..., None] == vocabulary.ids, axis=-1)
-            theirs = student.drafted_logits(target, output.hidden)
+        theirs, can_be_drafted = wanted(student, target, output)
 
         def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
             return losses.mean_over_positions(losses.soft_cross_entropy(theirs, student.logits(target, states)), mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         features = student.features(output)
-        total, metrics = jnp.zeros(()), {}
-        for step, states in enumerate(unroll(student, batch, target, features, self.steps, detach=False, remat=self.remat)):
-            # The states go to the places whose distribution they predict: they are narrow, and the distributions are wide.
-            loss = loss_of(behind(states, 1 + step), behind(counted(batch, step), 1 + step) & can_be_drafted)
-            total += self.decay**step * loss
-            metrics |= {f"loss_{step}": loss}
-        return total, {"loss": total, **metrics}
+        steps = unroll(student, batch, target, features, self.steps, detach=False, remat=self.remat)
+        return decayed(batch, steps, loss_of, self.decay, can_be_drafted)
 
     def frozen(self, path: str) -> bool:
         return self.freeze_head and path == "params.lm_head"
-
-
-def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
-    """``[size]`` the most frequent tokens by ``counts [V]``, ascending; of equally frequent ones the lower ids.
-
-    Raises:
-        ConfigError: the vocabulary is smaller than that.
-    """
-    if size > len(counts):
-        raise ConfigError(f"method.draft_vocab_size={size}: the target has {len(counts)} tokens; give 0 for all of them")
-    return np.sort(np.argsort(-counts, kind="stable")[:size])

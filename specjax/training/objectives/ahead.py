@@ -5,11 +5,12 @@ to t, and of the text the tokens up to t + 1 + k.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
 from specjax.drafters.expansion import Vocabulary
@@ -59,6 +60,32 @@ def prediction_loss(labels: Labels, output: Output, batch: Batch, step: int, log
     else:
         each = losses.soft_cross_entropy(expected(output, step)[1], logits)
     return losses.mean_over_positions(each, counted(batch, step))
+
+
+def decayed(
+    batch: Batch,
+    states: Iterable[jax.Array],
+    loss_of: Callable[[jax.Array, jax.Array], jax.Array],
+    decay: float,
+    whole: ArrayLike = True,
+) -> tuple[jax.Array, Metrics]:
+    """The sum over steps k of ``decay ** k`` times their losses, and each of these (EAGLE-3's, arXiv 2503.01840).
+
+    Args:
+        batch: the windows.
+        states: ``[B, T, H]`` of each step.
+        loss_of: the loss of states ``[B, T, H]`` that stand where the distributions do which they predict; of these the
+            positions under a mask ``[B, T]`` count.
+        decay: of the later steps' weight.
+        whole: ``[B, T]`` bool, which distributions count at all.
+    """
+    total, metrics = jnp.zeros(()), {}
+    for step, of_step in enumerate(states):
+        # The states go to the places whose distribution they predict: they are narrow, and the distributions are wide.
+        loss = loss_of(behind(of_step, 1 + step), behind(counted(batch, step), 1 + step) & whole)
+        total += decay**step * loss
+        metrics |= {f"loss_{step}": loss}
+    return total, {"loss": total, **metrics}
 
 
 SIMULATED_STEPS = 5

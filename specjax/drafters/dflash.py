@@ -1,0 +1,302 @@
+"""DFlash (z-lab 2025, github.com/z-lab/dflash) and JetSpec (arXiv 2606.18394): drafters that write a whole block in one pass.
+
+A block is the root, which is called its anchor, and mask tokens behind it. A few layers read it once, and at each place come to
+what is expected there. They see the text before the anchor by keys and values that every layer makes of the target's hidden
+states. So a draft of 15 tokens costs what one of 1 does. No token of it knows which ones were drafted before it.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.drafters import dflash_checkpoint
+from specjax.drafters.base import DraftingReads, Told, check_mesh
+from specjax.drafters.dflash_checkpoint import DFlashConfig
+from specjax.drafters.eagle3_checkpoint import are_different_tokens
+from specjax.drafters.expansion import Vocabulary, expand_by_depth
+from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
+from specjax.drafts.draft import Draft
+from specjax.drafts.shapes import Chain, DraftShape
+from specjax.errors import InputError
+from specjax.models.attention import Filled, Piece
+from specjax.models.cache import Entry, KVCache
+from specjax.models.fields import CheckpointError
+from specjax.models.layers import decoder_layer, keys_values, normed
+from specjax.models.params import Param, Params
+from specjax.models.primitives import linear, vocabulary_logits
+from specjax.models.rope import rotations
+from specjax.models.transformer import States, Target
+from specjax.sampling import RowSampling
+
+Seen = Callable[[int, int | None], tuple[jax.Array, Sequence[Piece]]]
+"""What the tokens of blocks see: by the number of a layer, and its window or None. ``[B|1, T, T]`` bool, which of each other;
+and the text before."""
+
+
+@struct.dataclass
+class DFlash(TrainedDrafter[KVCache]):
+    """Drafts a block in one pass; what it remembers of the text are keys and values for each of its layers.
+
+    With ``causal`` in its configuration a token sees the block up to itself alone: that is JetSpec. Such a block is read as far
+    as the draft is deep. Others are always read as long as they were in training.
+
+    All nodes of one depth offer the same children, so trees grow from one pass, too. Checkpoints are in z-lab's layout, or in
+    that of speculators (see `specjax.drafters.dflash_checkpoint`).
+
+    Attributes:
+        params: see `dflash_checkpoint.declare`.
+        config: its configuration.
+        draft: the shape of its drafts, at most as deep as a block has room for.
+        mesh: where the params live.
+
+    Examples:
+        >>> drafter = specjax.DFlash.init(target, jax.random.key(1), draft=3, block_size=4)
+        >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
+    """
+
+    params: Params
+    config: DFlashConfig = struct.field(pytree_node=False)
+    draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(7))
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    grows_trees: ClassVar[bool] = True
+
+    title: ClassVar[str] = "a DFlash drafter"
+    layouts: ClassVar[tuple[str, ...]] = dflash_checkpoint.LAYOUTS
+
+    # --- its checkpoints ---
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+        return dflash_checkpoint.layout_of(raw) is not None and not dflash_checkpoint.is_dspark(raw)
+
+    @classmethod
+    def layout_of(cls, stored: Stored) -> str:
+        return dflash_checkpoint.layout_of(stored.raw) or cls.layouts[0]
+
+    @classmethod
+    def read_config(cls, stored: Stored) -> DFlashConfig:
+        return dflash_checkpoint.read_config(stored)
+
+    @classmethod
+    def declare(cls, config: DFlashConfig, layout: str = "dflash") -> Params:
+        return dflash_checkpoint.declare(config)
+
+    @classmethod
+    def axis_units(cls, config: DFlashConfig) -> Mapping[str, int]:
+        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
+
+    @classmethod
+    def left_over(cls, config: DFlashConfig, stored: Stored) -> Collection[str]:
+        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
+
+    @classmethod
+    def declare_beside(cls, config: DFlashConfig) -> Params:
+        if not config.own_ids:
+            return {}
+        return {"t2d": Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")}
+
+    def beside(self) -> Params:
+        if not self.config.own_ids:
+            return {}
+        return {"t2d": jnp.zeros(self.config.layer.vocab_size, bool).at[self._ids].set(True)}
+
+    @classmethod
+    def check_values(cls, config: DFlashConfig, params: Params, beside: Params, directory: Path) -> None:
+        if not config.own_ids:
+            return
+        ids = np.arange(config.draft_vocab_size) + np.asarray(params["d2t"])
+        if not are_different_tokens(ids, config.layer.vocab_size):
+            raise CheckpointError(
+                f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, to "
+                "each another"
+            )
+        if "t2d" in beside and not np.array_equal(np.flatnonzero(np.asarray(beside["t2d"])), np.sort(ids)):
+            raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
+
+    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
+        return dflash_checkpoint.format_config(self.config, layout, dtype, target)
+
+    @classmethod
+    def default_draft(cls, config: DFlashConfig) -> Chain:
+        """A chain of all tokens that a block has room for."""
+        return Chain(config.depth)
+
+    @classmethod
+    def init(
+        cls,
+        target: Target,
+        key: jax.Array,
+        draft: DraftShape | int | None = None,
+        *,
+        block_size: int = 8,
+        mask_token_id: int | None = None,
+        taps: tuple[int, ...] | None = None,
+        ids: np.ndarray | jax.Array | None = None,
+        variant: Mapping[str, Any] | None = None,
+        **sizes: Any,
+    ) -> Self:
+        """A drafter for ``target`` with random weights; consumes ``key``.
+
+        Args:
+            target: what it will draft for.
+            key: random.
+            draft: the shape of its drafts; None: a chain of all tokens that a block has room for.
+            block_size: tokens of a block, the anchor included.
+            mask_token_id: the token that stands where nothing is drafted yet; None: the target's last, which large vocabularies
+                do not use.
+            taps: layers of the target whose input it reads; None: `dflash_checkpoint.default_taps`, one for each of its layers.
+            ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
+            variant: fields of `DFlashConfig` such as ``causal``.
+            sizes: fields of its layers' `ModelConfig`; by default one layer of the target's sizes.
+        """
+        of_target = target.config
+        layer = layer_like(of_target, **({"model_type": "qwen3", "qk_norm": True} | sizes))
+        if ids is not None and not are_different_tokens(np.asarray(ids), layer.vocab_size):
+            raise InputError(f"ids: must name different tokens of the target's {layer.vocab_size}, from 0 upwards")
+        given: dict[str, Any] = {} if ids is None else {"own_ids": True, "own_head": True}
+        config = DFlashConfig(
+            layer=layer,
+            block_size=block_size,
+            mask_token_id=layer.vocab_size - 1 if mask_token_id is None else mask_token_id,
+            taps=dflash_checkpoint.default_taps(of_target.num_layers, layer.num_layers) if taps is None else taps,
+            draft_vocab_size=layer.vocab_size if ids is None else len(ids),
+            **given | dict(variant or {}),
+        )
+        params = cls._initialise(config, key, target)
+        if ids is not None:
+            params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
+        if config.own_head:
+            params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        if config.own_embedding:
+            params["embed"] = target.params["embed"]
+        return cls(params=params, config=config, draft=cls.default_draft(config) if draft is None else draft, mesh=target.mesh)
+
+    # --- drafting ---
+
+    def check(self, target: Target) -> None:
+        own, theirs = self.config, target.config
+        if (own.layer.hidden_size, own.layer.vocab_size) != (theirs.hidden_size, theirs.vocab_size):
+            raise InputError(
+                f"drafter: {self.title} was made for a target of hidden size {own.layer.hidden_size} with "
+                f"{own.layer.vocab_size} tokens, and target has {theirs.hidden_size} and {theirs.vocab_size}: give the target "
+                "that it was made for"
+            )
+        if own.taps[-1] > theirs.num_layers:
+            raise InputError(
+                f"drafter: reads the target's layers {own.taps}, and target has {theirs.num_layers}: give the target that it "
+                "was made for"
+            )
+        if self.draft_shape.depth > own.depth:
+            raise InputError(
+                f"draft={self.draft}: {self.draft_shape.depth} deep, and a block of this drafter has room for {own.depth}; "
+                "give at most as many"
+            )
+        self.draft_shape.check(own.draft_vocab_size)
+        check_mesh(self.mesh, target)
+
+    def taps(self, config: Any) -> tuple[int, ...]:
+        return self.config.taps
+
+    def start(self, target: Target, batch: int, capacity: int) -> KVCache:
+        layer = self.config.layer
+        parts = [layer.entry_parts(number) for number in range(layer.num_layers)]
+        return KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+
+    def features(self, output: States) -> jax.Array:
+        """``[B, T, H]`` what the layers make keys and values of, of the target's ``output``."""
+        taps = output.taps.reshape(*output.taps.shape[:2], -1).astype(self._dtype)
+        return normed(self.params, "hidden_norm", self.config.layer, linear(self.params, "fc", taps))
+
+    def context(self, features: jax.Array, positions: jax.Array) -> tuple[Entry, ...]:
+        """Each layer's keys and values of tokens with ``features [B, T, H]`` at ``positions [B, T]``."""
+        entries = []
+        for number, params in enumerate(self.params["layers"]):
+            layer = self.config.layer.of_layer(number)
+            entries.append(keys_values(params, layer, features, rotations(layer.rope, layer.head_dim, positions)))
+        return tuple(entries)
+
+    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        return {"features": self.features(output)}
+
+    def hear(self, target: Target, state: KVCache, told: Told) -> KVCache:
+        features = told.arrays["features"].astype(self._dtype)
+        positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
+        return state.append(self.context(features, positions), told.count, after=features)
+
+    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, seen: Seen) -> jax.Array:
+        """``[B, T, H]`` what its head reads at each of the ``tokens [B, T]`` of blocks, at ``positions [B, T]``."""
+        x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
+        x = x.astype(self._dtype)
+        for number, params in enumerate(self.params["layers"]):
+            layer = self.config.layer.of_layer(number)
+            mask, before = seen(number, self.config.layer.window_of(number))
+            turn = rotations(layer.rope, layer.head_dim, positions)
+            x, _ = decoder_layer(params, layer, x, turn, mask, before, self.mesh)
+        return normed(self.params, "norm", self.config.layer, x)
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether tokens of a block see those before them alone, in layers with a ``window`` or without."""
+        return self.config.causal or (window is not None and self.config.causal_in_window)
+
+    def reach(self, window: int | None, positions: jax.Array, anchors: jax.Array) -> jax.Array | None:
+        """``[B, T|1]`` the first position that tokens at ``positions [B, T]`` of blocks with ``anchors [B, T|1]`` see in a
+        layer with a ``window``; None: they see all."""
+        if window is None:
+            return None
+        return anchors - window if self.config.window_of_block else positions - window + 1
+
+    def block(self, target: Target, state: KVCache, root: jax.Array) -> jax.Array:
+        """``[B, D, H]`` what its head reads at each depth of a draft below ``root [B]``; before them stands the anchor, where
+        that predicts nothing."""
+        first, depth, size = int(not self.config.from_anchor), self.draft_shape.depth, self.config.block_size
+        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
+        if all(self.is_causal(window) for window in windows):
+            size = first + depth  # what comes later is not seen
+        masks = jnp.full((root.shape[0], size - 1), self.config.mask_token_id, root.dtype)
+        tokens = jnp.concatenate([root[:, None], masks], axis=1)
+        anchors, place = state.length[:, None], jnp.arange(size)
+        positions = anchors + place
+
+        def seen(number: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
+            back = place[:, None] - place
+            mask = back >= (0 if self.is_causal(window) else -size)
+            if window is not None and not self.config.window_of_block:
+                mask &= back < window
+            return mask[None], [Filled.of(state, number, self.reach(window, positions, anchors), self.mesh)]
+
+        return self.run(target, tokens, positions, seen)[:, : first + depth]
+
+    def vocabulary(self, target: Target) -> Vocabulary | None:
+        """The tokens that it can draft; None is the target's vocabulary."""
+        return Vocabulary(ids=self._ids, size=target.config.vocab_size) if self.config.own_ids else None
+
+    @property
+    def _ids(self) -> jax.Array:
+        return jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
+
+    def logits(self, target: Target, states: jax.Array) -> jax.Array:
+        """``[..., Vd]`` float32 of what its head reads, ``states [..., H]``."""
+        if not self.config.own_head:
+            return target.head(states.astype(target.dtype))
+        axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
+        return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+
+    def propose(
+        self, target: Target, state: KVCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, KVCache]:
+        logits = self.logits(target, self.block(target, state, root)[:, -self.draft_shape.depth :])
+        return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
+
+    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+        """All of it once, whatever the depth, and the target's head where it has none."""
+        head = () if self.config.own_head else target.head_as_stored
+        return DraftingReads(step=(self.own_weights, state, head))

@@ -1,0 +1,46 @@
+"""JetSpec (arXiv 2606.18394): a DFlash whose blocks are causal, and which learns the target's distribution."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import ConfigError
+from specjax.drafters.dflash import DFlash
+from specjax.models.transformer import Target
+from specjax.training.objectives.blocks import BlockMethod, Drafted
+
+
+@dataclass(frozen=True)
+class JetSpecTraining(BlockMethod):
+    """The forward KL to the target's distribution, both at a temperature, times its square. Further fields: `BlockMethod`.
+
+    Attributes:
+        name: the method.
+        temperature: of both distributions.
+
+    Examples:
+        >>> from specjax.training.methods import JetSpecTraining
+        >>> JetSpecTraining(target="embedded").check(window=512)
+        >>> JetSpecTraining(target="embedded", temperature=0.0).check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.temperature=0.0: must be above 0
+    """
+
+    name: Literal["jetspec"] = "jetspec"
+    temperature: float = 1.0
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if self.temperature <= 0:
+            raise ConfigError(f"method.temperature={self.temperature}: must be above 0")
+
+    def options(self) -> Mapping[str, Any]:
+        return {"variant": {"causal": True}}
+
+    def each(self, student: DFlash, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+        log_p = jax.nn.log_softmax(target.head(drafted.hidden) / self.temperature)
+        log_q = jax.nn.log_softmax(student.logits(target, drafted.states) / self.temperature)
+        return {"kl": self.temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)}

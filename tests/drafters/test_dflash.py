@@ -1,0 +1,306 @@
+"""DFlash, JetSpec and DSpark: against speculators' classes and the slow oracle; layouts; every shape of draft."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import specjax
+from specjax.drafters import DFlash, DSpark
+from specjax.drafters.dflash_checkpoint import default_taps
+from specjax.drafters.registry import load_drafter
+from specjax.drafters.trained import Stored
+from specjax.errors import InputError
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import States, Target
+from specjax.sampling import Sampling, split_keys
+from tests.conftest import tiny_target
+from tests.drafters import block_oracles
+from tests.drafters.block_oracles import Text, make_drafter, make_text, needs_speculators, slow_of, write_as
+from tests.drafters.test_block_oracles import ANCHORS, DFLASH, DSPARK
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Text:
+    return make_text(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.fixture(scope="module")
+def target(text) -> Target:
+    return Target.from_pretrained(text.directory, dtype=np.float32)
+
+
+@jax.jit
+def drafted(drafter, target, features, length, root):
+    """States, and a greedy chain, below ``root [B]`` after the first ``length [B]`` tokens with ``features [B, T, n, H]``."""
+    output = States(hidden=jnp.zeros((*features.shape[:2], 1)), taps=features)
+    state = drafter.start(target, len(root), 64)
+    state = state.append(drafter.context(drafter.features(output), jnp.arange(features.shape[1])[None]), length, after=features)
+    rows = Sampling(0.0).rows(len(root))
+    keys = split_keys(jax.random.split(jax.random.key(0), len(root)), drafter.draft_shape.depth)
+    draft, _ = drafter.propose(target, state, root, rows, keys, jnp.ones(len(root), bool))
+    return drafter.block(target, state, root), draft.tokens[:, 1:]
+
+
+def of_anchors(drafter, target, text):
+    """`drafted` of a row for each anchor: the rows have read more or less of one text."""
+    features = jnp.broadcast_to(text.features[None], (len(ANCHORS), *text.features.shape))
+    return drafted(drafter, target, features, jnp.array(ANCHORS), jnp.asarray(text.tokens[list(ANCHORS)]))
+
+
+@pytest.mark.parametrize("variant", DFLASH)
+def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_path) -> None:
+    needs_speculators()
+    options, _ = DFLASH[variant]
+    model = make_drafter(tmp_path / "drafter", "dflash", text, **options)
+    blocks = block_oracles.speculators_blocks(model, text, ANCHORS)
+    drafter = load_drafter(str(tmp_path / "drafter"), None, target.config, np.float32)
+    assert type(drafter) is DFlash
+    states, chains = of_anchors(drafter, target, text)
+    np.testing.assert_allclose(states, blocks.states, atol=1e-4)
+    np.testing.assert_allclose(drafter.logits(target, states), blocks.logits, atol=1e-4, rtol=1e-4)
+    np.testing.assert_array_equal(chains, blocks.chains)
+
+
+@pytest.mark.parametrize("variant", DSPARK)
+def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
+    needs_speculators()
+    model = make_drafter(tmp_path / "drafter", "dspark", text, **{"markov_rank": 6} | DSPARK[variant])
+    blocks = block_oracles.speculators_blocks(model, text, ANCHORS)
+    drafter = load_drafter(str(tmp_path / "drafter"), None, target.config, np.float32)
+    assert type(drafter) is DSpark
+    states, chains = of_anchors(drafter, target, text)
+    np.testing.assert_allclose(states, blocks.states, atol=1e-4)
+    np.testing.assert_array_equal(chains, blocks.chains)
+    if blocks.confidence is None:
+        return
+    before = np.concatenate([text.tokens[list(ANCHORS)][:, None], blocks.chains[:, :-1]], axis=1)
+    slots = states[:, -before.shape[1] :]
+    *_, confidence = drafter.after(drafter.logits(target, slots), slots, before, drafter.markov_memory(before.shape))
+    np.testing.assert_allclose(jax.nn.sigmoid(confidence), blocks.confidence, atol=1e-4)
+
+    # Of all thresholds the one by which the rows' chains end at most different places.
+    def lengths(threshold: float) -> list[int]:
+        return [first_below(row, threshold) for row in blocks.confidence]
+
+    threshold = max(np.unique(blocks.confidence) + 1e-4, key=lambda at: len(set(lengths(at))))
+    ending = dataclasses.replace(drafter, draft=specjax.Chain(before.shape[1], stop_below=float(threshold)))
+    assert ended(ending, target, text) == lengths(threshold)
+    assert len(set(lengths(threshold))) > 1
+
+
+def first_below(confidence: np.ndarray, threshold: float) -> int:
+    """How many tokens a chain has that ends after its first one below a threshold."""
+    below = np.flatnonzero(confidence < threshold)
+    return int(below[0]) + 1 if len(below) else len(confidence)
+
+
+def ended(drafter, target, text) -> list[int]:
+    features = jnp.broadcast_to(text.features[None], (len(ANCHORS), *text.features.shape))
+    output = States(hidden=jnp.zeros((*features.shape[:2], 1)), taps=features)
+    state = drafter.start(target, len(ANCHORS), 64)
+    entries = drafter.context(drafter.features(output), jnp.arange(features.shape[1])[None])
+    state = state.append(entries, jnp.array(ANCHORS), after=features)
+    keys = split_keys(jax.random.split(jax.random.key(0), len(ANCHORS)), drafter.draft_shape.depth)
+    root, rows = jnp.asarray(text.tokens[list(ANCHORS)]), Sampling(0.0).rows(len(ANCHORS))
+    draft, _ = drafter.propose(target, state, root, rows, keys, jnp.ones(len(ANCHORS), bool))
+    return (np.asarray(draft.valid).sum(axis=1) - 1).tolist()
+
+
+@pytest.mark.parametrize("layout", ["zlab", "jetspec", "deepspec"])
+def test_the_other_publishers_layouts_are_read_and_written(layout, text, target, tmp_path) -> None:
+    needs_speculators()
+    method = "dspark" if layout == "deepspec" else "dflash"
+    options = {"markov_rank": 6} if layout == "deepspec" else {}
+    make_drafter(tmp_path / "drafter", method, text, **options)
+    write_as(layout, tmp_path / "drafter", tmp_path / layout, text)
+    slow = slow_of(
+        tmp_path / layout, text, causal={"full_attention": layout == "jetspec"}, sample_from_anchor=layout == "deepspec"
+    )
+    drafter = load_drafter(str(tmp_path / layout), None, target.config, np.float32)
+    assert (type(drafter), drafter.config.causal) == (DSpark if layout == "deepspec" else DFlash, layout == "jetspec")
+    assert drafter.config.taps == block_oracles.TAPS
+    states, chains = of_anchors(drafter, target, text)
+    for row, at in enumerate(ANCHORS):
+        np.testing.assert_allclose(states[row], slow.block(text.features[:at], int(text.tokens[at])), atol=1e-4)
+        assert chains[row].tolist() == slow.draft(text.features[:at], int(text.tokens[at]))[0]
+    ours = type(drafter).layout_of(Stored.of(tmp_path / layout))
+    drafter.save_pretrained(tmp_path / "again", layout=ours)
+    read, written = (load_file(tmp_path / place / "model.safetensors") for place in (layout, "again"))
+    assert read.keys() == written.keys()
+    assert all(np.array_equal(read[name], written[name]) for name in read)
+    again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
+    assert again.config == drafter.config
+
+
+# --- without the authors' code ---
+
+
+def of_tiny(kind: str, **options):
+    target = tiny_target()
+    if kind == "dspark":
+        return DSpark.init(target, jax.random.key(1), **{"block_size": 3, "markov_rank": 4} | options)
+    return DFlash.init(target, jax.random.key(1), **{"block_size": 4} | options)
+
+
+WINDOWS = {"num_layers": 2, "sliding_window": 3, "windowed_layers": (1,)}
+SAVED = {
+    "dflash": ("dflash", of_tiny("dflash")),
+    "jetspec": ("dflash", of_tiny("dflash", variant={"causal": True}, taps=(0, 2))),
+    "windows of tokens": ("dflash", of_tiny("dflash", **WINDOWS)),
+    "windows of blocks": (
+        "speculators",
+        of_tiny("dflash", variant={"window_of_block": True, "causal_in_window": True}, **WINDOWS),
+    ),
+    "own vocabulary": ("speculators", of_tiny("dflash", ids=np.array([0, 2, 3, 5, 9]))),
+    "from the anchor": ("speculators", of_tiny("dflash", variant={"from_anchor": True})),
+    "dspark": ("deepspec", of_tiny("dspark")),
+    "dspark gated": ("deepspec", of_tiny("dspark", markov="gated", confidence=False)),
+    "dspark rnn": ("speculators", of_tiny("dspark", markov="rnn", variant={"own_embedding": False, "own_head": False})),
+    "confidence alone": ("speculators", of_tiny("dspark", markov_rank=0)),
+}
+
+
+@pytest.mark.parametrize("which", SAVED)
+def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
+    layout, drafter = SAVED[which]
+    drafter.save_pretrained(tmp_path, layout=layout)
+    again = load_drafter(str(tmp_path), None, tiny_target().config, np.float32)
+    assert (type(again), again.config) == (type(drafter), drafter.config)
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+    assert again.draft == drafter.draft == specjax.Chain(drafter.config.depth)
+
+
+@pytest.mark.parametrize(
+    ("which", "layout", "message"),
+    [
+        ("from the anchor", "dflash", "layout='dflash': cannot say predictions from the anchor"),
+        ("own vocabulary", "dflash", "cannot say a vocabulary of its own"),
+        ("jetspec", "speculators", "layout='speculators': cannot say a block that is causal in every layer"),
+        ("windows of tokens", "speculators", "cannot say windows that are counted from each token"),
+        ("dflash", "deepspec", "layout='deepspec': cannot say anchors that predict nothing"),
+        ("dspark", "dflash", "a DSpark drafter is written in the layouts 'deepspec', 'speculators'"),
+    ],
+)
+def test_a_layout_that_cannot_say_it_is_refused(which, layout, message, tmp_path) -> None:
+    with pytest.raises(InputError, match=message):
+        SAVED[which][1].save_pretrained(tmp_path, layout=layout)
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(tmp_path, which, *, without=(), beside=None, **fields):
+    """A checkpoint of ``SAVED``, without some tensors, with others ``beside``, and with other ``fields`` in its config.json."""
+    layout, drafter = SAVED[which]
+    drafter.save_pretrained(tmp_path, layout=layout)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in (raw | fields).items() if v != "absent"}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not any(name.startswith(start) for start in without)}
+    save_file(kept | (beside or {}), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+FAULTS = {
+    "Markov tensors without a word of them": (
+        "dspark",
+        {"markov_rank": 0, "confidence_head_with_markov": False},
+        (),
+        "says nothing of a head",
+    ),
+    "a Markov head without tensors": ("dspark", {}, ("markov_head",), "has no tensors markov_head"),
+    "half a Markov head": ("dspark", {}, ("markov_head.markov_w2",), "'markov_head.markov_w2.weight' .* is missing"),
+    "a confidence head without tensors": ("dspark", {}, ("confidence_head",), "has no tensors confidence_head"),
+    "half a confidence head": ("dspark", {}, ("confidence_head.proj.bias",), "'confidence_head.proj.bias' .* is missing"),
+    "fewer layers than said": (
+        "dflash",
+        {"num_hidden_layers": 3, "layer_types": "absent"},
+        (),
+        "num_hidden_layers=3, but of layers there are",
+    ),
+    "taps that fc does not read": (
+        "dflash",
+        {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]}},
+        (),
+        "fc.weight reads 16",
+    ),
+    "a mask token that is none": (
+        "dflash",
+        {"dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}},
+        (),
+        "mask_token_id=11",
+    ),
+    "no mask token": ("dflash", {"dflash_config": {"target_layer_ids": [0]}}, (), "mask_token_id"),
+    "layers that are read twice": (
+        "dflash",
+        {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 1]}},
+        (),
+        "each once",
+    ),
+    "another hidden size": ("from the anchor", {"target_hidden_size": 8}, (), "target_hidden_size=8"),
+    "no table of tokens": ("own vocabulary", {}, ("d2t",), "'d2t' is missing"),
+    "no head for its own tokens": ("own vocabulary", {}, ("lm_head",), "lm_head is missing"),
+    "no room for a token": ("dflash", {"block_size": 1}, (), "block_size=1: leaves no token to draft"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
+    which, fields, without, message = FAULTS[fault]
+    place = damaged(tmp_path, which, without=without, **fields)
+    with pytest.raises(CheckpointError, match=message) as error:
+        type(SAVED[which][1]).from_pretrained(place)
+    assert "\n" not in str(error.value)
+
+
+def test_tables_of_tokens_that_contradict_each_other_are_refused(tmp_path) -> None:
+    damaged(tmp_path, "own vocabulary", beside={"t2d": np.arange(11) < 5})
+    with pytest.raises(CheckpointError, match="'t2d' and 'd2t' name different tokens"):
+        DFlash.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": {"hidden_size": 8}}, "was made for a target of hidden size 16 with 11 tokens"),
+        ({"taps": (5,)}, r"reads the target's layers \(5,\), and target has 2"),
+        ({"draft": 4}, "4 deep, and a block of this drafter has room for 3"),
+    ],
+)
+def test_what_cannot_serve_the_target_is_refused(changes, message) -> None:
+    drafter = of_tiny("dflash", **{name: value for name, value in changes.items() if name != "target"})
+    with pytest.raises(InputError, match=message):
+        drafter.check(tiny_target(**changes.get("target", {})))
+
+
+def test_taps_are_spread_as_z_lab_spreads_them() -> None:
+    assert default_taps(36, 5) == (2, 10, 18, 26, 34)  # the outputs of layers 1, 9, 17, 25 and 33
+    assert default_taps(36, 1) == (19,)
+    assert default_taps(2, 5) == (1, 2)
+
+
+def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
+    """And comes to what it would come to if it were read whole."""
+    target = tiny_target()
+    whole, cut = (of_tiny("dflash", variant={"causal": True}, block_size=6, draft=depth) for depth in (5, 2))
+    state = whole.start(target, 1, 8)
+    long, short = whole.block(target, state, jnp.array([3])), cut.block(target, state, jnp.array([3]))
+    assert (long.shape[1], short.shape[1]) == (6, 3)
+    np.testing.assert_allclose(long[:, :3], short, atol=1e-5)
+    assert of_tiny("dflash", block_size=6, draft=2).block(target, state, jnp.array([3])).shape[1] == 3
+
+
+def test_the_children_of_a_markov_head_s_nodes_differ() -> None:
+    target, rows = tiny_target(), Sampling(0.0).rows(1)
+    drafter = of_tiny("dspark", draft=specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
+    drafter = drafter.replace(
+        params=drafter.params | {name: drafter.params[name] * 200 for name in ("markov_in", "markov_out")}
+    )
+    keys = split_keys(jax.random.split(jax.random.key(0), 1), 2)
+    draft, _ = drafter.propose(target, drafter.start(target, 1, 8), jnp.array([3]), rows, keys, jnp.ones(1, bool))
+    first, second, below_first, below_second = np.asarray(draft.tokens[0, 1:])
+    assert first != second
+    assert below_first != below_second

@@ -1,0 +1,285 @@
+"""The objectives that train drafters of whole blocks, against blocks that are drafted one by one with a cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.config import ConfigError
+from specjax.drafters import DFlash, DSpark
+from specjax.models.transformer import Target
+from specjax.training.methods import DFlashTraining, DSparkTraining, JetSpecTraining
+from specjax.training.objectives import blocks
+from specjax.training.objectives.ahead import counted
+from specjax.training.objectives.blocks import draw_places, read_blocks, read_everywhere
+from specjax.training.objectives.windows import score
+from tests.conftest import tiny_target
+from tests.drafters import block_oracles
+from tests.training.test_drafter_methods import log_softmax
+from tests.training.test_methods import batch_of
+
+DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1, 4, 4], [5, 6, 7, 8, 2]]
+MASK = [0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1]
+BATCH = {**batch_of(DOCUMENTS, MASK), "key": jax.random.key(0)}
+TARGET = tiny_target()
+SIZE = 4
+WINDOWED = {"sliding_window": 3, "windowed_layers": (0,)}
+STUDENTS = {
+    "dflash": lambda: DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=2),
+    "jetspec": lambda: DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=2, variant={"causal": True}),
+    "windows of blocks": lambda: DFlash.init(
+        TARGET,
+        jax.random.key(1),
+        block_size=SIZE,
+        num_layers=2,
+        variant={"window_of_block": True, "causal_in_window": True},
+        **WINDOWED,
+    ),
+    "windows of tokens": lambda: DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=2, **WINDOWED),
+    "dspark": lambda: DSpark.init(TARGET, jax.random.key(1), block_size=SIZE - 1, markov_rank=3),
+    "dspark rnn": lambda: DSpark.init(TARGET, jax.random.key(1), block_size=SIZE - 1, markov_rank=3, markov="rnn"),
+}
+DEPTH = SIZE - 1
+
+
+def strong(drafter):
+    """All matrices larger, and none of zeros."""
+    leaves, tree = jax.tree.flatten(drafter.params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    grown = [x + jax.random.normal(key, x.shape) * 0.3 if x.ndim == 2 else x for key, x in zip(keys, leaves, strict=True)]
+    return drafter.replace(params=jax.tree.unflatten(tree, grown))
+
+
+@pytest.fixture(params=STUDENTS, scope="module")
+def student(request):
+    return strong(STUDENTS[request.param]())
+
+
+def place_of(place: int) -> tuple[list[int], int] | None:
+    """The document at a place of the batch, and how many tokens of it have been read there."""
+    for document in DOCUMENTS:
+        if place < len(document):
+            return document, place + 1
+        place -= len(document)
+    return None
+
+
+@jax.jit
+def block_after(student, text, read, root):
+    """``[D, H]`` the block below ``root [1]`` where ``read [1]`` tokens of ``text [1, n]`` have been read."""
+    output, _ = TARGET.read(text, taps=student.taps(TARGET.config))
+    state = student.start(TARGET, 1, 16)
+    entries = student.context(student.features(output), jnp.arange(text.shape[1])[None])
+    return student.block(TARGET, state.append(entries, read, after=output.hidden), root)[0, -DEPTH:]
+
+
+def drafted(student, place):
+    document, read = place_of(place)
+    padded = jnp.asarray([document + [0] * (9 - len(document))])
+    return np.asarray(block_after(student, padded, jnp.array([read]), padded[0, read][None]))
+
+
+def test_blocks_are_what_the_drafter_writes(student) -> None:
+    """At every place that has an anchor, whatever other blocks are read beside it."""
+    output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
+    places = jnp.asarray([[11, 0, 3, 6, 2, 9]])
+    few = np.asarray(read_blocks(student, TARGET, BATCH, output, places)[0])
+    every = np.asarray(read_everywhere(student, TARGET, BATCH, output)[0])
+    compared = 0
+    for place in range(13):
+        if place in (8, 13):  # the last of a document: its block would begin in the next one
+            continue
+        wanted = drafted(student, place)
+        np.testing.assert_allclose(every[place], wanted, atol=1e-4)
+        if place in places[0].tolist():
+            np.testing.assert_allclose(few[places[0].tolist().index(place)], wanted, atol=1e-4)
+        compared += 1
+    assert compared == 12
+
+
+def test_an_evaluation_in_chunks_is_that_of_all_at_once(monkeypatch) -> None:
+    student = strong(STUDENTS["dflash"]())
+    output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
+    whole = read_everywhere(student, TARGET, BATCH, output)
+    monkeypatch.setattr(blocks, "_CHUNK", 5)
+    np.testing.assert_allclose(read_everywhere(student, TARGET, BATCH, output), whole, atol=1e-5)
+
+
+def counted_depths() -> dict[int, int]:
+    """Of each place how many depths count: up to the first that does not."""
+    found = {}
+    for place in range(13):
+        depth = 0
+        while depth < DEPTH and bool(counted(BATCH, depth)[0, place]):
+            depth += 1
+        found[place] = depth
+    return found
+
+
+METHODS = {
+    "dflash": (DFlashTraining(target="here", gamma=2.0), "dflash"),
+    "dflash target": (DFlashTraining(target="here", gamma=2.0, labels="target"), "dflash"),
+    "dflash dpace": (DFlashTraining(target="here", dpace=0.5), "dflash"),
+    "jetspec": (JetSpecTraining(target="here", temperature=2.0), "jetspec"),
+    "dspark": (DSparkTraining(target="here", gamma=3.0), "dspark"),
+    "dspark rnn": (DSparkTraining(target="here", markov="rnn", gamma=3.0), "dspark rnn"),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
+    """Anchors at all places: 13 of them, of which those count whose first token does."""
+    method, kind = METHODS[name]
+    student = strong(STUDENTS[kind]())
+    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+    theirs = np.asarray(score(TARGET, BATCH)[0].logits[0], np.float64)
+    tokens = np.asarray(BATCH["tokens"][0])
+    expected = 0.0
+    for place, depths in counted_depths().items():
+        if not depths:
+            continue
+        states = jnp.asarray(drafted(student, place))
+        logits, memory, said = np.asarray(student.logits(TARGET, states), np.float64), None, [0.0] * DEPTH
+        if isinstance(student, DSpark):
+            memory = student.markov_memory((1,))
+            for d in range(DEPTH):
+                before = jnp.asarray([tokens[min(place + 1 + d, 13)]])
+                after, memory, confidence = student.after(jnp.asarray(logits[d])[None], states[d][None], before, memory)
+                logits[d], said[d] = np.asarray(after[0], np.float64), float(confidence[0])
+        labels = [tokens[place + 2 + d] for d in range(depths)]
+        right = [np.exp(log_softmax(logits[d]))[labels[d]] for d in range(depths)]
+        for d in range(depths):
+            log_p, log_q = log_softmax(theirs[place + 1 + d]), log_softmax(logits[d])
+            p, q = np.exp(log_p), np.exp(log_q)
+            if name == "dflash":
+                expected -= np.exp(-d / 2) * log_q[labels[d]]
+            elif name == "dflash target":
+                expected -= np.exp(-d / 2) * (p @ log_q)
+            elif name == "dflash dpace":
+                smooth = [0.5 * each + 0.5 for each in right]
+                weight = sum(np.prod(smooth[: m + 1]) for m in range(d, depths))
+                expected -= weight * log_q[labels[d]]
+            elif name == "jetspec":
+                log_p, log_q = log_softmax(theirs[place + 1 + d] / 2), log_softmax(logits[d] / 2)
+                expected += 4 * np.exp(log_p) @ (log_p - log_q)
+            else:
+                kept = np.minimum(p, q).sum()
+                bce = -kept * np.log(sigmoid(said[d])) - (1 - kept) * np.log(1 - sigmoid(said[d]))
+                expected += np.exp(-d / 3) * (-0.1 * log_q[labels[d]] + 0.9 * np.abs(p - q).sum() + bce)
+    np.testing.assert_allclose(loss, expected / (13 * DEPTH), rtol=2e-4)
+    assert {"loss"} <= set(metrics)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + np.exp(-x))
+
+
+def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
+    """Its loss is divided by the places that count; ours by all."""
+    block_oracles.needs_speculators()
+    text = block_oracles.make_text(tmp_path / "target")
+    target = Target.from_pretrained(text.directory, dtype=np.float32)
+    count = len(text.tokens)
+    mask = np.zeros(count, bool)
+    mask[5:14] = True
+    for kind, method, options in (
+        ("dflash", DFlashTraining(target="here", gamma=4.0, labels="target"), {"losses": {"kl_div": 1.0}}),
+        ("dspark", DSparkTraining(target="here", gamma=4.0, token_weight=0.0), {"losses": {"tv": 1.8}}),
+    ):
+        heads = {"markov_rank": 6} if kind == "dspark" else {}
+        model = block_oracles.make_drafter(tmp_path / kind, kind, text, block_size=5, **heads)
+        theirs = block_oracles.speculators_loss(model, text, mask, gamma=4.0, **options)
+        student = (DFlash if kind == "dflash" else DSpark).from_pretrained(tmp_path / kind, dtype=np.float32)
+        first = 0 if kind == "dspark" else 1
+        # Their anchors are the tokens under the mask; at each the slots count whose own tokens are under it.
+        output, _ = target.score(jnp.asarray(text.tokens[None]), taps=student.taps(target.config))
+        anchors = np.flatnonzero(mask[:-5])
+        total = places = 0.0
+        batch = {"tokens": jnp.asarray(np.append(text.tokens, 0)[None]), "segments": jnp.zeros((1, count + 1), int)}
+        states = read_blocks(student, target, batch, output, jnp.asarray(anchors[None] - 1))
+        for row, anchor in enumerate(anchors):
+            slots = range(first, 5)
+            counts = np.array([mask[anchor + slot] for slot in slots])
+            after = anchor + np.arange(5 - first)
+            tokens = jnp.asarray(text.tokens)
+            piece = blocks.Drafted(
+                states[:, row : row + 1],
+                output.hidden[:, after][:, None],
+                tokens[np.minimum(after + 1, count - 1)][None, None],
+                tokens[after][None, None],
+                jnp.asarray(counts)[None, None],
+            )
+            terms = method.each(student, target, piece)
+            total += sum(float(jnp.sum(jnp.where(counts, term[0, 0], 0.0))) for term in terms.values())
+            if kind == "dflash":  # a cross entropy and a KL differ by the target's own entropy
+                p = np.asarray(jax.nn.softmax(output.logits[0, after]), np.float64)
+                weights = np.exp(-np.arange(4) / 4.0)
+                total += float(np.sum(counts * weights * np.sum(p * np.log(p), axis=-1)))
+            places += counts.sum()
+        np.testing.assert_allclose(total / places, theirs, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dspark rnn"])
+def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
+    method, kind = METHODS[name]
+    student = strong(STUDENTS[kind]())
+
+    def loss(params, method=method):
+        return method.objective(student.replace(params=params), BATCH, TARGET)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(student.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert np.abs(leaf).max() > 1e-6, path
+    moved = jax.tree.map(lambda x, g: x - 0.02 * g, student.params, gradient)
+    assert loss(moved) < value
+    again = jax.grad(lambda p: loss(p, dataclasses.replace(method, remat=True)))(student.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, gradient)
+
+
+def test_anchors_are_drawn_among_the_places_that_count() -> None:
+    valid = jnp.asarray([[False, True, True, False, True, True, True], [False, False, True, False, False, False, False]])
+    drawn = [np.asarray(draw_places(jax.random.key(i), valid, 3)) for i in range(40)]
+    for places in drawn:
+        assert all(len(set(row)) == 3 for row in places.tolist())
+        assert valid[0][places[0]].all()
+        assert 2 in places[1]
+    assert {int(place) for places in drawn for place in places[0]} == {1, 2, 4, 5, 6}
+
+
+def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_each() -> None:
+    """A Markov head knows the token before: given another one its logits differ."""
+    method = DSparkTraining(target="here")
+    student = strong(STUDENTS["dspark"]())
+    batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
+    found = method.evaluation(student, batch, TARGET)
+    assert 1 <= found["acceptance_length"] <= 1 + DEPTH
+    assert f"accuracy_{DEPTH - 1}" in found
+    assert f"accuracy_{DEPTH}" not in found
+    blind = student.replace(params=student.params | {"markov_in": jnp.zeros_like(student.params["markov_in"])})
+    assert method.evaluation(blind, batch, TARGET)["acceptance_length_sampled"] != found["acceptance_length_sampled"]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (DFlashTraining(target="here", layers=0), r"method\.layers=0"),
+        (DFlashTraining(target="here", block_size=1), r"method\.block_size=1: must be at least 2"),
+        (DFlashTraining(target="here", gamma=-1.0), r"method\.gamma=-1\.0"),
+        (DFlashTraining(target="here", dpace=2.0), r"method\.dpace=2\.0"),
+        (JetSpecTraining(target="here", anchors=0), r"method\.anchors=0"),
+        (JetSpecTraining(target="here", mask_token_id=-2), r"method\.mask_token_id=-2"),
+        (DSparkTraining(target="here", markov_rank=-1), r"method\.markov_rank=-1"),
+        (DSparkTraining(target="here", token_weight=-1.0), r"token_weight"),
+    ],
+)
+def test_options_out_of_range_are_refused(method, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method.check(window=64)
+
+
+def test_embedding_and_head_of_dspark_stay_unless_asked() -> None:
+    method = DSparkTraining(target="here")
+    assert method.frozen("params.embed") and method.frozen("params.lm_head") and not method.frozen("params.markov_in")
+    assert not dataclasses.replace(method, freeze_head=False).frozen("params.embed")
