@@ -25,6 +25,7 @@ import jax
 
 from specjax.chips import Chip
 from specjax.drafters.trained import TrainedDrafter
+from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
@@ -200,6 +201,19 @@ class Trained:
     def has_levels(self) -> bool:
         """Whether it drafts level by level, and not all at once."""
         return _numbers(self.drafter.drafting_reads(self.target).level) > 0
+
+    def longest_chain(self, most: int) -> int:
+        """The most tokens, up to ``most``, that its chains can have: those of a block end with the block."""
+
+        def fits(gamma: int) -> bool:
+            drafter: Any = self.drafter  # a dataclass
+            try:
+                replace(drafter, draft=Chain(gamma)).check(self.target)
+            except InputError:
+                return False
+            return True
+
+        return next((gamma for gamma in range(most, 1, -1) if fits(gamma)), 1)
 
     def kept(self, batch: int, context: int) -> int:
         """Numbers that it remembers of B rows of S tokens."""

@@ -85,6 +85,16 @@ def test_the_table_of_a_model_and_a_method(capsys) -> None:
     assert float(many[2]) > float(one[2])
 
 
+def test_no_chain_is_longer_than_the_block_of_its_drafter(capsys) -> None:
+    models = ("roofline", "--target", "qwen3-8b", "--drafter", "dspark", "--alpha", "0.9")
+    code, out, _ = run(capsys, *models, "--batch", "1")
+    assert code == 0
+    (one,) = table(out)
+    assert one[4] == "7"
+    assert "blocks with room for 7 tokens: no chain is longer" in " ".join(out.split())
+    assert "raise --longest" not in out
+
+
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
     code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")

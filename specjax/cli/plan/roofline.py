@@ -57,13 +57,17 @@ def run_roofline(config: RooflineConfig) -> None:
     check_batch(config.batch)
     check_longest(config.longest)
     check_plot(config.plot)
-    pair, alphas = _load_pair(config), _alphas(config)
+    pair, alphas, asked = _load_pair(config), _alphas(config), config.longest
+    if isinstance(pair.drafter, roofline.Trained):
+        config = replace(config, longest=pair.drafter.longest_chain(asked))
     best = {rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest) for rows in config.batch}
     console = new_console()
     console.print(_table(config, pair, alphas, best))
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
         console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
-    if config.longest == max(choice.gamma for choice in best.values()):
+    if config.longest < asked:
+        console.out(f"A drafter of this kind writes blocks with room for {config.longest} tokens: no chain is longer.")
+    elif config.longest == max(choice.gamma for choice in best.values()):
         console.out(f"A chain of more than {config.longest} may be better still: raise --longest.")
     console.out("The peaks of arithmetic and bandwidth are never reached: speed-ups are upper bounds.")
     if config.plot:
