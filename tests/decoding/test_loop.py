@@ -19,12 +19,13 @@ import specjax
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.state import PREFILL_CHUNK
-from specjax.drafters import Draft, DraftModel, Eagle, EarlyExit, NoDraft, PromptLookup
+from specjax.drafters import Draft, DraftModel, Eagle, EarlyExit, Gemma4Assistant, NoDraft, PromptLookup
 from specjax.drafts.shapes import Chain, StaticTree, halvings
 from specjax.errors import InputError
 from specjax.evaluation import conformance, metrics
 from specjax.models.attention import by_device, plain
 from specjax.models.cache import KVCache, PagedCache
+from specjax.models.config import Layer
 from specjax.sampling import Sampling
 from tests.conftest import FEW_TOKENS, LAYERED, SHAPES, compilations, outputs, tiny_target
 
@@ -513,22 +514,45 @@ def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(n
     gathered before they are read, the pool is not.
     """
     target = tiny_target(num_heads=8, num_kv_heads=4, head_dim=32)
+    check_in_place(target, drafters()[name] if name else None, rule, page)
+
+
+def check_in_place(target, drafter, rule=None, page=None) -> None:
+    """See the test above."""
     options = GenerationOptions(max_new_tokens=450, sampling=Sampling(), rule=rule)
-    drafter, state = decoding.start(target, drafters()[name] if name else None, PROMPTS[:1], options=options)
+    drafter, state = decoding.start(target, drafter, PROMPTS[:1], options=options)
     # Attention scores of all nodes, before and after the softmax, are the largest of what is computed in a step.
     scores = target.config.num_heads * drafter.draft_shape.nodes * state.cache.capacity * 4
     if page:
         state = in_pages(state, page)
     compiled = decoding.decode.lower(target, drafter, state, 5).compile()
     keys = state.cache.layers[0][0]
-    shape = ",".join(map(str, keys.shape))
+    shapes = {",".join(map(str, part.shape)) for part in jax.tree.leaves(state.cache.layers)}
     program = compiled.as_text().splitlines()
-    assert [line for line in program if f"f32[{shape}]" in line and " copy(" in line] == []
+    assert [line for line in program if any(f"f32[{s}]" in line for s in shapes) and " copy(" in line] == []
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(buffer.nbytes for buffer in jax.tree.leaves(state.cache))
     assert memory.temp_size_in_bytes < max(keys.nbytes, 3 * scores)
     transfers = ("infeed(", "outfeed(", " send(", " recv(", "callback")
     assert [line for line in program if any(word in line for word in transfers)] == []
+
+
+ROLLED_BACK = {
+    "draft model": lambda target: DraftModel.init(target, jax.random.key(1), SHAPES["dynamic"], num_layers=2),
+    "assistant": lambda target: Gemma4Assistant.init(target, jax.random.key(1), SHAPES["dynamic"]),
+}
+
+
+@pytest.mark.parametrize("page", [None, pytest.param(64, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("name", ["draft model", pytest.param("assistant", marks=pytest.mark.thorough)])
+def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, page) -> None:
+    """Nor layers that read the entries of others, which have no buffer at all."""
+    wide = {"head_dim": 64, "num_kv_heads": 2}
+    layers = (Layer(), Layer(**wide), Layer(entries_of=0), Layer(entries_of=1, **wide))
+    sizes = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "layers": layers}
+    target = tiny_target(sliding_window=5, windowed_layers=(0, 2), **sizes)
+    assert [len(entry) for entry in target.new_cache(1, 8).layers] == [2, 2, 0, 0]
+    check_in_place(target, ROLLED_BACK[name](target), page=page)
 
 
 def texts_of(kinds: str) -> dict[str, list[list[int]]]:
