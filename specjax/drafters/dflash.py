@@ -131,6 +131,11 @@ class DFlash(TrainedDrafter[KVCache]):
         return Chain(config.depth)
 
     @classmethod
+    def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        """Those of z-lab's drafters."""
+        return {"num_layers": 5, "block_size": 16}
+
+    @classmethod
     def init(
         cls,
         target: Target,

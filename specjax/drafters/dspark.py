@@ -20,7 +20,7 @@ from specjax.drafters.dflash_checkpoint import DFlashConfig, Markov
 from specjax.drafters.expansion import Frontier, Offered, expand, offered_by
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
-from specjax.drafts.shapes import Chain, DraftShape
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache
 from specjax.models.fields import CheckpointError
@@ -99,8 +99,9 @@ class DSpark(DFlash):
         return super().init(target, key, draft, block_size=block_size, variant=given, **options)
 
     @classmethod
-    def default_draft(cls, config: DFlashConfig) -> Chain:
-        return Chain(config.depth)
+    def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        """Those of DeepSpec's drafters."""
+        return {"num_layers": 5, "block_size": 7}
 
     def markov_memory(self, rows: tuple[int, ...]) -> jax.Array:
         """``[*rows, r]`` what the Markov head remembers before a block; r is 0 where it remembers nothing."""

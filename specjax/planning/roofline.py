@@ -207,8 +207,8 @@ class Trained:
 
         def fits(gamma: int) -> bool:
             drafter: Any = self.drafter  # a dataclass
-            try:
-                replace(drafter, draft=Chain(gamma)).check(self.target)
+            try:  # it may compute with its params, which are shapes
+                jax.eval_shape(lambda drafter, target: drafter.check(target), replace(drafter, draft=Chain(gamma)), self.target)
             except InputError:
                 return False
             return True

@@ -317,6 +317,16 @@ def test_assistants_have_their_published_sizes(target) -> None:
     assert trained("gemma4-assistant", target).parameters / 1e6 == pytest.approx(ASSISTANTS[target], rel=0.003)
 
 
+@pytest.mark.parametrize(("name", "longest"), [("dflash", 15), ("dspark", 7)])
+def test_drafters_of_blocks_have_their_published_sizes(name, longest) -> None:
+    """Five layers, and blocks of 16 and 7."""
+    model = abstract.abstract_model(PUBLISHED["qwen3-8b"], make_mesh(1, 1))
+    drafter = abstract.abstract_drafter(name, None, model)
+    assert (drafter.config.layer.num_layers, drafter.draft_shape) == (5, Chain(longest))
+    assert Trained(drafter, model).longest_chain(16) == longest
+    assert trained("eagle3", "qwen3-8b").longest_chain(16) == 16
+
+
 def test_a_level_of_an_assistant_by_hand() -> None:
     """E2B's: four layers of 256, heads of 256 and 512, 4,096 tokens of its head, and no more of the target's entries than its
     layer with a window sees."""
