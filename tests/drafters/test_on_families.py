@@ -138,8 +138,6 @@ KEPT_OFTEN = [
     ("moa", "gemma3"),
     ("moa without lsa", "gemma4 E2B"),
     ("moa with tli", "gpt_oss"),
-    ("peagle", "gemma4"),
-    ("dflash", "gpt_oss"),
     ("dspark", "gemma4 E2B"),
     ("assistant", "gemma4 26B-A4B"),
     ("streaming", "gemma4 31B"),
