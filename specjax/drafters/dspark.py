@@ -16,7 +16,7 @@ from flax import struct
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash_checkpoint import DFlashConfig, Markov
+from specjax.drafters.dflash_config import DFlashConfig, Markov
 from specjax.drafters.expansion import Frontier, Offered, expand, offered_by
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
@@ -37,7 +37,7 @@ class DSpark(DFlash):
     that token, too; here it stays, as with every other drafter.
 
     Attributes:
-        params: see `dflash_checkpoint.declare`.
+        params: see `dflash_config.declare`.
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
@@ -54,7 +54,7 @@ class DSpark(DFlash):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.is_dspark(raw)
+        return dflash_checkpoint.kind_of(raw) == "dspark"
 
     @classmethod
     def read_config(cls, stored: Stored) -> DFlashConfig:
@@ -62,6 +62,10 @@ class DSpark(DFlash):
         if not config.has_heads:
             raise CheckpointError(f"{stored.file}: has neither a Markov head nor a confidence head: load it as a DFlash")
         return config
+
+    @classmethod
+    def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        return {"num_layers": 5, "block_size": 7}
 
     @classmethod
     def init(
