@@ -44,8 +44,8 @@ from specjax.shape_checks import shape_checked
 class DFlash2(DFlash):
     """A `DFlash` with convolutions and a selector.
 
-    It drafts of the `selector_top_k` likeliest tokens at each place, and no others: a tree has at most so many children below a
-    node.
+    It drafts the likeliest tokens of each place, `DFlashConfig.selector_top_k` of them, and no others: a tree has at most so
+    many children below a node.
 
     Attributes:
         params: see `dflash_config.declare`.

@@ -293,8 +293,8 @@ def format_config(config: DFlashConfig, layout: str, dtype: str, target: str) ->
     raw, size = huggingface.format_config(config.layer, dtype), {"block_size": config.block_size}
     if layout == "deepspec":
         return raw | size | own | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
-    own |= {"causal_head": True} if config.causal else {}
-    raw |= {} if config.causal or config.causal_in_window else {"is_causal": False}
+    own |= {"causal_head": True} if config.causal else {}  # JetSpec's name of it
+    raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
         return raw | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | own | _dflash2_of(config)}
     return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": own}

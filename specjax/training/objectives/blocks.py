@@ -142,6 +142,12 @@ class CrossEntropyMethod(BlockMethod):
         labels: the text's own tokens, as published, or the target's distribution.
         gamma: depth d weighs ``exp(-(d - 1) / gamma)``; published are 7 for blocks of 16 and 4 for blocks of 8. 0: all alike.
         dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not.
+
+    Examples:
+        >>> from specjax.training.objectives.blocks import CrossEntropyMethod
+        >>> method = CrossEntropyMethod(target="embedded", gamma=2.0)
+        >>> method.weighed(jnp.ones((1, 1, 3)), valid=jnp.ones((1, 1, 3), bool))[0, 0]  # exp(-d / 2)
+        Array([1.        , 0.60653067, 0.36787945], dtype=float32)
     """
 
     labels: Labels = "text"
