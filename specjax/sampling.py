@@ -203,7 +203,7 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
         logits: of tokens below nodes of ``depth``.
         sampling: the rows' settings. Where none asks for it, nothing is computed.
         depth: of the nodes, 0 being the root: a scalar, or for each of the axes between, ``[…]`` or ``[B, …]``.
-        ids: ``[V]`` the target's ids of the tokens, where the logits are of another vocabulary.
+        ids: ``[V]``, or ``[B, V]`` of each row, the target's ids of the tokens, where the logits are of another vocabulary.
 
     Examples:
         >>> from dataclasses import replace
@@ -221,8 +221,8 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
     is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
     def mask(logits: jax.Array) -> jax.Array:
-        known = jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids
-        is_end = jnp.any(known[None, :, None] == ends[:, None], axis=-1)
+        known = jnp.atleast_2d(jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids)
+        is_end = jnp.any(known[..., None] == ends[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
     # In a server any row may ask for it, and most often none does.

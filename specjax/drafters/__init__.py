@@ -4,6 +4,7 @@ from specjax.drafters.base import Drafter, NoDraft
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.dflash import DFlash
+from specjax.drafters.dflash2 import DFlash2
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.eagle import Eagle
@@ -24,6 +25,7 @@ __all__ = [
     "MTP",
     "CompressedCache",
     "DFlash",
+    "DFlash2",
     "DSpark",
     "Draft",
     "DraftModel",

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads, Told, check_mesh
-from specjax.drafters.dflash_checkpoint import DFlashConfig
+from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
 from specjax.drafters.eagle3_checkpoint import are_different_tokens
 from specjax.drafters.expansion import Vocabulary, expand_by_depth
 from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
@@ -27,11 +27,12 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Entry, KVCache
+from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Param, Params
 from specjax.models.primitives import linear, vocabulary_logits
-from specjax.models.rope import rotations
+from specjax.models.rope import Rotations, rotations
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
@@ -51,7 +52,7 @@ class DFlash(TrainedDrafter[KVCache]):
     that of speculators (see `specjax.drafters.dflash_checkpoint`).
 
     Attributes:
-        params: see `dflash_checkpoint.declare`.
+        params: see `dflash_config.declare`.
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
@@ -76,7 +77,7 @@ class DFlash(TrainedDrafter[KVCache]):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.layout_of(raw) is not None and not dflash_checkpoint.is_dspark(raw)
+        return dflash_checkpoint.kind_of(raw) == "dflash"
 
     @classmethod
     def layout_of(cls, stored: Stored) -> str:
@@ -84,11 +85,14 @@ class DFlash(TrainedDrafter[KVCache]):
 
     @classmethod
     def read_config(cls, stored: Stored) -> DFlashConfig:
-        return dflash_checkpoint.read_config(stored)
+        config = dflash_checkpoint.read_config(stored)
+        if config.has_selector:
+            raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
+        return config
 
     @classmethod
     def declare(cls, config: DFlashConfig, layout: str = "dflash") -> Params:
-        return dflash_checkpoint.declare(config)
+        return declare(config)
 
     @classmethod
     def axis_units(cls, config: DFlashConfig) -> Mapping[str, int]:
@@ -158,7 +162,7 @@ class DFlash(TrainedDrafter[KVCache]):
             block_size: tokens of a block, the anchor included.
             mask_token_id: the token that stands where nothing is drafted yet; None: the target's last, which large vocabularies
                 do not use.
-            taps: layers of the target whose input it reads; None: `dflash_checkpoint.default_taps`, one for each of its layers.
+            taps: layers of the target whose input it reads; None: `dflash_config.default_taps`, one for each of its layers.
             ids: ``[Vd]`` the target's tokens that it can draft, ascending; None is all of them.
             variant: fields of `DFlashConfig` such as ``causal``.
             sizes: fields of its layers' `ModelConfig`; by default one layer of the target's sizes.
@@ -172,7 +176,7 @@ class DFlash(TrainedDrafter[KVCache]):
             layer=layer,
             block_size=block_size,
             mask_token_id=layer.vocab_size - 1 if mask_token_id is None else mask_token_id,
-            taps=dflash_checkpoint.default_taps(of_target.num_layers, layer.num_layers) if taps is None else taps,
+            taps=default_taps(of_target.num_layers, layer.num_layers) if taps is None else taps,
             draft_vocab_size=layer.vocab_size if ids is None else len(ids),
             **given | dict(variant or {}),
         )
@@ -237,16 +241,32 @@ class DFlash(TrainedDrafter[KVCache]):
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)
 
-    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, seen: Seen) -> jax.Array:
-        """``[B, T, H]`` what its head reads at each of the ``tokens [B, T]`` of blocks, at ``positions [B, T]``."""
+    def run(self, target: Target, tokens: jax.Array, positions: jax.Array, place: jax.Array, seen: Seen) -> jax.Array:
+        """``[B, T, H]`` what its head reads at each of the ``tokens [B, T]`` of blocks, at ``positions [B, T]``.
+
+        The blocks lie one behind the other; ``place [T]`` is each token's in its own, 0 that of an anchor.
+        """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
         x = x.astype(self._dtype)
         for number, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(number)
             mask, before = seen(number, self.config.layer.window_of(number))
             turn = rotations(layer.rope, layer.head_dim, positions)
-            x, _ = decoder_layer(params, layer, x, turn, mask, before, self.mesh)
+            x = self.layer(params, layer, x, turn, place, mask, before)
         return normed(self.params, "norm", self.config.layer, x)
+
+    def layer(
+        self,
+        params: Params,
+        config: ModelConfig,
+        x: jax.Array,
+        turn: Rotations,
+        place: jax.Array,
+        mask: jax.Array,
+        before: Sequence[Piece],
+    ) -> jax.Array:
+        """``[B, T, H]`` the residual stream ``x`` after one layer; ``place`` as in `run`, the rest as in `decoder_layer`."""
+        return decoder_layer(params, config, x, turn, mask, before, self.mesh)[0]
 
     def is_causal(self, window: int | None) -> bool:
         """Whether tokens of a block see those before them alone, in layers with a ``window`` or without."""
@@ -278,7 +298,7 @@ class DFlash(TrainedDrafter[KVCache]):
                 mask &= back < window
             return mask[None], [Filled.of(state, number, self.reach(window, positions, anchors), self.mesh)]
 
-        return self.run(target, tokens, positions, seen)[:, : first + depth]
+        return self.run(target, tokens, positions, place, seen)[:, : first + depth]
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
         """The tokens that it can draft; None is the target's vocabulary."""

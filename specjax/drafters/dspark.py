@@ -16,7 +16,7 @@ from flax import struct
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash_checkpoint import DFlashConfig, Markov
+from specjax.drafters.dflash_config import DFlashConfig, Markov
 from specjax.drafters.expansion import Frontier, Offered, expand, offered_by
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
@@ -37,7 +37,7 @@ class DSpark(DFlash):
     that token, too; here it stays, as with every other drafter.
 
     Attributes:
-        params: see `dflash_checkpoint.declare`.
+        params: see `dflash_config.declare`.
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
@@ -54,7 +54,7 @@ class DSpark(DFlash):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.is_dspark(raw)
+        return dflash_checkpoint.kind_of(raw) == "dspark"
 
     @classmethod
     def read_config(cls, stored: Stored) -> DFlashConfig:

@@ -52,7 +52,8 @@ class Offered:
     Attributes:
         tokens: ``[B, n, k]`` the target's ids.
         scores: ``[B, n, k]`` see `_children`.
-        q: ``[B, n, V]`` in the drafter's vocabulary, what they were drawn from; None where they were chosen.
+        q: ``[B, n, V]`` in the drafter's vocabulary, or over the `Candidates` of their depth, what they were drawn from; None
+            where they were chosen.
         confidence: ``[B, n]`` the probability of the first one, by which chains end; None where none does.
     """
 
@@ -79,6 +80,10 @@ class Vocabulary:
     ids: jax.Array
     size: int = struct.field(pytree_node=False)
 
+    def names(self, tokens: jax.Array) -> jax.Array:
+        """``[...]`` the target's ids of its ``tokens [...]``."""
+        return self.ids[tokens]
+
     def noise(self, numbers: jax.Array) -> jax.Array:
         """``[..., Vd]`` those of ``numbers [..., V]`` that belong to its tokens."""
         return jnp.take(numbers, self.ids, axis=-1)
@@ -86,6 +91,27 @@ class Vocabulary:
     def widen(self, q: jax.Array) -> jax.Array:
         """``[..., V]`` the distributions ``q [..., Vd]`` over the target's tokens."""
         return jnp.zeros((*q.shape[:-1], self.size), q.dtype).at[..., self.ids].set(q, unique_indices=True)
+
+
+@struct.dataclass
+class Candidates:
+    """Few tokens, K of the target's V, the only ones that can come next: each row's own. In place of a `Vocabulary`.
+
+    Attributes:
+        ids: ``[B, K]`` int32, the target's ids; no two of a row alike.
+        size: static, the target's V.
+    """
+
+    ids: jax.Array
+    size: int = struct.field(pytree_node=False)
+
+    def names(self, tokens: jax.Array) -> jax.Array:
+        """``[B, n, k]`` the target's ids of the candidates with the numbers ``tokens [B, n, k]``."""
+        return jax.vmap(lambda ids, tokens: ids[tokens])(self.ids, tokens)
+
+    def noise(self, numbers: jax.Array) -> jax.Array:
+        """``[B, n, K]`` those of ``numbers [B, n, V]`` that belong to them."""
+        return jnp.take_along_axis(numbers, self.ids[:, None], axis=-1)
 
 
 @struct.dataclass
@@ -269,13 +295,13 @@ def offered_by(
     depth: jax.Array,
     sampling: RowSampling,
     keys: jax.Array,
-    vocabulary: Vocabulary | None,
+    vocabulary: Vocabulary | Candidates | None,
 ) -> Offered:
     """What nodes with the drafter's ``logits [B, n, V]`` offer; consumes the row keys ``[B]``.
 
     Args:
         shape: of the draft.
-        logits: in the drafter's vocabulary.
+        logits: in the drafter's vocabulary, or of `Candidates`.
         depth: of the nodes, as in `without_ends`.
         sampling: the rows' settings.
         keys: of the depth.
@@ -293,7 +319,7 @@ def offered_by(
     confidence = None
     if isinstance(shape, Chain) and shape.stop_below:
         confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)[:, None]
-    return Offered(tokens if vocabulary is None else vocabulary.ids[tokens], scores, q, confidence)
+    return Offered(tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence)
 
 
 def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:

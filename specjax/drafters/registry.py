@@ -17,6 +17,7 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.dflash import DFlash
+from specjax.drafters.dflash2 import DFlash2
 from specjax.drafters.draft_model import DraftModel, check_vocabulary
 from specjax.drafters.dspark import DSpark
 from specjax.drafters.eagle import Eagle
@@ -144,6 +145,7 @@ METHODS: dict[str, DraftingMethod] = {
     "early-exit": DraftingMethod("early-exit:LAYERS", _make_early_exit),
     "streaming": DraftingMethod("streaming or streaming:BUDGET", partial(_make_compressed_cache, Streaming())),
     "snapkv": DraftingMethod("snapkv or snapkv:BUDGET", partial(_make_compressed_cache, SnapKV())),
+    "dflash2": DraftingMethod.of("dflash2", DFlash2),
     "dflash": DraftingMethod.of("dflash", DFlash),
     "dspark": DraftingMethod.of("dspark", DSpark),
     "peagle": DraftingMethod.of("peagle", PEagle),  # before eagle3, whose fields its checkpoints have too

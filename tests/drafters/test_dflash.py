@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import DFlash, DSpark
-from specjax.drafters.dflash_checkpoint import default_taps
+from specjax.drafters.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError

@@ -13,6 +13,7 @@ from specjax.drafters import (
     MTP,
     CompressedCache,
     DFlash,
+    DFlash2,
     Drafter,
     DraftModel,
     DSpark,
@@ -35,6 +36,12 @@ from specjax.evaluation import conformance
 from specjax.models import cache, params
 from specjax.sampling import Sampling
 from tests.conftest import FEW_TOKENS, LAYERED, SHAPES, tiny_target
+from tests.drafters.test_dflash2 import lively
+
+
+def of_dflash2(target, shape, **sizes) -> DFlash2:
+    return lively(DFlash2.init(target, jax.random.key(3), shape, selector_rank=4, **sizes))
+
 
 METHODS = {
     "plain": lambda shape: NoDraft(),
@@ -55,6 +62,7 @@ METHODS = {
     "dflash": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=4),
     "jetspec": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}),
     "dspark": lambda shape: DSpark.init(tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"),
+    "dflash2": lambda shape: of_dflash2(tiny_target(), shape, block_size=4, conv_group_size=8, selector_top_k=4),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -72,6 +80,7 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("dflash", shape) for shape in SHAPES if shape != "static"],
     *[("jetspec", shape) for shape in SHAPES if shape != "dynamic"],
     *[("dspark", shape) for shape in SHAPES if shape != "adaptive"],
+    *[("dflash2", shape) for shape in SHAPES if shape != "sampled"],
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
@@ -87,7 +96,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
 THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
     *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
-    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "jetspec", "peagle"),
+    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "dflash2", "jetspec", "peagle"),
 }
 COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
@@ -167,7 +176,7 @@ OTHERS = [
     *[("early exit", shape) for shape in ("chain", "sampled", "dynamic")],
 ]
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
-OTHERS += [(method, shape) for method in ("assistant", "dflash", "jetspec", "dspark", "peagle") for shape in SMALL]
+OTHERS += [(method, shape) for method in ("assistant", "dflash", "dflash2", "jetspec", "dspark", "peagle") for shape in SMALL]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
 OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
@@ -180,21 +189,20 @@ def distribution_target():
 def small_drafter(method: str, shape: DraftShape) -> Drafter:
     if method == "draft model":
         return DraftModel(tiny_target(seed=5, num_layers=1, **FEW_TOKENS), draft=shape)
-    if method == "eagle":
-        return Eagle.init(distribution_target(), jax.random.key(3), shape)
+    alike = {"eagle": Eagle, "medusa": Medusa, "assistant": Gemma4Assistant}
+    if method in alike:
+        return alike[method].init(distribution_target(), jax.random.key(3), shape)
     if method == "eagle3":
         return Eagle3.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
     if method == "peagle":
         return PEagle.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
     if method == "mtp":
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
-    if method == "medusa":
-        return Medusa.init(distribution_target(), jax.random.key(3), shape)
-    if method == "assistant":
-        return Gemma4Assistant.init(distribution_target(), jax.random.key(3), shape)
     if method in ("dflash", "jetspec"):
         variant = {"causal": method == "jetspec"}
         return DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+    if method == "dflash2":  # of the four tokens one is never a candidate
+        return of_dflash2(distribution_target(), shape, block_size=3, conv_group_size=4, selector_top_k=3)
     if method == "dspark":
         drafter = DSpark.init(distribution_target(), jax.random.key(3), shape, block_size=2, markov_rank=3)
         heads = {name: value * 50 for name, value in drafter.params.items() if name.startswith(("markov", "confidence"))}

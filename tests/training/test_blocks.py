@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specjax.config import ConfigError
-from specjax.drafters import DFlash, DSpark
+from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.models.transformer import Target
-from specjax.training.methods import DFlashTraining, DSparkTraining, JetSpecTraining
+from specjax.training.methods import DFlash2Training, DFlashTraining, DSparkTraining, JetSpecTraining
 from specjax.training.objectives import blocks
 from specjax.training.objectives.ahead import counted
 from specjax.training.objectives.blocks import draw_places, read_blocks, read_everywhere
@@ -40,15 +40,17 @@ STUDENTS = {
     "windows of tokens": lambda: DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=2, **WINDOWED),
     "dspark": lambda: DSpark.init(TARGET, jax.random.key(1), block_size=SIZE - 1, markov_rank=3),
     "dspark rnn": lambda: DSpark.init(TARGET, jax.random.key(1), block_size=SIZE - 1, markov_rank=3, markov="rnn"),
+    "dflash2": lambda: DFlash2.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=2, **SELECTOR),
 }
+SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
 DEPTH = SIZE - 1
 
 
 def strong(drafter):
-    """All matrices larger, and none of zeros."""
+    """All matrices and kernels larger, and none of zeros."""
     leaves, tree = jax.tree.flatten(drafter.params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
-    grown = [x + jax.random.normal(key, x.shape) * 0.3 if x.ndim == 2 else x for key, x in zip(keys, leaves, strict=True)]
+    grown = [x + jax.random.normal(key, x.shape) * 0.3 if x.ndim > 1 else x for key, x in zip(keys, leaves, strict=True)]
     return drafter.replace(params=jax.tree.unflatten(tree, grown))
 
 
@@ -125,6 +127,9 @@ METHODS = {
     "jetspec": (JetSpecTraining(target="here", temperature=2.0), "jetspec"),
     "dspark": (DSparkTraining(target="here", gamma=3.0), "dspark"),
     "dspark rnn": (DSparkTraining(target="here", markov="rnn", gamma=3.0), "dspark rnn"),
+    "dflash2": (DFlash2Training(target="here", gamma=2.0, selector_weight=0.6), "dflash2"),
+    "dflash2 target": (DFlash2Training(target="here", gamma=2.0, labels="target"), "dflash2"),
+    "dflash2 dpace": (DFlash2Training(target="here", dpace=0.5), "dflash2"),
 }
 
 
@@ -136,7 +141,7 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
     loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
     theirs = np.asarray(score(TARGET, BATCH)[0].logits[0], np.float64)
     tokens = np.asarray(BATCH["tokens"][0])
-    expected = 0.0
+    expected, lacking = 0.0, 0
     for place, depths in counted_depths().items():
         if not depths:
             continue
@@ -150,17 +155,23 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
                 logits[d], said[d] = np.asarray(after[0], np.float64), float(confidence[0])
         labels = [tokens[place + 2 + d] for d in range(depths)]
         right = [np.exp(log_softmax(logits[d]))[labels[d]] for d in range(depths)]
+        if isinstance(student, DFlash2):
+            chosen = [theirs[place + 1 + d].argmax() for d in range(depths)] if method.labels == "target" else labels
+            before = [tokens[place + 1 + d] for d in range(depths)]
+            found = [slow_selector(student, states[d], logits[d], before[d], chosen[d]) for d in range(depths)]
+            lacking += sum(was_lacking for _, was_lacking in found)
+            expected += method.selector_weight * sum(
+                weights_of(method, [np.exp(-each) for each, _ in found])[d] * found[d][0] for d in range(depths)
+            )
         for d in range(depths):
             log_p, log_q = log_softmax(theirs[place + 1 + d]), log_softmax(logits[d])
             p, q = np.exp(log_p), np.exp(log_q)
-            if name == "dflash":
+            if name in ("dflash", "dflash2"):
                 expected -= np.exp(-d / 2) * log_q[labels[d]]
-            elif name == "dflash target":
+            elif name in ("dflash target", "dflash2 target"):
                 expected -= np.exp(-d / 2) * (p @ log_q)
-            elif name == "dflash dpace":
-                smooth = [0.5 * each + 0.5 for each in right]
-                weight = sum(np.prod(smooth[: m + 1]) for m in range(d, depths))
-                expected -= weight * log_q[labels[d]]
+            elif name in ("dflash dpace", "dflash2 dpace"):
+                expected -= weights_of(method, right)[d] * log_q[labels[d]]
             elif name == "jetspec":
                 log_p, log_q = log_softmax(theirs[place + 1 + d] / 2), log_softmax(logits[d] / 2)
                 expected += 4 * np.exp(log_p) @ (log_p - log_q)
@@ -170,6 +181,29 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
                 expected += np.exp(-d / 3) * (-0.1 * log_q[labels[d]] + 0.9 * np.abs(p - q).sum() + bce)
     np.testing.assert_allclose(loss, expected / (13 * DEPTH), rtol=2e-4)
     assert {"loss"} <= set(metrics)
+    if isinstance(student, DFlash2):
+        assert 0 < lacking < sum(counted_depths().values())  # a label that is no candidate is put among them
+        assert {"token_loss", "selector_loss"} <= set(metrics)
+
+
+def weights_of(method, right) -> list[float]:
+    """Of each depth, of which the drafter gives the label the probability ``right``."""
+    smooth = [method.dpace * each + 1 - method.dpace for each in right]
+    if method.dpace < 0:
+        return [np.exp(-d / method.gamma) for d in range(len(right))]
+    return [sum(np.prod(smooth[: m + 1]) for m in range(d, len(right))) for d in range(len(right))]
+
+
+def slow_selector(student, state, logits, before, label) -> tuple[float, bool]:
+    """The cross entropy to ``label`` among the candidates, and whether it had to be put there."""
+    best = np.argsort(-logits)[: student.config.selector_top_k].tolist()
+    lacks = label not in best
+    if lacks:
+        best[-1] = label
+    codes = {name: np.asarray(student.params[name], np.float64) for name in ("predecessors", "successors", "selector")}
+    context = codes["predecessors"][before] * (np.asarray(state, np.float64) @ codes["selector"])
+    scores = np.array([logits[token] + codes["successors"][token] @ context for token in best])
+    return -log_softmax(scores)[best.index(label)], lacks
 
 
 def sigmoid(x: float) -> float:
@@ -187,11 +221,17 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
     for kind, method, options in (
         ("dflash", DFlashTraining(target="here", gamma=4.0, labels="target"), {"losses": {"kl_div": 1.0}}),
         ("dspark", DSparkTraining(target="here", gamma=4.0, token_weight=0.0), {"losses": {"tv": 1.8}}),
+        (
+            "dflash2",
+            DFlash2Training(target="here", gamma=4.0, labels="target", selector_weight=0.6),
+            {"losses": {"kl_div": 1.0}, "selector_loss_alpha": 0.6},
+        ),
     ):
-        heads = {"markov_rank": 6} if kind == "dspark" else {}
+        selector = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+        heads = {"dspark": {"markov_rank": 6}, "dflash2": selector}.get(kind, {})
         model = block_oracles.make_drafter(tmp_path / kind, kind, text, block_size=5, **heads)
         theirs = block_oracles.speculators_loss(model, text, mask, gamma=4.0, **options)
-        student = (DFlash if kind == "dflash" else DSpark).from_pretrained(tmp_path / kind, dtype=np.float32)
+        student = method.kind.from_pretrained(tmp_path / kind, dtype=np.float32)
         first = 0 if kind == "dspark" else 1
         # Their anchors are the tokens under the mask; at each the slots count whose own tokens are under it.
         output, _ = target.score(jnp.asarray(text.tokens[None]), taps=student.taps(target.config))
@@ -213,7 +253,7 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
             )
             terms = method.each(student, target, piece)
             total += sum(float(jnp.sum(jnp.where(counts, term[0, 0], 0.0))) for term in terms.values())
-            if kind == "dflash":  # a cross entropy and a KL differ by the target's own entropy
+            if kind != "dspark":  # a cross entropy and a KL differ by the target's own entropy
                 p = np.asarray(jax.nn.softmax(output.logits[0, after]), np.float64)
                 weights = np.exp(-np.arange(4) / 4.0)
                 total += float(np.sum(counts * weights * np.sum(p * np.log(p), axis=-1)))
@@ -221,7 +261,7 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
         np.testing.assert_allclose(total / places, theirs, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dspark rnn"])
+@pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dspark rnn", "dflash2"])
 def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     method, kind = METHODS[name]
     student = strong(STUDENTS[kind]())
@@ -232,7 +272,7 @@ def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     value, gradient = jax.jit(jax.value_and_grad(loss))(student.params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert np.abs(leaf).max() > 1e-6, path
-    moved = jax.tree.map(lambda x, g: x - 0.02 * g, student.params, gradient)
+    moved = jax.tree.map(lambda x, g: x - 0.005 * g, student.params, gradient)
     assert loss(moved) < value
     again = jax.grad(lambda p: loss(p, dataclasses.replace(method, remat=True)))(student.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, gradient)
@@ -248,16 +288,22 @@ def test_anchors_are_drawn_among_the_places_that_count() -> None:
     assert {int(place) for places in drawn for place in places[0]} == {1, 2, 4, 5, 6}
 
 
-def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_each() -> None:
-    """A Markov head knows the token before: given another one its logits differ."""
-    method = DSparkTraining(target="here")
-    student = strong(STUDENTS["dspark"]())
+@pytest.mark.parametrize(
+    ("kind", "method", "name"),
+    [
+        ("dspark", DSparkTraining(target="here"), "markov_in"),
+        ("dflash2", DFlash2Training(target="here"), "predecessors"),
+    ],
+)
+def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_each(kind, method, name) -> None:
+    """A Markov head and a selector know the token before: given another one their logits differ."""
+    student = strong(STUDENTS[kind]())
     batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
     found = method.evaluation(student, batch, TARGET)
     assert 1 <= found["acceptance_length"] <= 1 + DEPTH
     assert f"accuracy_{DEPTH - 1}" in found
     assert f"accuracy_{DEPTH}" not in found
-    blind = student.replace(params=student.params | {"markov_in": jnp.zeros_like(student.params["markov_in"])})
+    blind = student.replace(params=student.params | {name: jnp.zeros_like(student.params[name])})
     assert method.evaluation(blind, batch, TARGET)["acceptance_length_sampled"] != found["acceptance_length_sampled"]
 
 
@@ -272,6 +318,10 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (JetSpecTraining(target="here", mask_token_id=-2), r"method\.mask_token_id=-2"),
         (DSparkTraining(target="here", markov_rank=-1), r"method\.markov_rank=-1"),
         (DSparkTraining(target="here", token_weight=-1.0), r"token_weight"),
+        (DFlash2Training(target="here", conv_kernel_size=9), r"method\.conv_kernel_size=9: must be at least 1, and at most"),
+        (DFlash2Training(target="here", selector_top_k=0), r"method\.selector_top_k=0"),
+        (DFlash2Training(target="here", selector_weight=-1.0), r"method\.selector_weight=-1\.0"),
+        (DFlash2Training(target="here", dpace=2.0), r"method\.dpace=2\.0"),
     ],
 )
 def test_options_out_of_range_are_refused(method, message) -> None:

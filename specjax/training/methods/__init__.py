@@ -6,6 +6,7 @@ A new method is one file here with a `TrainingMethod` (`specjax.training.contrac
 """
 
 from specjax.training.methods.dflash import DFlashTraining
+from specjax.training.methods.dflash2 import DFlash2Training
 from specjax.training.methods.distill import Distill
 from specjax.training.methods.dspark import DSparkTraining
 from specjax.training.methods.eagle1 import Eagle1Training
@@ -32,6 +33,7 @@ AnyMethod = (
     | MoATraining
     | Gemma4AssistantTraining
     | DFlashTraining
+    | DFlash2Training
     | JetSpecTraining
     | DSparkTraining
     | PEagleTraining
@@ -40,6 +42,7 @@ AnyMethod = (
 
 __all__ = [
     "AnyMethod",
+    "DFlash2Training",
     "DFlashTraining",
     "DSparkTraining",
     "Distill",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.dflash_checkpoint import Markov
+from specjax.drafters.dflash_config import Markov
 from specjax.drafters.dspark import DSpark
 from specjax.models.transformer import Target
 from specjax.training.objectives.blocks import BlockMethod, Drafted, falling

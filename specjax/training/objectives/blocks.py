@@ -23,7 +23,7 @@ from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
-from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
+from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, score
 
@@ -135,6 +135,49 @@ class BlockMethod(TrainingMethod):
 
 
 @dataclass(frozen=True)
+class CrossEntropyMethod(BlockMethod):
+    """One that learns the tokens of a block by cross entropy, weighed by depth. Further fields: `BlockMethod`.
+
+    Attributes:
+        labels: the text's own tokens, as published, or the target's distribution.
+        gamma: depth d weighs ``exp(-(d - 1) / gamma)``; published are 7 for blocks of 16 and 4 for blocks of 8. 0: all alike.
+        dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not.
+
+    Examples:
+        >>> from specjax.training.objectives.blocks import CrossEntropyMethod
+        >>> method = CrossEntropyMethod(target="embedded", gamma=2.0)
+        >>> method.weighed(jnp.ones((1, 1, 3)), valid=jnp.ones((1, 1, 3), bool))[0, 0]  # exp(-d / 2)
+        Array([1.        , 0.60653067, 0.36787945], dtype=float32)
+    """
+
+    labels: Labels = "text"
+    gamma: float = 7.0
+    dpace: float = -1.0
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if self.gamma < 0 or not (self.dpace == -1 or 0 <= self.dpace <= 1):
+            raise ConfigError(
+                f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and from 0 to 1, or -1 for none"
+            )
+
+    def token_loss(self, logits: jax.Array, target: Target, drafted: "Drafted") -> jax.Array:
+        """``[B, A, D]`` the weighed cross entropy of ``logits [B, A, D, V]`` to the labels."""
+        log_q = jax.nn.log_softmax(logits)
+        if self.labels == "target":
+            entropy = -jnp.sum(jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1)
+        else:
+            entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
+        return self.weighed(entropy, drafted.valid)
+
+    def weighed(self, entropy: jax.Array, valid: jax.Array) -> jax.Array:
+        """Cross entropies ``[B, A, D]`` times the weights of their depths."""
+        if self.dpace >= 0:
+            return dpace(jnp.exp(-entropy), valid, self.dpace) * entropy
+        return falling(entropy.shape, self.gamma) * entropy
+
+
+@dataclass(frozen=True)
 class Drafted:
     """What is drafted in A blocks a window at D depths, and what it should be.
 
@@ -204,7 +247,7 @@ def _read(student: DFlash, target: Target, batch: Batch, context: tuple[Entry, .
             visible = visible & (jnp.arange(read.shape[2]) >= since[..., None])
         return jnp.asarray(mask)[None], [(context[number], visible)]
 
-    states = student.run(target, tokens, positions, seen).reshape(rows, blocks, size, -1)
+    states = student.run(target, tokens, positions, jnp.asarray(place), seen).reshape(rows, blocks, size, -1)
     return states[:, :, size - config.depth :]
 
 

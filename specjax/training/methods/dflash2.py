@@ -1,0 +1,86 @@
+"""DFlash2 (z-lab 2026, github.com/z-lab/dflash): a DFlash with convolutions, and a selector of candidates."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import ConfigError
+from specjax.drafters.dflash2 import DFlash2
+from specjax.models.transformer import Target
+from specjax.training.objectives.blocks import CrossEntropyMethod, Drafted
+
+
+@dataclass(frozen=True)
+class DFlash2Training(CrossEntropyMethod):
+    """DFlash's cross entropy, and the selector's among its candidates, with the text's token before each.
+
+    Where the right token is no candidate it takes the place of the last one, as speculators has it. With ``labels: target`` it
+    is the target's likeliest. Both are weighed by depth, and D-PACE weighs each by its own chances. Further fields:
+    `CrossEntropyMethod`.
+
+    Attributes:
+        name: the method.
+        block_size: tokens of a block, the anchor included.
+        gamma: depth d weighs ``exp(-(d - 1) / gamma)``; 0: all alike.
+        conv_kernel_size: taps of the convolutions, a place's own included.
+        conv_group_size: channels that share what a place adds to its kernel; must divide the target's hidden size.
+        selector_rank: of the selector's codebooks.
+        selector_top_k: candidates at each place.
+        selector_weight: of the selector's cross entropy.
+
+    Examples:
+        >>> from specjax.training.methods import DFlash2Training
+        >>> DFlash2Training(target="embedded").check(window=512)
+        >>> DFlash2Training(target="embedded", block_size=4, conv_kernel_size=5).check(window=512)
+        Traceback (most recent call last):
+        specjax.config.ConfigError: method.conv_kernel_size=5: must be at least 1, and at most method.block_size=4
+    """
+
+    name: Literal["dflash2"] = "dflash2"
+    block_size: int = 8
+    gamma: float = 4.0
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+    selector_weight: float = 1.0
+    kind: ClassVar[type[DFlash2]] = DFlash2
+
+    def check(self, window: int) -> None:
+        super().check(window)
+        if not 1 <= self.conv_kernel_size <= self.block_size:
+            raise ConfigError(
+                f"method.conv_kernel_size={self.conv_kernel_size}: must be at least 1, and at most "
+                f"method.block_size={self.block_size}"
+            )
+        for name in ("conv_group_size", "selector_rank", "selector_top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"method.{name}={getattr(self, name)}: must be at least 1")
+        if self.selector_weight < 0:
+            raise ConfigError(f"method.selector_weight={self.selector_weight}: must be at least 0")
+
+    def options(self) -> Mapping[str, Any]:
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: getattr(self, name) for name in names}
+
+    def each(self, student: DFlash2, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+        logits = student.logits(target, drafted.states)
+        right = drafted.tokens if self.labels == "text" else jnp.argmax(target.head(drafted.hidden), axis=-1)
+        selector = self.weighed(_selector_loss(student, logits, drafted, right), drafted.valid)
+        return {"token_loss": self.token_loss(logits, target, drafted), "selector_loss": self.selector_weight * selector}
+
+    def expected(self, student: DFlash2, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:
+        return (student.expected(target, states[..., depth, :], before[..., depth]) for depth in range(before.shape[-1]))
+
+
+def _selector_loss(student: DFlash2, logits: jax.Array, drafted: Drafted, right: jax.Array) -> jax.Array:
+    """``[B, A, D]`` the cross entropy among candidates to the tokens ``right``, of the block's ``logits [B, A, D, V]``."""
+    _, ids = student.candidates(logits)
+    is_there = jnp.any(ids == right[..., None], axis=-1)
+    ids = ids.at[..., -1].set(jnp.where(is_there, ids[..., -1], right))
+    scores = jnp.take_along_axis(logits, ids, axis=-1)
+    log_q = jax.nn.log_softmax(student.selected(scores, ids, student.selector_context(drafted.states), drafted.before))
+    return -jnp.sum(jnp.where(ids == right[..., None], log_q, 0.0), axis=-1)

@@ -1,0 +1,448 @@
+"""DFlash2: against speculators' classes and the slow oracle; layouts; what is drawn, and which trees grow."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import specjax
+from specjax.drafters import DFlash, DFlash2
+from specjax.drafters.dflash2 import convolve
+from specjax.drafters.registry import load_drafter
+from specjax.errors import InputError
+from specjax.evaluation import conformance
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling, noise_of_rows, split_keys
+from tests.conftest import tiny_target
+from tests.drafters import block_oracles
+from tests.drafters.block_oracles import BLOCK, Text, make_drafter, make_text, needs_speculators, slow_of, write_as
+from tests.drafters.test_block_oracles import ANCHORS
+from tests.drafters.test_dflash import of_anchors
+
+SIZES = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Text:
+    return make_text(tmp_path_factory.mktemp("target") / "target")
+
+
+@pytest.fixture(scope="module")
+def target(text) -> Target:
+    return Target.from_pretrained(text.directory, dtype=np.float32)
+
+
+# --- against the oracles ---
+
+
+@pytest.mark.parametrize("options", [{}, {"sample_from_anchor": True}, {"conv_kernel_size": 3}])
+def test_a_chain_is_that_of_speculators(options, text, target, tmp_path) -> None:
+    needs_speculators()
+    model = make_drafter(tmp_path / "drafter", "dflash2", text, **SIZES | options)
+    blocks = block_oracles.speculators_blocks(model, text, ANCHORS)
+    drafter = load_drafter(str(tmp_path / "drafter"), None, target.config, np.float32)
+    assert type(drafter) is DFlash2
+    states, chains = of_anchors(drafter, target, text)
+    np.testing.assert_allclose(states, blocks.states, atol=1e-4)
+    np.testing.assert_allclose(drafter.logits(target, states), blocks.logits, atol=1e-4, rtol=1e-4)
+    np.testing.assert_array_equal(chains, blocks.chains)
+    before = np.concatenate([text.tokens[list(ANCHORS)][:, None], blocks.chains[:, :-1]], axis=1)
+    scores = drafter.expected(target, states[:, -before.shape[1] :], before)
+    np.testing.assert_allclose(scores, blocks.corrected, atol=1e-4, rtol=1e-4)
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
+ZLAB = {  # fields of config.json, and what they come to
+    "plain": ({}, {}),
+    "windows": (WINDOWS, {"window": 6, "window_from": "query"}),
+    "windows, of whose blocks nothing is said": (
+        WINDOWS | {"is_causal": None},
+        {"window": 6, "window_from": "query", "causal": {"sliding_attention": True}},
+    ),
+    "causal": ({"is_causal": True}, {"causal": {"full_attention": True}}),
+}
+
+
+@pytest.mark.parametrize("variant", ZLAB)
+def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> None:
+    needs_speculators()
+    fields, means = ZLAB[variant]
+    make_drafter(tmp_path / "drafter", "dflash2", text, **SIZES)
+    write_as("zlab", tmp_path / "drafter", tmp_path / "zlab", text, **fields)
+    drafter = load_drafter(str(tmp_path / "zlab"), None, target.config, np.float32)
+    assert (type(drafter), drafter.config.taps, drafter.config.block_size) == (DFlash2, block_oracles.TAPS, BLOCK)
+    slow = slow_of(tmp_path / "zlab", text, top_k=4, layer_types=tuple(fields.get("layer_types", ())), **means)
+    states, chains = of_anchors(drafter, target, text)
+    for row, at in enumerate(ANCHORS):
+        anchor = int(text.tokens[at])
+        np.testing.assert_allclose(states[row], slow.block(text.features[:at], anchor), atol=1e-4)
+        assert chains[row].tolist() == slow.draft(text.features[:at], anchor)[0]
+    drafter.save_pretrained(tmp_path / "again")
+    read, written = (load_file(tmp_path / place / "model.safetensors") for place in ("zlab", "again"))
+    assert read.keys() == written.keys()
+    assert all(np.array_equal(read[name], written[name]) for name in read)
+    again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
+    assert again.config == drafter.config
+
+
+@pytest.mark.parametrize("anchor_drafts", [False, True])
+def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path) -> None:
+    needs_speculators()
+    made = DFlash2.init(
+        target,
+        jax.random.key(1),
+        block_size=BLOCK,
+        num_layers=2,
+        variant={"from_anchor": anchor_drafts},
+        taps=(1, 3, 5),
+        **SIZES,
+    )
+    drafter = lively(made)
+    drafter.save_pretrained(tmp_path, layout="speculators", target=str(text.directory))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["speculators_config"]["verifier"]["architectures"] = ["Qwen3ForCausalLM"]  # which speculators fills in itself
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    blocks = block_oracles.speculators_blocks(block_oracles.read_drafter(tmp_path, "dflash2"), text, ANCHORS)
+    states, chains = of_anchors(drafter, target, text)
+    np.testing.assert_allclose(states, blocks.states, atol=1e-4)
+    np.testing.assert_array_equal(chains, blocks.chains)
+
+
+def test_a_convolution_is_its_sum() -> None:
+    """Over three taps, in two blocks of unequal sizes; the first token of the second one sees nothing of the first."""
+    rng = np.random.default_rng(0)
+    x, base, changes = (rng.normal(size=size) for size in ((2, 7, 6), (3, 6), (2, 7, 3, 2)))
+    place = np.array([0, 1, 2, 3, 0, 1, 2])
+    expected = np.zeros_like(x)
+    for row, token, channel in np.ndindex(x.shape):
+        for tap in range(min(3, place[token] + 1)):
+            kernel = base[tap, channel] + changes[row, token, tap, channel // 3]
+            expected[row, token, channel] += kernel * x[row, token - tap, channel]
+    found = convolve(*(jnp.asarray(value, jnp.float32) for value in (x, base, changes)), jnp.asarray(place))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# --- without the authors' code ---
+
+
+def lively(drafter: DFlash2, by: float = 30.0) -> DFlash2:
+    """Convolutions that do something, and a selector that changes what the block says."""
+    keys = iter(jax.random.split(jax.random.key(9), 100))
+    params = dict(drafter.params)
+    params |= {name: params[name] * by for name in ("predecessors", "successors", "selector")}
+    params["layers"] = [
+        layer
+        | {name: value + jax.random.normal(next(keys), value.shape) * 0.3 for name, value in layer.items() if "_conv" in name}
+        for layer in params["layers"]
+    ]
+    return drafter.replace(params=params)
+
+
+def of_tiny(**options) -> DFlash2:
+    given = {"block_size": 4, "selector_top_k": 4, "selector_rank": 3, "conv_group_size": 8} | options
+    return lively(DFlash2.init(tiny_target(), jax.random.key(1), **given))
+
+
+def test_convolutions_begin_as_doing_nothing() -> None:
+    target = tiny_target()
+    plain, new = DFlash.init(target, jax.random.key(1), block_size=4), DFlash2.init(target, jax.random.key(1), block_size=4)
+    shared = {name: plain.params[name] for name in ("fc", "norm", "hidden_norm")}
+    layers = [layer | plain.params["layers"][i] for i, layer in enumerate(new.params["layers"])]
+    new = new.replace(params=new.params | shared | {"layers": layers})
+    state, root = plain.start(target, 1, 8), jnp.array([3])
+    np.testing.assert_allclose(new.block(target, state, root), plain.block(target, state, root), atol=1e-6)
+
+
+def test_a_block_is_read_whole_unless_it_is_causal() -> None:
+    """A causal one comes to what it would come to if it were read whole: its convolutions look back, too."""
+    target, root = tiny_target(), jnp.array([3])
+    cut = of_tiny(variant={"causal": True}, draft=2)
+    state, whole = cut.start(target, 1, 8), replace(cut, draft=specjax.Chain(3))
+    assert cut.block(target, state, root).shape[1] == 3
+    np.testing.assert_allclose(whole.block(target, state, root)[:, :3], cut.block(target, state, root), atol=1e-5)
+    both_ways = of_tiny(draft=2)
+    long = replace(both_ways, draft=specjax.Chain(3)).block(target, state, root)
+    np.testing.assert_allclose(long[:, :3], both_ways.block(target, state, root), atol=1e-6)
+
+
+# --- what is drafted ---
+
+
+def proposed(drafter, sampling, rows, rule="independent", **settings):
+    """A draft of so many rows below token 3 after an empty text, and the keys of its levels."""
+    target = tiny_target()
+    keys = split_keys(jax.random.split(jax.random.key(5), rows), drafter.draft_shape.depth)
+    state, root = drafter.start(target, rows, 8), jnp.full(rows, 3)
+    each = replace(sampling.rows(rows, rule), **settings)
+    draft, _ = jax.jit(lambda *given: drafter.propose(target, *given))(state, root, each, keys, jnp.ones(rows, bool))
+    return jax.tree.map(np.asarray, draft), keys
+
+
+def slow_scores(drafter, before: int, depth: int) -> np.ndarray:
+    """``[V]`` of a node with token ``before``: the selector's scores of the candidates, -inf of all others."""
+    target = tiny_target()
+    states = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[0, 1:]  # behind the anchor
+    state = np.asarray(states, np.float64)[depth]
+    logits = np.asarray(drafter.logits(target, states[depth]), np.float64)
+    before_code, after_codes, matrix = (
+        np.asarray(drafter.params[name], np.float64) for name in ("predecessors", "successors", "selector")
+    )
+    scores = np.full(len(logits), -np.inf)
+    for token in np.argsort(-logits)[: drafter.config.selector_top_k]:
+        scores[token] = logits[token] + np.sum(before_code[before] * (state @ matrix) * after_codes[token])
+    return scores
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def test_drawn_chains_have_the_distribution_that_they_say() -> None:
+    """Over all pairs of tokens; and chains of a drafter that knows the root alone, or all tokens, would be found out."""
+    drafter, rows, temperature = of_tiny(draft=2), 40_000, 1.7
+    draft, _ = proposed(drafter, Sampling(temperature=temperature), rows)
+    first, second = draft.tokens[:, 1], draft.tokens[:, 2]
+    counts = np.zeros((11, 11))
+    np.add.at(counts, (first, second), 1)
+
+    def joint(of_first, of_second) -> np.ndarray:
+        return np.stack([of_first[token] * of_second(token) for token in range(11)]).ravel()
+
+    q_first = softmax(slow_scores(drafter, 3, 0) / temperature)
+    exact = joint(q_first, lambda token: softmax(slow_scores(drafter, token, 1) / temperature))
+    assert (q_first == 0).sum() == 7
+    assert conformance.g_test(counts.ravel(), exact) > conformance.FALSE_ALARM
+    np.testing.assert_allclose(draft.q[0, 0], q_first, atol=1e-5)
+    for row in range(20):
+        here = softmax(slow_scores(drafter, int(first[row]), 1) / temperature)
+        np.testing.assert_allclose(draft.q[row, 1], here, atol=1e-5)
+        np.testing.assert_array_equal(draft.q[row, 1] == 0, here == 0)
+    forgets = joint(q_first, lambda _: softmax(slow_scores(drafter, 3, 1) / temperature))
+    assert conformance.g_test(counts.ravel(), forgets) < conformance.FALSE_ALARM
+
+
+def test_truncation_is_of_the_candidates_distribution() -> None:
+    drafter = of_tiny(draft=1)
+    draft, _ = proposed(drafter, Sampling(temperature=2.0, top_k=2), 500)
+    scores = slow_scores(drafter, 3, 0) / 2
+    scores[scores < np.sort(scores)[-2]] = -np.inf
+    np.testing.assert_allclose(draft.q[0, 0], softmax(scores), atol=1e-5)
+    assert set(draft.tokens[:, 1].tolist()) == set(np.flatnonzero(softmax(scores)).tolist())
+
+
+def test_siblings_are_drawn_without_replacement() -> None:
+    drafter, rows = of_tiny(draft=specjax.SampledTree((2, 2))), 40_000
+    draft, _ = proposed(drafter, Sampling(temperature=2.0), rows)
+    q = softmax(slow_scores(drafter, 3, 0) / 2)
+    exact = np.outer(q, q) / np.maximum(1 - q, 1e-9)[:, None]
+    np.fill_diagonal(exact, 0.0)
+    counts = np.zeros((11, 11))
+    np.add.at(counts, (draft.tokens[:, 1], draft.tokens[:, 2]), 1)
+    assert conformance.g_test(counts.ravel(), exact.ravel()) > conformance.FALSE_ALARM
+    for node in (1, 2):
+        here = softmax(slow_scores(drafter, int(draft.tokens[0, node]), 1) / 2)
+        np.testing.assert_allclose(draft.q[0, node], here, atol=1e-5)
+    assert not draft.q[0, 3:].any()
+
+
+def test_coupled_chains_are_drawn_with_the_target_s_numbers() -> None:
+    """At each position the numbers belong to the target's tokens, whatever the candidates' order is."""
+    drafter, rows = of_tiny(draft=2), 50
+    draft, keys = proposed(drafter, Sampling(temperature=1.5), rows, rule="coupled")
+    settings = Sampling(temperature=1.5).rows(rows, "coupled")
+    tokens = np.full(rows, 3)
+    for depth in range(2):
+        noise = np.asarray(noise_of_rows(keys[depth], 11, settings))
+        scores = np.stack([slow_scores(drafter, int(token), depth) / 1.5 for token in tokens])
+        tokens = np.argmax(scores + noise, axis=-1)
+        np.testing.assert_array_equal(draft.tokens[:, 1 + depth], tokens)
+    assert len(set(tokens.tolist())) > 1
+
+
+def test_a_dynamic_tree_holds_the_best_paths() -> None:
+    drafter = of_tiny(draft=specjax.DynamicTree(top_k=3, depth=2, nodes=7))
+    draft, _ = proposed(drafter, Sampling(0.0), 1)
+    paths = {}
+    log_q = np.log(np.maximum(softmax(slow_scores(drafter, 3, 0)), 1e-300))
+    for first in np.argsort(-log_q)[:3]:
+        paths[(int(first),)] = log_q[first]
+        below = np.log(np.maximum(softmax(slow_scores(drafter, int(first), 1)), 1e-300))
+        for second in np.argsort(-below)[:3]:
+            paths[int(first), int(second)] = log_q[first] + below[second]
+    best = sorted(paths, key=lambda path: -paths[path])[:6]
+    assert set(best) == paths_of(draft)
+    below = [{path[1] for path in paths if len(path) == 2 and path[0] == first} for first in {path[0] for path in paths}]
+    assert any(children != below[0] for children in below)
+
+
+def test_the_children_of_a_static_tree_s_nodes_are_the_likeliest_after_each() -> None:
+    drafter = of_tiny(draft=specjax.StaticTree(specjax.complete_tree((3, 2))))
+    draft, _ = proposed(drafter, Sampling(0.0), 1)
+    expected = set()
+    for first in np.argsort(-slow_scores(drafter, 3, 0))[:3]:
+        expected.add((int(first),))
+        expected |= {(int(first), int(second)) for second in np.argsort(-slow_scores(drafter, int(first), 1))[:2]}
+    assert paths_of(draft) == expected
+
+
+def paths_of(draft) -> set[tuple[int, ...]]:
+    """The tokens of each node's path, of the first row."""
+    parents = np.broadcast_to(draft.parents, draft.tokens.shape)[0]
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in itertools.islice(enumerate(parents), 1, None):
+        paths.append((*paths[parent], int(draft.tokens[0, node])))
+    return set(paths[1:])
+
+
+@pytest.mark.parametrize("candidates", [1, 2])
+def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
+    """Though it is the likeliest token of the place: another one is looked at in its stead, and q is whole."""
+    drafter = of_tiny(draft=2, selector_top_k=candidates)
+    target = tiny_target()
+    block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[:, 1]
+    likeliest = int(jnp.argmax(drafter.logits(target, block)))
+    early = {"ends": jnp.full((200, 1), likeliest), "no_end": jnp.ones(200, jnp.int32)}
+    draft, _ = proposed(drafter, Sampling(1.0), 200, **early)
+    assert (draft.tokens[:, 1] != likeliest).all()
+    assert (draft.q[:, 0, likeliest] == 0).all()
+    assert ((draft.q[:, 0] > 0).sum(axis=-1) == candidates).all()
+    np.testing.assert_allclose(draft.q[:, :2].sum(axis=-1), 1.0, atol=1e-5)
+
+
+def test_more_children_than_candidates_are_refused() -> None:
+    drafter = of_tiny(draft=specjax.StaticTree(tuple((i,) for i in range(5))))
+    with pytest.raises(InputError, match=r"asks for 5 children of a node, and this drafter has 4 candidates at each place"):
+        drafter.check(tiny_target())
+    replace(drafter, draft=specjax.StaticTree(tuple((i,) for i in range(4)))).check(tiny_target())
+
+
+def test_of_the_codebooks_a_few_rows_are_read() -> None:
+    drafter, target = of_tiny(), tiny_target()
+    reads = drafter.drafting_reads(target)
+    own = reads.step[0]
+    assert {"predecessors", "successors"}.isdisjoint(own) and {"selector", "layers", "fc"} <= own.keys()
+    assert reads.level == ()
+
+
+# --- checkpoints ---
+
+LAYERS = {"num_layers": 2, "sliding_window": 3, "windowed_layers": (1,)}
+SAVED = {
+    "z-lab's": ("dflash", {}),
+    "windows": ("dflash", LAYERS),
+    "causal in windows": ("dflash", LAYERS | {"variant": {"causal_in_window": True}}),
+    "causal": ("dflash", {"variant": {"causal": True}}),
+    "speculators'": ("speculators", {"conv_kernel_size": 3}),
+    "from the anchor": ("speculators", {"variant": {"from_anchor": True}}),
+    "windows of blocks": ("speculators", LAYERS | {"variant": {"window_of_block": True}}),
+    "windows of blocks, causal": ("speculators", LAYERS | {"variant": {"window_of_block": True, "causal_in_window": True}}),
+}
+
+
+@pytest.mark.parametrize("which", SAVED)
+def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
+    layout, options = SAVED[which]
+    drafter = of_tiny(**options)
+    drafter.save_pretrained(tmp_path, layout=layout)
+    again = load_drafter(str(tmp_path), None, tiny_target().config, np.float32)
+    assert (type(again), again.config) == (DFlash2, drafter.config)
+    jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
+    assert again.draft == drafter.draft == specjax.Chain(drafter.config.depth)
+
+
+def test_a_layout_that_cannot_say_it_is_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match="layout='dflash': cannot say predictions from the anchor"):
+        of_tiny(variant={"from_anchor": True}).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="a DFlash2 drafter is written in the layouts 'dflash', 'speculators'"):
+        of_tiny().save_pretrained(tmp_path, layout="deepspec")
+    assert not list(tmp_path.iterdir())
+
+
+def of_field(name: str, value: object):
+    """A change of one field of ``dflash_config``; None takes it away."""
+
+    def change(raw: dict) -> dict:
+        nested = {k: v for k, v in (raw["dflash_config"] | {name: value}).items() if v is not None}
+        return raw | {"dflash_config": nested}
+
+    return change
+
+
+def as_dflash(raw: dict) -> dict:
+    return raw | {"architectures": ["DFlashDraftModel"]}
+
+
+FAULTS = {  # a change of config.json, tensors to leave out, and the error
+    "no selector": (None, ("candidate_selector",), r"no tensors candidate_selector\.\*, a selector that selector_rank"),
+    "half a selector": (None, ("candidate_selector.hidden",), "'candidate_selector.hidden_projection.weight' .* is missing"),
+    "none around attention": (
+        None,
+        ("layers.0.attention_conv", "layers.1.attention_conv"),
+        r"no tensors attention_conv\.\*, convolutions that conv_kernel_size",
+    ),
+    "none around the MLPs": (None, ("layers.0.mlp_conv", "layers.1.mlp_conv"), r"no tensors mlp_conv\.\*, convolutions that"),
+    "those of one layer": (None, ("layers.1.mlp_conv",), r"'layers\.1\.mlp_conv\.base_kernel' .* missing"),
+    "half a convolution": (None, ("layers.1.mlp_conv.base",), r"'layers\.1\.mlp_conv\.base_kernel' .* is missing"),
+    "a DFlash by its name": (as_dflash, (), r"says nothing of a selector \(selector_rank\), but there are its tensors"),
+    "a DFlash by its name, with convolutions": (
+        as_dflash,
+        ("candidate_selector",),
+        r"says nothing of convolutions \(conv_kernel_size\), but there are its tensors layers\.0\.attention_conv",
+    ),
+    "no rank": (of_field("selector_rank", None), (), "dflash_config.selector_rank is missing"),
+    "no taps": (of_field("conv_kernel_size", 0), (), "dflash_config.conv_kernel_size=0: must be a whole number from 1"),
+    "more taps than places": (of_field("conv_kernel_size", 5), (), "conv_kernel_size=5: must be at most block_size=4"),
+    "groups that do not fit": (of_field("conv_group_size", 5), (), "conv_group_size=5: must divide the hidden size, 16"),
+    "more candidates than tokens": (
+        of_field("selector_top_k", 12),
+        (),
+        "selector_top_k=12: must be at most",
+    ),
+    "another rank": (of_field("selector_rank", 4), (), "candidate_selector"),
+    "logits with a factor": (of_field("output_multiplier", 2.0), (), "output_multiplier=2.0: must be 1"),
+    "another model's layers": (lambda raw: raw | {"model_type": "llama"}, (), "the layers of a DFlash2 are those of a 'qwen3'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
+    change, without, message = FAULTS[fault]
+    of_tiny(num_layers=2).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(change(raw) if change else raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if not name.startswith(without or "no such")}
+    save_file(kept, tmp_path / "model.safetensors")
+    kind = DFlash if "a DFlash" in fault else DFlash2
+    with pytest.raises(CheckpointError, match=message) as error:
+        kind.from_pretrained(tmp_path, dtype=np.float32)
+    assert "\n" not in str(error.value)
+
+
+def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
+    of_tiny().save_pretrained(tmp_path / "new")
+    with pytest.raises(CheckpointError, match=r"is of a DFlash2, .* load it as a DFlash2"):
+        DFlash.from_pretrained(tmp_path / "new")
+    DFlash.init(tiny_target(), jax.random.key(0), block_size=4).save_pretrained(tmp_path / "old")
+    with pytest.raises(CheckpointError, match="has neither convolutions nor a selector: load it as a DFlash"):
+        DFlash2.from_pretrained(tmp_path / "old")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"selector_rank": 0}, "selector_rank=0, .*: a DFlash2 has convolutions and a selector; each must be at least 1"),
+        ({"ids": np.array([0, 2, 3])}, "d2t: a DFlash2 drafts any of its target's tokens"),
+        ({"variant": {"confidence": True}}, "a DFlash2 has neither a Markov head nor a confidence head"),
+    ],
+)
+def test_what_no_dflash2_is_cannot_be_made(options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        of_tiny(**options)
