@@ -17,7 +17,7 @@ from specjax.training.objectives.blocks import draw_places, read_blocks, read_ev
 from specjax.training.objectives.windows import score
 from tests.conftest import tiny_target
 from tests.drafters import block_oracles
-from tests.training.test_drafter_methods import log_softmax
+from tests.training.test_drafter_methods import log_softmax, losses_of_acceptance
 from tests.training.test_methods import batch_of
 
 DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1, 4, 4], [5, 6, 7, 8, 2]]
@@ -128,15 +128,10 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
-    """Anchors at all places: 13 of them, of which those count whose first token does."""
-    method, kind = METHODS[name]
-    student = strong(STUDENTS[kind]())
-    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+def predictions(student):
+    """Of each block, drafted alone: by depth the target's logits, the drafter's, the label, and the confidence head's."""
     theirs = np.asarray(score(TARGET, BATCH)[0].logits[0], np.float64)
     tokens = np.asarray(BATCH["tokens"][0])
-    expected = 0.0
     for place, depths in counted_depths().items():
         if not depths:
             continue
@@ -148,28 +143,84 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
                 before = jnp.asarray([tokens[min(place + 1 + d, 13)]])
                 after, memory, confidence = student.after(jnp.asarray(logits[d])[None], states[d][None], before, memory)
                 logits[d], said[d] = np.asarray(after[0], np.float64), float(confidence[0])
-        labels = [tokens[place + 2 + d] for d in range(depths)]
-        right = [np.exp(log_softmax(logits[d]))[labels[d]] for d in range(depths)]
-        for d in range(depths):
-            log_p, log_q = log_softmax(theirs[place + 1 + d]), log_softmax(logits[d])
+        yield [(theirs[place + 1 + d], logits[d], tokens[place + 2 + d], said[d]) for d in range(depths)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
+    """Anchors at all places: 13 of them, of which those count whose first token does."""
+    method, kind = METHODS[name]
+    student = strong(STUDENTS[kind]())
+    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+    expected = 0.0
+    for block in predictions(student):
+        right = [np.exp(log_softmax(logits))[label] for _, logits, label, _ in block]
+        for d, (theirs, logits, label, said) in enumerate(block):
+            log_p, log_q = log_softmax(theirs), log_softmax(logits)
             p, q = np.exp(log_p), np.exp(log_q)
             if name == "dflash":
-                expected -= np.exp(-d / 2) * log_q[labels[d]]
+                expected -= np.exp(-d / 2) * log_q[label]
             elif name == "dflash target":
                 expected -= np.exp(-d / 2) * (p @ log_q)
             elif name == "dflash dpace":
-                smooth = [0.5 * each + 0.5 for each in right]
-                weight = sum(np.prod(smooth[: m + 1]) for m in range(d, depths))
-                expected -= weight * log_q[labels[d]]
+                expected -= dpace_weight(right, d) * log_q[label]
             elif name == "jetspec":
-                log_p, log_q = log_softmax(theirs[place + 1 + d] / 2), log_softmax(logits[d] / 2)
+                log_p, log_q = log_softmax(theirs / 2), log_softmax(logits / 2)
                 expected += 4 * np.exp(log_p) @ (log_p - log_q)
             else:
-                kept = np.minimum(p, q).sum()
-                bce = -kept * np.log(sigmoid(said[d])) - (1 - kept) * np.log(1 - sigmoid(said[d]))
-                expected += np.exp(-d / 3) * (-0.1 * log_q[labels[d]] + 0.9 * np.abs(p - q).sum() + bce)
+                expected += np.exp(-d / 3) * (-0.1 * log_q[label] + 0.9 * np.abs(p - q).sum() + confidence_loss(p, q, said))
     np.testing.assert_allclose(loss, expected / (13 * DEPTH), rtol=2e-4)
     assert {"loss"} <= set(metrics)
+
+
+OF_ACCEPTANCE = {
+    "dflash hybrid": (DFlashTraining(target="here", gamma=2.0, labels="target", loss="hybrid"), "dflash"),
+    "dflash text hybrid": (DFlashTraining(target="here", gamma=2.0, loss="hybrid"), "dflash"),
+    "dflash dpace acceptance": (DFlashTraining(target="here", dpace=0.5, labels="target", loss="acceptance"), "dflash"),
+    "jetspec acceptance": (JetSpecTraining(target="here", temperature=2.0, loss="acceptance"), "jetspec"),
+    "jetspec hybrid": (JetSpecTraining(target="here", loss="hybrid", eta=1.0), "jetspec"),
+    "dspark hybrid": (DSparkTraining(target="here", gamma=3.0, loss="hybrid"), "dspark"),
+    "dspark acceptance": (DSparkTraining(target="here", gamma=3.0, loss="acceptance"), "dspark"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ACCEPTANCE)
+def test_a_loss_of_acceptance_is_its_formula_too(name) -> None:
+    """Of a hybrid each depth has a share of its own, by the blocks that reach it."""
+    method, kind = OF_ACCEPTANCE[name]
+    student = strong(STUDENTS[kind]())
+    heat = method.temperature if isinstance(method, JetSpecTraining) else 1.0
+    expected, pairs, weights = 0.0, [[] for _ in range(DEPTH)], [[] for _ in range(DEPTH)]
+    for block in predictions(student):
+        chances = [np.minimum(*map(softmax, (theirs, logits))).sum() for theirs, logits, _, _ in block]
+        for d, (theirs, logits, label, said) in enumerate(block):
+            weight = {"dflash": np.exp(-d / 2), "jetspec": 1.0, "dspark": 0.9 * np.exp(-d / 3)}[kind]
+            if name == "dflash dpace acceptance":
+                weight = dpace_weight(chances, d)
+            wanted = np.where(np.arange(11) == label, 1e3, 0.0) if name == "dflash text hybrid" else theirs / heat
+            if kind == "dspark":
+                p, q = softmax(theirs), softmax(logits)
+                expected += np.exp(-d / 3) * (-0.1 * np.log(q[label]) + confidence_loss(p, q, said))
+            pairs[d].append((wanted, np.arange(11), logits / heat))
+            weights[d].append(weight)
+    for of_depth, weight in zip(pairs, weights, strict=True):
+        expected += np.dot(weight, losses_of_acceptance(method.loss, of_depth, method.eta))
+    np.testing.assert_allclose(jax.jit(method.objective)(student, BATCH, TARGET)[0], expected / (13 * DEPTH), rtol=2e-4)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    return np.exp(log_softmax(logits))
+
+
+def dpace_weight(chances: list[float], depth: int) -> float:
+    """D-PACE's with alpha 0.5."""
+    smooth = [0.5 * chance + 0.5 for chance in chances]
+    return sum(np.prod(smooth[: m + 1]) for m in range(depth, len(chances)))
+
+
+def confidence_loss(p: np.ndarray, q: np.ndarray, said: float) -> float:
+    kept = np.minimum(p, q).sum()
+    return -kept * np.log(sigmoid(said)) - (1 - kept) * np.log(1 - sigmoid(said))
 
 
 def sigmoid(x: float) -> float:
@@ -238,6 +289,25 @@ def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, gradient)
 
 
+def test_a_loss_of_acceptance_raises_it() -> None:
+    """The chance that the drafts of all places are accepted, after a few steps of plain gradient descent."""
+    method = DFlashTraining(target="here", labels="target", loss="acceptance", gamma=0.0)
+    student = DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=1)
+    batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
+
+    def objective(params):
+        return method.objective(student.replace(params=params), batch, TARGET)[0]
+
+    def chance(params):
+        return method.evaluation(student.replace(params=params), batch, TARGET)["acceptance_length_sampled"]
+
+    descend = jax.jit(lambda params: jax.tree.map(lambda x, g: x - 0.5 * g, params, jax.grad(objective)(params)))
+    params = student.params
+    for _ in range(20):
+        params = descend(params)
+    assert chance(params) > chance(student.params) + 0.1
+
+
 def test_anchors_are_drawn_among_the_places_that_count() -> None:
     valid = jnp.asarray([[False, True, True, False, True, True, True], [False, False, True, False, False, False, False]])
     drawn = [np.asarray(draw_places(jax.random.key(i), valid, 3)) for i in range(40)]
@@ -268,6 +338,11 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (DFlashTraining(target="here", block_size=1), r"method\.block_size=1: must be at least 2"),
         (DFlashTraining(target="here", gamma=-1.0), r"method\.gamma=-1\.0"),
         (DFlashTraining(target="here", dpace=2.0), r"method\.dpace=2\.0"),
+        (DFlashTraining(target="here", loss="acceptance"), r"method\.labels='text': of one token that is the cross entropy"),
+        (DFlashTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
+        (JetSpecTraining(target="here", loss="tv"), r"method\.loss='tv': must be one of kl, acceptance, hybrid"),  # type: ignore[arg-type]
+        (DSparkTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of distance, acceptance, hybrid"),  # type: ignore[arg-type]
+        (JetSpecTraining(target="here", eta=-1.0), r"method\.eta=-1\.0"),
         (JetSpecTraining(target="here", anchors=0), r"method\.anchors=0"),
         (JetSpecTraining(target="here", mask_token_id=-2), r"method\.mask_token_id=-2"),
         (DSparkTraining(target="here", markov_rank=-1), r"method\.markov_rank=-1"),
