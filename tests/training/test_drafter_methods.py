@@ -148,7 +148,7 @@ def losses_of_acceptance(loss, pairs, eta=3.0):
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "acceptance", "hybrid"])
 def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> None:
-    ids = np.array([0, 2, 3, 4, 6, 8, 9])
+    ids = np.array([0, 2, 3, 4, 6, 8, 10])
     student = strong(Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=ids))
     loss, _ = jax.jit(Eagle3Training(target="here", steps=3, loss=kind, eta=2.0).objective)(student, BATCH, TARGET)
     _, ours, _, theirs = parts(student, 3)
@@ -166,14 +166,14 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
         else:
             each = losses_of_acceptance(kind, pairs, eta=2.0)
         expected += 0.8**step * sum(each)
-    assert left_out
+    assert left_out and expected > 1
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["acceptance", "hybrid"])
 def test_a_loss_of_acceptance_raises_it(kind) -> None:
     """Within a vocabulary of its own; a few steps of plain gradient descent."""
-    student = Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=np.array([0, 2, 3, 4, 6, 8, 9]))
+    student = Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=np.array([0, 2, 3, 4, 6, 8, 10]))
     batch = batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]])
     method = Eagle3Training(target="here", steps=2, loss=kind)
 

@@ -23,7 +23,7 @@ from tests.training.test_methods import batch_of
 DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]]
 BATCH = {**batch_of(DOCUMENTS, [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]), "key": jax.random.key(0)}
 TARGET = tiny_target(num_layers=1)
-IDS = np.array([0, 2, 3, 4, 6, 8, 9])
+IDS = np.array([0, 2, 3, 4, 6, 8, 10])
 PLACES, DEPTHS = 10, 3
 KINDS = {
     "plain": {},
@@ -120,6 +120,7 @@ def test_the_target_s_distribution_is_learnt_at_every_depth(kind, remat, loss) -
         else:
             terms[depth] = losses_of_acceptance(loss, pairs)
     assert (left_out > 0) == (kind == "own vocabulary")
+    assert all(terms[depth] for depth in (0, 1))
     np.testing.assert_allclose(value, sum(map(sum, terms.values())) / sum(sizes), rtol=1e-4)
     for depth, each in terms.items():
         np.testing.assert_allclose(metrics[f"loss_{depth}"], np.mean(each) if each else 0.0, rtol=1e-4)
