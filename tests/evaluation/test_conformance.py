@@ -55,6 +55,9 @@ METHODS = {
     "dflash": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=4),
     "jetspec": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}),
     "dspark": lambda shape: DSpark.init(tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"),
+    "dflash in a ring": lambda shape: DFlash.init(
+        tiny_target(), jax.random.key(3), shape, block_size=4, num_layers=2, sliding_window=3, windowed_layers=(1,)
+    ).replace(cache=Streaming(sinks=1), budget=5),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
@@ -72,6 +75,7 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
     *[("dflash", shape) for shape in SHAPES if shape != "static"],
     *[("jetspec", shape) for shape in SHAPES if shape != "dynamic"],
     *[("dspark", shape) for shape in SHAPES if shape != "adaptive"],
+    *[("dflash in a ring", shape) for shape in SHAPES if shape != "chain"],
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
@@ -87,7 +91,7 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
 THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
     *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
-    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "jetspec", "peagle"),
+    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "dflash in a ring", "jetspec", "peagle"),
 }
 COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
@@ -169,7 +173,9 @@ OTHERS = [
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
 OTHERS += [(method, shape) for method in ("assistant", "dflash", "jetspec", "dspark", "peagle") for shape in SMALL]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
-OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
+OTHERS += [
+    (method, shape) for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring") for shape in SMALL
+]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -192,9 +198,10 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
         return Medusa.init(distribution_target(), jax.random.key(3), shape)
     if method == "assistant":
         return Gemma4Assistant.init(distribution_target(), jax.random.key(3), shape)
-    if method in ("dflash", "jetspec"):
+    if method in ("dflash", "dflash in a ring", "jetspec"):
         variant = {"causal": method == "jetspec"}
-        return DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+        drafter = DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+        return drafter.replace(cache=Streaming(sinks=1) if method == "dflash in a ring" else None, budget=3)
     if method == "dspark":
         drafter = DSpark.init(distribution_target(), jax.random.key(3), shape, block_size=2, markov_rank=3)
         heads = {name: value * 50 for name, value in drafter.params.items() if name.startswith(("markov", "confidence"))}
