@@ -61,6 +61,15 @@ class SnapKV:
         return budget - self.window
 
 
+def check_own_cache(drafter: str, cache: Streaming | None, budget: int) -> None:
+    """Refuse, with an InputError, what a drafter cannot keep its own entries by: it has no prompt's attention to choose by."""
+    if cache is None:
+        return
+    if not isinstance(cache, Streaming):
+        raise InputError(f"{drafter}(cache={cache!r}): give Streaming(), or None for a whole cache")
+    cache.check(budget)
+
+
 Scheme = Streaming | SnapKV
 """Which tokens a compressed cache keeps.
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads, Told, check_mesh
+from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
 from specjax.drafters.eagle3_checkpoint import are_different_tokens
 from specjax.drafters.expansion import Vocabulary, expand_by_depth
@@ -26,7 +27,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Entry, KVCache
+from specjax.models.cache import Cache, Entry, KVCache, RingCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
@@ -42,7 +43,7 @@ and the text before."""
 
 
 @struct.dataclass
-class DFlash(TrainedDrafter[KVCache]):
+class DFlash(TrainedDrafter[Cache]):
     """Drafts a block in one pass; what it remembers of the text are keys and values for each of its layers.
 
     With ``causal`` in its configuration a token sees the block up to itself alone: that is JetSpec. Such a block is read as far
@@ -56,11 +57,18 @@ class DFlash(TrainedDrafter[KVCache]):
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
+        cache: what it remembers of a text: the first tokens and the newest, ``budget`` in all, so that its memory and its pass
+            do not grow with the text. By default all of it. Of layers with a window it is what both leave.
+        budget: with ``cache``, slots of a row in each layer.
 
     Examples:
         >>> drafter = specjax.DFlash.init(target, jax.random.key(1), draft=3, block_size=4)
         >>> result = specjax.generate(target, drafter, prompts, max_new_tokens=8)
         >>> np.array_equal(result.tokens, plain.tokens)  # greedy: the text of plain decoding
+        True
+        >>> small = drafter.replace(cache=specjax.Streaming(sinks=2), budget=6)
+        >>> result = specjax.generate(target, small, prompts, max_new_tokens=8)
+        >>> np.array_equal(result.tokens, plain.tokens)
         True
     """
 
@@ -68,6 +76,8 @@ class DFlash(TrainedDrafter[KVCache]):
     config: DFlashConfig = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(7))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    cache: Streaming | None = struct.field(pytree_node=False, default=None)
+    budget: int = struct.field(pytree_node=False, default=256)
     grows_trees: ClassVar[bool] = True
 
     title: ClassVar[str] = "a DFlash drafter"
@@ -210,14 +220,18 @@ class DFlash(TrainedDrafter[KVCache]):
                 "give at most as many"
             )
         self.draft_shape.check(own.draft_vocab_size)
+        check_own_cache(type(self).__name__, self.cache, self.budget)
         check_mesh(self.mesh, target)
 
     def taps(self, config: Any) -> tuple[int, ...]:
         return self.config.taps
 
-    def start(self, target: Target, batch: int, capacity: int) -> KVCache:
+    def start(self, target: Target, batch: int, capacity: int) -> Cache:
         layer = self.config.layer
         parts = [layer.entry_parts(number) for number in range(layer.num_layers)]
+        if self.cache is not None:
+            slots = empty_entries(parts, batch=batch, slots=self.budget, dtype=self._dtype, mesh=self.mesh)
+            return RingCache.around(slots, self.cache.kept(self.budget))
         return KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
 
     def features(self, output: States) -> jax.Array:
@@ -236,7 +250,7 @@ class DFlash(TrainedDrafter[KVCache]):
     def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"features": self.features(output)}
 
-    def hear(self, target: Target, state: KVCache, told: Told) -> KVCache:
+    def hear(self, target: Target, state: Cache, told: Told) -> Cache:
         features = told.arrays["features"].astype(self._dtype)
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)
@@ -279,7 +293,7 @@ class DFlash(TrainedDrafter[KVCache]):
             return None
         return anchors - window if self.config.window_of_block else positions - window + 1
 
-    def block(self, target: Target, state: KVCache, root: jax.Array) -> jax.Array:
+    def block(self, target: Target, state: Cache, root: jax.Array) -> jax.Array:
         """``[B, D, H]`` what its head reads at each depth of a draft below ``root [B]``; before them stands the anchor, where
         that predicts nothing."""
         first, depth, size = int(not self.config.from_anchor), self.draft_shape.depth, self.config.block_size
@@ -296,7 +310,7 @@ class DFlash(TrainedDrafter[KVCache]):
             mask = back >= (0 if self.is_causal(window) else -size)
             if window is not None and not self.config.window_of_block:
                 mask &= back < window
-            return mask[None], [Filled.of(state, number, self.reach(window, positions, anchors), self.mesh)]
+            return mask[None], [_before(state, number, self.reach(window, positions, anchors), self.mesh)]
 
         return self.run(target, tokens, positions, place, seen)[:, : first + depth]
 
@@ -316,12 +330,21 @@ class DFlash(TrainedDrafter[KVCache]):
         return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
 
     def propose(
-        self, target: Target, state: KVCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
-    ) -> tuple[Draft, KVCache]:
+        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, Cache]:
         logits = self.logits(target, self.block(target, state, root)[:, -self.draft_shape.depth :])
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
 
-    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """All of it once, whatever the depth, and the target's head where it has none."""
         head = () if self.config.own_head else target.head_as_stored
         return DraftingReads(step=(self.own_weights, state, head))
+
+
+def _before(cache: Cache, layer: int, since: jax.Array | None, mesh: Mesh | None) -> Piece:
+    """What a ``cache`` holds of a layer, of which queries see the positions from ``since [B, T|1]`` on; None: all of them."""
+    if since is None or not isinstance(cache, RingCache):
+        return Filled.of(cache, layer, since, mesh)
+    # The slots of a ring are in no order that a window could begin in: which of them are seen is said one by one.
+    positions, slots = cache.newest_at(cache.length)[:, None], jnp.arange(cache.slots)
+    return cache.layers[layer], (slots < cache.filled[:, None, None]) & (positions >= since[..., None])

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from specjax import text
 from specjax.drafters.base import Committed, Drafter, DraftingReads, Told, check_mesh
-from specjax.drafters.cache_schemes import Streaming
+from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.expansion import Frontier, Vocabulary, expand, read_nodes
 from specjax.drafters.shared_vocabulary import Asked, SharedVocabulary, share
 from specjax.drafts.draft import Draft, Verdict
@@ -182,10 +182,7 @@ class DraftModel(Drafter[DraftModelState]):
             self.shared.check(self.model.config, target.config)
             self.draft_shape.check(self.shared.ids.shape[0])
         check_mesh(self.model.mesh, target)
-        if self.cache is not None:
-            if not isinstance(self.cache, Streaming):
-                raise InputError(f"DraftModel(cache={self.cache!r}): give Streaming(), or None for a whole cache")
-            self.cache.check(self.budget)
+        check_own_cache("DraftModel", self.cache, self.budget)
 
     @property
     def max_positions(self) -> int:

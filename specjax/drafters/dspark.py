@@ -22,7 +22,7 @@ from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models.cache import Entry, KVCache
+from specjax.models.cache import Cache, Entry
 from specjax.models.fields import CheckpointError
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
@@ -41,6 +41,8 @@ class DSpark(DFlash):
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
+        cache: what it remembers of a text, see `DFlash`.
+        budget: with ``cache``, slots of a row in each layer.
 
     Examples:
         >>> drafter = specjax.DSpark.init(target, jax.random.key(1), draft=3, block_size=3)
@@ -146,8 +148,8 @@ class DSpark(DFlash):
         return linear(self.params, "confidence", jnp.concatenate(known, axis=-1))[..., 0].astype(jnp.float32)
 
     def propose(
-        self, target: Target, state: KVCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
-    ) -> tuple[Draft, KVCache]:
+        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, Cache]:
         shape, vocabulary = self.draft_shape, self.vocabulary(target)
         slots = self.block(target, state, root)
         states = slots[:, -shape.depth :]
@@ -173,7 +175,7 @@ class DSpark(DFlash):
         draft, _, _ = expand(shape, read, first, memory, root, sampling, keys, active, vocabulary)
         return draft, state
 
-    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """All but the Markov head once; of its first matrix a row for each node."""
         own = dict(self.own_weights)
         own.pop("markov_in", None)

@@ -50,7 +50,7 @@ def soft_cross_entropy(target_logits: Float[Array, "B T V"], logits: Float[Array
 
 
 @shape_checked
-def forward_kl(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+def forward_kl(target_logits: Float[Array, "*N V"], logits: Float[Array, "*N V"]) -> Float[Array, "*N"]:
     """``KL(target || student)`` in nats.
 
     Examples:
@@ -61,6 +61,57 @@ def forward_kl(target_logits: Float[Array, "B T V"], logits: Float[Array, "B T V
     """
     target = jax.nn.log_softmax(target_logits)
     return jnp.sum(jnp.exp(target) * (target - jax.nn.log_softmax(logits)), axis=-1)
+
+
+@shape_checked
+def log_acceptance(log_p: Float[Array, "*N V"], logits: Float[Array, "*N V"]) -> Float[Array, "*N"]:
+    """``log a``, of the chance a = ``sum min(p, q)`` that a token drawn from the student's q is accepted by the target's p.
+
+    The chance is 1 less the total variation (`specjax.evaluation.metrics.overlap`). ``-log a`` is the loss L_alpha of Samarin
+    et al. 2026, arXiv 2602.23881; where p is one token it is the cross entropy. It is formed from logarithms and never comes to
+    ``log 0``, so it has a gradient however small the chance is. Where p(x) = q(x) the gradient of the smaller of the two is the
+    mean of both sides', so it is 0 where p and q are equal throughout.
+
+    Args:
+        log_p: ``[*N, V]`` the logarithm of the target's probability of each token that the student can draft. Of a student with
+            a smaller vocabulary these are as they are, not scaled to a sum of 1: the rest is never accepted. SpecForge does so
+            too (``core/lk_loss.py``, ``core/eagle3.py``); speculators scales them.
+        logits: ``[*N, V]`` the student's.
+
+    Examples:
+        >>> from specjax.training import losses
+        >>> log_p = jnp.log(jnp.array([0.6, 0.4]))
+        >>> round(float(jnp.exp(losses.log_acceptance(log_p, jnp.zeros(2)))), 3)  # 0.5 of the first, 0.4 of the second
+        0.9
+    """
+    log_p = jax.lax.stop_gradient(log_p)
+    return jax.nn.logsumexp(jnp.minimum(log_p, jax.nn.log_softmax(logits)), axis=-1)
+
+
+@shape_checked
+def hybrid(kl: Float[Array, "*N"], log_a: Float[Array, "*N"], mask: Bool[Array, "*N"], eta: float) -> Float[Array, "*N"]:
+    """``share KL(p || q) + (1 - share) (1 - a)``, the hybrid loss of Samarin et al. 2026, arXiv 2602.23881.
+
+    The divergence has a strong gradient where q is far from p; the chance of acceptance a is what counts in the end. The share
+    is ``exp(-eta mean(a))`` with no gradient of its own: one for all predictions of a depth, so call this once for each. So do
+    the paper (section 4.4) and SpecForge; speculators gives each position its own share.
+
+    Args:
+        kl: ``[*N]``, see `forward_kl`. Of a student with a smaller vocabulary it is that to p scaled to a sum of 1 there.
+        log_a: ``[*N]``, see `log_acceptance`.
+        mask: which predictions the mean is taken of.
+        eta: how soon the divergence makes room. The paper's is 3; SpecForge's ``kl_decay`` is 1.
+
+    Examples:
+        >>> from specjax.training import losses
+        >>> kl, log_a, mask = jnp.array([2.0]), jnp.log(jnp.array([0.5])), jnp.array([True])
+        >>> losses.hybrid(kl, log_a, mask, eta=0.0).tolist()  # the divergence alone
+        [2.0]
+        >>> round(float(losses.hybrid(kl, log_a, mask, eta=2.0)[0]), 3)  # exp(-1) 2 + (1 - exp(-1)) 0.5
+        1.052
+    """
+    share = jax.lax.stop_gradient(jnp.exp(-eta * mean_over_labels(jnp.exp(log_a), mask)))
+    return share * kl + (1 - share) * (1 - jnp.exp(log_a))
 
 
 @shape_checked
@@ -94,7 +145,7 @@ def mean_over_positions(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -
 
 
 @shape_checked
-def mean_over_labels(values: Shaped[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+def mean_over_labels(values: Shaped[Array, "*N"], mask: Bool[Array, "*N"]) -> Float[Array, ""]:
     """The mean of the values that ``mask`` counts, 0 where it counts none. For what is reported: accuracies, acceptance.
 
     Examples:

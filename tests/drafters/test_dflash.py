@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import DFlash, DSpark
+from specjax.drafters.base import Told
 from specjax.drafters.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
 from specjax.drafters.trained import Stored
@@ -304,3 +305,109 @@ def test_the_children_of_a_markov_head_s_nodes_differ() -> None:
     first, second, below_first, below_second = np.asarray(draft.tokens[0, 1:])
     assert first != second
     assert below_first != below_second
+
+
+# --- with a small cache ---
+
+SINKS, BUDGET, LENGTHS = 2, 7, (19, 4, 11)
+RINGED = {
+    "dflash": lambda: of_tiny("dflash", num_layers=2),
+    "jetspec": lambda: of_tiny("dflash", num_layers=2, variant={"causal": True}),
+    "windows of tokens": lambda: of_tiny("dflash", **WINDOWS),
+    "windows beyond the ring": lambda: of_tiny("dflash", **WINDOWS | {"sliding_window": 8}),
+    "windows of blocks": lambda: of_tiny("dflash", variant={"window_of_block": True, "causal_in_window": True}, **WINDOWS),
+    "dspark": lambda: of_tiny("dspark", num_layers=2),
+}
+
+
+def having_heard(drafter, target, features):
+    """Its state when rows have read ``LENGTHS`` tokens: a chunk of up to 9, and then up to 2 at a time."""
+    state, before = drafter.start(target, len(LENGTHS), 32), 0
+    while before < max(LENGTHS):
+        width = 2 if before else 9
+        part = jnp.asarray(features[:, before : before + width])
+        count = jnp.clip(jnp.asarray(LENGTHS) - before, 0, part.shape[1])
+        zeros = jnp.zeros(part.shape[:2], jnp.int32)
+        state = drafter.hear(target, state, Told(zeros, zeros, {"features": part}, count))
+        before += width
+    return state
+
+
+def is_seen(drafter, window, length, slot, position) -> bool:
+    """Whether a token of a block sees the one at a ``position`` of the text, of which a ring has kept the ends."""
+    if SINKS <= position < length - (BUDGET - SINKS) or position >= length:
+        return False
+    if window is None:
+        return True
+    return position >= (length - window if drafter.config.window_of_block else length + slot - window + 1)
+
+
+@pytest.fixture(scope="module")
+def features():
+    return np.random.default_rng(0).normal(size=(len(LENGTHS), 20, 16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("which", RINGED)
+def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
+    """As a block does whose whole text is hidden but for what is kept, position by position."""
+    target, drafter = tiny_target(), with_more_weight(RINGED[which]())
+    small = drafter.replace(cache=specjax.Streaming(sinks=SINKS), budget=BUDGET)
+    state, root = having_heard(small, target, features), jnp.array([3, 5, 1])
+    assert state.layers[0][0].shape[2] == BUDGET
+    found = np.asarray(small.block(target, state, root))
+    entries = drafter.context(jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20)))
+    size = found.shape[1]
+    tokens = jnp.concatenate([root[:, None], jnp.full((3, size - 1), drafter.config.mask_token_id)], axis=1)
+    positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(size)
+
+    def seen(number, window):
+        mask = [[[is_seen(drafter, window, n, slot, p) for p in range(20)] for slot in range(size)] for n in LENGTHS]
+        own = [[other <= slot or not drafter.is_causal(window) for other in range(size)] for slot in range(size)]
+        if window is not None and not drafter.config.window_of_block:
+            own = [[own[slot][other] and slot - other < window for other in range(size)] for slot in range(size)]
+        return jnp.asarray(own)[None], [(entries[number], jnp.asarray(mask))]
+
+    np.testing.assert_allclose(found, drafter.run(target, tokens, positions, jnp.arange(size), seen), atol=1e-5)
+    whole = np.asarray(drafter.block(target, having_heard(drafter, target, features), root))
+    np.testing.assert_allclose(found[1], whole[1], atol=1e-5)  # four tokens: all of them are kept
+    assert np.abs(found[[0, 2]] - whole[[0, 2]]).max() > 1e-3
+
+
+@pytest.mark.parametrize("which", RINGED)
+def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> None:
+    target, drafter = tiny_target(), with_more_weight(RINGED[which]())
+    large = drafter.replace(cache=specjax.Streaming(sinks=SINKS), budget=24)
+    blocks = [one.block(target, having_heard(one, target, features), jnp.array([3, 5, 1])) for one in (drafter, large)]
+    np.testing.assert_allclose(*blocks, atol=1e-5)
+
+
+def test_a_small_cache_holds_the_first_tokens_and_the_newest(features) -> None:
+    target = tiny_target()
+    small = of_tiny("dflash", num_layers=2).replace(cache=specjax.Streaming(sinks=SINKS), budget=BUDGET)
+    state = having_heard(small, target, features)
+    entries = small.context(jnp.asarray(features), jnp.broadcast_to(jnp.arange(20), (len(LENGTHS), 20)))
+    for row, length in enumerate(LENGTHS):
+        kept = [p for p in range(length) if p < SINKS or p >= length - (BUDGET - SINKS)]
+        filled = int(state.filled[row])
+        assert filled == len(kept)
+        for ours, whole in zip(jax.tree.leaves(state.layers), jax.tree.leaves(entries), strict=True):
+            held = np.asarray(ours[row, :, :filled])
+            np.testing.assert_allclose(held[:, :SINKS], whole[row][:, :SINKS], atol=1e-6)
+            by_value = [np.sort(np.asarray(x), axis=1) for x in (held, whole[row][:, np.array(kept)])]
+            np.testing.assert_allclose(*by_value, atol=1e-6)
+
+
+def with_more_weight(drafter):
+    return drafter.replace(params=jax.tree.map(lambda x: x * 8 if x.ndim == 2 else x, drafter.params))
+
+
+@pytest.mark.parametrize(
+    ("cache", "budget", "message"),
+    [
+        (specjax.Streaming(sinks=8), 8, r"budget=8: the 8 sinks and the newest token need 9"),
+        (specjax.SnapKV(), 64, r"DFlash\(cache=SnapKV\(window=32, pool=5\)\): give Streaming\(\), or None"),
+    ],
+)
+def test_a_small_cache_that_cannot_be_is_refused(cache, budget, message) -> None:
+    with pytest.raises(InputError, match=message):
+        of_tiny("dflash").replace(cache=cache, budget=budget).check(tiny_target())

@@ -120,7 +120,10 @@ def test_it_is_lossless_on_a_gemma(both, shape) -> None:
     specjax.conformance.check(target, dataclasses.replace(drafter, draft=shape))
 
 
-@pytest.mark.parametrize("changes", [{}, {"sliding_window": 3, "windowed_layers": (0,)}], ids=["full", "windows"])
+WINDOWED = pytest.param({"sliding_window": 3, "windowed_layers": (0,)}, marks=pytest.mark.thorough, id="windows")
+
+
+@pytest.mark.parametrize("changes", [pytest.param({}, id="full"), WINDOWED])
 def test_it_drafts_for_an_ordinary_target(changes) -> None:
     target = tiny_target(**changes)
     drafter = specjax.Gemma4Assistant.init(target, jax.random.key(1), draft=specjax.DynamicTree(top_k=2, depth=3, nodes=6))

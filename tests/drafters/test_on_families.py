@@ -87,11 +87,9 @@ FREE = {
 }
 GREEDY_OFTEN = [
     *[("plain", name) for name in NAMES],
-    *[("draft model, tree", name) for name in ("gemma3", "gemma4 E2B", "gpt_oss")],
-    ("draft model, chain", "gemma4"),
+    *[("draft model, tree", name) for name in ("gemma4 E2B", "gpt_oss")],
     ("prompt lookup", "gemma2"),
     ("early exit", "gemma4 E2B"),
-    ("early exit", "gemma4 26B-A4B"),
 ]
 
 

@@ -73,7 +73,9 @@ def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, s
     assert result.stats.steps.tolist() == [NEW / 4] * 3  # three drafted tokens and one more, in every step
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=[pytest.mark.thorough] * (s not in ("chain", "dynamic"))) for s in SHAPES]
+)
 def test_text_with_tokens_that_the_drafter_lacks_is_the_targets_too(varied, shape) -> None:
     sampling = Sampling(temperature=np.array([0.8, 0.0, 1.3]), top_p=np.array([1.0, 1.0, 0.9]))
     plain = run(varied, None, PROMPTS, LENGTHS, sampling=sampling)

@@ -63,24 +63,28 @@ METHODS = {
     "jetspec": lambda shape: DFlash.init(tiny_target(), jax.random.key(3), shape, block_size=5, variant={"causal": True}),
     "dspark": lambda shape: DSpark.init(tiny_target(), jax.random.key(3), shape, block_size=4, markov_rank=4, markov="rnn"),
     "dflash2": lambda shape: of_dflash2(tiny_target(), shape, block_size=4, conv_group_size=8, selector_top_k=4),
+    "dflash in a ring": lambda shape: DFlash.init(
+        tiny_target(), jax.random.key(3), shape, block_size=4, num_layers=2, sliding_window=3, windowed_layers=(1,)
+    ).replace(cache=Streaming(sinks=1), budget=5),
     "prompt lookup": lambda shape: PromptLookup(draft=shape),
 }
 ONE_SHAPE = {"plain", "prompt lookup"}
 ALL_CASES = [(method, shape) for method in METHODS for shape in SHAPES if method not in ONE_SHAPE or shape == "chain"]
 GROWN_ALIKE = [  # by code that others show: every drafter and every shape is among those that are left
-    *[("draft model", shape) for shape in ("static", "dynamic", "sampled")],
+    *[("draft model", shape) for shape in SHAPES if shape != "chain"],
     *[("early exit", shape) for shape in SHAPES if shape != "sampled"],
     *[("eagle", shape) for shape in SHAPES if shape != "static"],
     *[("eagle3", shape) for shape in SHAPES if shape != "dynamic"],
     *[("peagle", shape) for shape in SHAPES if shape != "sampled"],
     *[("mtp", shape) for shape in SHAPES if shape != "dynamic"],
     *[("medusa", shape) for shape in SHAPES if shape != "sampled"],
-    *[("assistant", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("assistant", shape) for shape in SHAPES],  # with a tree in its own tests
     *[("moa", shape) for shape in SHAPES if shape != "dynamic"],
     *[("dflash", shape) for shape in SHAPES if shape != "static"],
-    *[("jetspec", shape) for shape in SHAPES if shape != "dynamic"],
+    *[("jetspec", shape) for shape in SHAPES],  # as dflash, but for a mask
     *[("dspark", shape) for shape in SHAPES if shape != "adaptive"],
     *[("dflash2", shape) for shape in SHAPES if shape != "sampled"],
+    *[("dflash in a ring", shape) for shape in SHAPES],  # as the draft model's
     *[("streaming", shape) for shape in SHAPES if shape != "chain"],
     *[("snapkv", shape) for shape in SHAPES],  # as streaming, but for what is kept of a prompt
     *[("draft model in a ring", shape) for shape in SHAPES],  # both parts are shown by others
@@ -95,8 +99,18 @@ def test_every_drafter_with_every_shape(target, method, shape) -> None:
 
 # What a drafter remembers does not go by the shape of its drafts. The shortest is compiled in the least time.
 THOROUGHLY = {  # the others every time: EAGLE-3 in tests/decoding/test_rows.py
-    *("plain", "eagle", "eagle3", "early exit", "streaming", "draft model in a ring"),
-    *("medusa", "mixture of attentions", "prompt lookup", "assistant", "dflash", "dflash2", "jetspec", "peagle"),
+    *("plain", "eagle", "eagle3", "early exit", "streaming", "snapkv", "draft model in a ring"),
+    *(
+        "medusa",
+        "moa",
+        "prompt lookup",
+        "assistant",
+        "dflash",
+        "dflash in a ring",
+        "dflash2",
+        "jetspec",
+        "peagle",
+    ),
 }
 COME_AND_GO = [pytest.param(method, Chain(1), marks=[pytest.mark.thorough] * (method in THOROUGHLY)) for method in METHODS]
 COME_AND_GO += [pytest.param(method, SHAPES[shape], marks=pytest.mark.thorough) for method, shape in ALL_CASES]
@@ -178,7 +192,9 @@ OTHERS = [
 OTHERS += [*[("eagle", shape) for shape in SMALL], ("eagle3", "chain"), ("eagle3", "dynamic")]
 OTHERS += [(method, shape) for method in ("assistant", "dflash", "dflash2", "jetspec", "dspark", "peagle") for shape in SMALL]
 OTHERS += [("mtp", shape) for shape in SMALL] + [("medusa", shape) for shape in SMALL] + [("moa", shape) for shape in SMALL]
-OTHERS += [(method, shape) for method in ("streaming", "snapkv", "draft model in a ring") for shape in SMALL]
+OTHERS += [
+    (method, shape) for method in ("streaming", "snapkv", "draft model in a ring", "dflash in a ring") for shape in SMALL
+]
 LOSSLESS += [pytest.param(*case, "independent", marks=pytest.mark.thorough) for case in OTHERS]
 
 
@@ -198,9 +214,10 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
         return PEagle.init(distribution_target(), jax.random.key(3), shape, ids=np.array([0, 2, 3]))
     if method == "mtp":
         return MTP.init(distribution_target(), jax.random.key(3), shape, modules=2)
-    if method in ("dflash", "jetspec"):
+    if method in ("dflash", "dflash in a ring", "jetspec"):
         variant = {"causal": method == "jetspec"}
-        return DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+        drafter = DFlash.init(distribution_target(), jax.random.key(3), shape, block_size=3, variant=variant)
+        return drafter.replace(cache=Streaming(sinks=1) if method == "dflash in a ring" else None, budget=3)
     if method == "dflash2":  # of the four tokens one is never a candidate
         return of_dflash2(distribution_target(), shape, block_size=3, conv_group_size=4, selector_top_k=3)
     if method == "dspark":

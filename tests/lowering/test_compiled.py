@@ -394,6 +394,18 @@ def test_budgets_of_an_assistant(chips) -> None:
         assert plain["a_step"]["cycles"] <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dflash2", "peagle"])
+@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, name) -> None:
+    """For Qwen3-8B, one row: half as much more at most, by what is moved, and by the cycles that a TPU's compiler expects."""
+    few = "2" if name == "peagle" else "1"  # it has its first token without a pass
+    found = printed(str(Path(__file__).with_name("compile_drafting.py")), chips, name, few, "16")
+    assert 0 < found[few]["bytes"] <= found["16"]["bytes"] <= 1.5 * found[few]["bytes"]
+    assert found["16"]["cycles"] <= 1.5 * found[few]["cycles"]
+    assert chips == "h100" or found["16"]["cycles"] > 0
+
+
 @needs_cuda
 @pytest.mark.thorough
 def test_one_row_on_a_mesh_of_gpus_is_not_sent_the_whole_embedding() -> None:

@@ -1,6 +1,8 @@
 """The objectives that train drafters of whole blocks, against blocks that are drafted one by one with a cache."""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from specjax.training.objectives.blocks import draw_places, read_blocks, read_ev
 from specjax.training.objectives.windows import score
 from tests.conftest import tiny_target
 from tests.drafters import block_oracles
-from tests.training.test_drafter_methods import log_softmax
+from tests.training.test_drafter_methods import log_softmax, losses_of_acceptance
 from tests.training.test_methods import batch_of
 
 DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1, 4, 4], [5, 6, 7, 8, 2]]
@@ -133,15 +135,21 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
-    """Anchors at all places: 13 of them, of which those count whose first token does."""
-    method, kind = METHODS[name]
-    student = strong(STUDENTS[kind]())
-    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+class Prediction(NamedTuple):
+    """What a drafter expects at one depth of a block that it has drafted alone."""
+
+    theirs: np.ndarray  # [V] the target's logits
+    logits: np.ndarray  # [V] the drafter's
+    label: int
+    said: float  # by the confidence head
+    before: int  # the token before
+    state: np.ndarray  # [H] what the logits are of
+
+
+def predictions(student) -> Iterator[list[Prediction]]:
+    """Of each block that counts, those at its depths that do."""
     theirs = np.asarray(score(TARGET, BATCH)[0].logits[0], np.float64)
     tokens = np.asarray(BATCH["tokens"][0])
-    expected, lacking = 0.0, 0
     for place, depths in counted_depths().items():
         if not depths:
             continue
@@ -153,32 +161,38 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
                 before = jnp.asarray([tokens[min(place + 1 + d, 13)]])
                 after, memory, confidence = student.after(jnp.asarray(logits[d])[None], states[d][None], before, memory)
                 logits[d], said[d] = np.asarray(after[0], np.float64), float(confidence[0])
-        labels = [tokens[place + 2 + d] for d in range(depths)]
-        right = [np.exp(log_softmax(logits[d]))[labels[d]] for d in range(depths)]
+        yield [
+            Prediction(theirs[place + 1 + d], logits[d], tokens[place + 2 + d], said[d], tokens[place + 1 + d], states[d])
+            for d in range(depths)
+        ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
+    """Anchors at all places: 13 of them, of which those count whose first token does."""
+    method, kind = METHODS[name]
+    student = strong(STUDENTS[kind]())
+    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+    expected, lacking = 0.0, 0
+    for block in predictions(student):
+        right = [softmax(each.logits)[each.label] for each in block]
         if isinstance(student, DFlash2):
-            chosen = [theirs[place + 1 + d].argmax() for d in range(depths)] if method.labels == "target" else labels
-            before = [tokens[place + 1 + d] for d in range(depths)]
-            found = [slow_selector(student, states[d], logits[d], before[d], chosen[d]) for d in range(depths)]
+            found = [slow_selector(student, each, method.labels) for each in block]
             lacking += sum(was_lacking for _, was_lacking in found)
-            expected += method.selector_weight * sum(
-                weights_of(method, [np.exp(-each) for each, _ in found])[d] * found[d][0] for d in range(depths)
-            )
-        for d in range(depths):
-            log_p, log_q = log_softmax(theirs[place + 1 + d]), log_softmax(logits[d])
+            weights = weights_of(method, [np.exp(-entropy) for entropy, _ in found])
+            expected += method.selector_weight * np.dot(weights, [entropy for entropy, _ in found])
+        for d, (theirs, logits, label, said, *_) in enumerate(block):
+            log_p, log_q = log_softmax(theirs), log_softmax(logits)
             p, q = np.exp(log_p), np.exp(log_q)
-            if name in ("dflash", "dflash2"):
-                expected -= np.exp(-d / 2) * log_q[labels[d]]
-            elif name in ("dflash target", "dflash2 target"):
-                expected -= np.exp(-d / 2) * (p @ log_q)
-            elif name in ("dflash dpace", "dflash2 dpace"):
-                expected -= weights_of(method, right)[d] * log_q[labels[d]]
-            elif name == "jetspec":
-                log_p, log_q = log_softmax(theirs[place + 1 + d] / 2), log_softmax(logits[d] / 2)
+            if kind == "jetspec":
+                log_p, log_q = log_softmax(theirs / 2), log_softmax(logits / 2)
                 expected += 4 * np.exp(log_p) @ (log_p - log_q)
+            elif kind.startswith("dspark"):
+                expected += np.exp(-d / 3) * (-0.1 * log_q[label] + 0.9 * np.abs(p - q).sum() + confidence_loss(p, q, said))
+            elif method.labels == "target":
+                expected -= np.exp(-d / 2) * (p @ log_q)
             else:
-                kept = np.minimum(p, q).sum()
-                bce = -kept * np.log(sigmoid(said[d])) - (1 - kept) * np.log(1 - sigmoid(said[d]))
-                expected += np.exp(-d / 3) * (-0.1 * log_q[labels[d]] + 0.9 * np.abs(p - q).sum() + bce)
+                expected -= weights_of(method, right)[d] * log_q[label]
     np.testing.assert_allclose(loss, expected / (13 * DEPTH), rtol=2e-4)
     assert {"loss"} <= set(metrics)
     if isinstance(student, DFlash2):
@@ -186,24 +200,70 @@ def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> 
         assert {"token_loss", "selector_loss"} <= set(metrics)
 
 
-def weights_of(method, right) -> list[float]:
-    """Of each depth, of which the drafter gives the label the probability ``right``."""
-    smooth = [method.dpace * each + 1 - method.dpace for each in right]
+def weights_of(method, chances: list[float]) -> list[float]:
+    """Of each depth, of which the drafter gives what is right the probability ``chances``."""
     if method.dpace < 0:
-        return [np.exp(-d / method.gamma) for d in range(len(right))]
-    return [sum(np.prod(smooth[: m + 1]) for m in range(d, len(right))) for d in range(len(right))]
+        return [np.exp(-d / method.gamma) for d in range(len(chances))]
+    smooth = [(1 - method.dpace) * chance + method.dpace for chance in chances]
+    return [sum(np.prod(smooth[: m + 1]) for m in range(d, len(chances))) for d in range(len(chances))]
 
 
-def slow_selector(student, state, logits, before, label) -> tuple[float, bool]:
-    """The cross entropy to ``label`` among the candidates, and whether it had to be put there."""
+def slow_selector(student, prediction: Prediction, labels: str) -> tuple[float, bool]:
+    """The cross entropy to what is right among the candidates, and whether it had to be put there."""
+    logits, before = prediction.logits, prediction.before
+    label = prediction.theirs.argmax() if labels == "target" else prediction.label
     best = np.argsort(-logits)[: student.config.selector_top_k].tolist()
     lacks = label not in best
     if lacks:
         best[-1] = label
     codes = {name: np.asarray(student.params[name], np.float64) for name in ("predecessors", "successors", "selector")}
-    context = codes["predecessors"][before] * (np.asarray(state, np.float64) @ codes["selector"])
+    context = codes["predecessors"][before] * (np.asarray(prediction.state, np.float64) @ codes["selector"])
     scores = np.array([logits[token] + codes["successors"][token] @ context for token in best])
     return -log_softmax(scores)[best.index(label)], lacks
+
+
+OF_ACCEPTANCE = {
+    "dflash hybrid": (DFlashTraining(target="here", gamma=2.0, labels="target", loss="hybrid"), "dflash"),
+    "dflash text hybrid": (DFlashTraining(target="here", gamma=2.0, loss="hybrid"), "dflash"),
+    "dflash dpace acceptance": (DFlashTraining(target="here", dpace=0.5, labels="target", loss="acceptance"), "dflash"),
+    "jetspec acceptance": (JetSpecTraining(target="here", temperature=2.0, loss="acceptance"), "jetspec"),
+    "jetspec hybrid": (JetSpecTraining(target="here", loss="hybrid", eta=1.0), "jetspec"),
+    "dspark hybrid": (DSparkTraining(target="here", gamma=3.0, loss="hybrid"), "dspark"),
+    "dspark acceptance": (DSparkTraining(target="here", gamma=3.0, loss="acceptance"), "dspark"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ACCEPTANCE)
+def test_a_loss_of_acceptance_is_its_formula_too(name) -> None:
+    """Of a hybrid each depth has a share of its own, by the blocks that reach it."""
+    method, kind = OF_ACCEPTANCE[name]
+    student = strong(STUDENTS[kind]())
+    heat = method.temperature if isinstance(method, JetSpecTraining) else 1.0
+    expected, pairs, weights = 0.0, [[] for _ in range(DEPTH)], [[] for _ in range(DEPTH)]
+    for block in predictions(student):
+        chances = [np.minimum(softmax(each.theirs), softmax(each.logits)).sum() for each in block]
+        for d, (theirs, logits, label, said, *_) in enumerate(block):
+            weight = {"dflash": np.exp(-d / 2), "jetspec": 1.0, "dspark": 0.9 * np.exp(-d / 3)}[kind]
+            if name == "dflash dpace acceptance":
+                weight = weights_of(method, chances)[d]
+            wanted = np.where(np.arange(11) == label, 1e3, 0.0) if name == "dflash text hybrid" else theirs / heat
+            if kind == "dspark":
+                p, q = softmax(theirs), softmax(logits)
+                expected += np.exp(-d / 3) * (-0.1 * np.log(q[label]) + confidence_loss(p, q, said))
+            pairs[d].append((wanted, np.arange(11), logits / heat))
+            weights[d].append(weight)
+    for of_depth, weight in zip(pairs, weights, strict=True):
+        expected += np.dot(weight, losses_of_acceptance(method.loss, of_depth, method.eta))
+    np.testing.assert_allclose(jax.jit(method.objective)(student, BATCH, TARGET)[0], expected / (13 * DEPTH), rtol=2e-4)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    return np.exp(log_softmax(logits))
+
+
+def confidence_loss(p: np.ndarray, q: np.ndarray, said: float) -> float:
+    kept = np.minimum(p, q).sum()
+    return -kept * np.log(sigmoid(said)) - (1 - kept) * np.log(1 - sigmoid(said))
 
 
 def sigmoid(x: float) -> float:
@@ -278,6 +338,25 @@ def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, gradient)
 
 
+def test_a_loss_of_acceptance_raises_it() -> None:
+    """The chance that the drafts of all places are accepted, after a few steps of plain gradient descent."""
+    method = DFlashTraining(target="here", labels="target", loss="acceptance", gamma=0.0)
+    student = DFlash.init(TARGET, jax.random.key(1), block_size=SIZE, num_layers=1)
+    batch = {**batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]]), "key": jax.random.key(0)}
+
+    def objective(params):
+        return method.objective(student.replace(params=params), batch, TARGET)[0]
+
+    def chance(params):
+        return method.evaluation(student.replace(params=params), batch, TARGET)["acceptance_length_sampled"]
+
+    descend = jax.jit(lambda params: jax.tree.map(lambda x, g: x - 0.5 * g, params, jax.grad(objective)(params)))
+    params = student.params
+    for _ in range(20):
+        params = descend(params)
+    assert chance(params) > chance(student.params) + 0.1
+
+
 def test_anchors_are_drawn_among_the_places_that_count() -> None:
     valid = jnp.asarray([[False, True, True, False, True, True, True], [False, False, True, False, False, False, False]])
     drawn = [np.asarray(draw_places(jax.random.key(i), valid, 3)) for i in range(40)]
@@ -314,6 +393,11 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (DFlashTraining(target="here", block_size=1), r"method\.block_size=1: must be at least 2"),
         (DFlashTraining(target="here", gamma=-1.0), r"method\.gamma=-1\.0"),
         (DFlashTraining(target="here", dpace=2.0), r"method\.dpace=2\.0"),
+        (DFlashTraining(target="here", loss="acceptance"), r"method\.labels='text': of one token that is the cross entropy"),
+        (DFlashTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
+        (JetSpecTraining(target="here", loss="tv"), r"method\.loss='tv': must be one of kl, acceptance, hybrid"),  # type: ignore[arg-type]
+        (DSparkTraining(target="here", loss="kl"), r"method\.loss='kl': must be one of distance, acceptance, hybrid"),  # type: ignore[arg-type]
+        (JetSpecTraining(target="here", eta=-1.0), r"method\.eta=-1\.0"),
         (JetSpecTraining(target="here", anchors=0), r"method\.anchors=0"),
         (JetSpecTraining(target="here", mask_token_id=-2), r"method\.mask_token_id=-2"),
         (DSparkTraining(target="here", markov_rank=-1), r"method\.markov_rank=-1"),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.config import ConfigError
 from specjax.drafters import Eagle, Eagle3
 from specjax.drafts.shapes import Chain
 from specjax.training.contract import Given
@@ -131,22 +132,76 @@ def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
     assert noisy != objective(0.2, {**BATCH, "key": jax.random.key(1)})
 
 
-def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary() -> None:
-    ids = np.array([0, 2, 3, 4, 6, 8, 9])
+def losses_of_acceptance(loss, pairs, eta=3.0):
+    """The loss of each pair of one depth: the target's logits, all of them, and the drafter's of the tokens ``ids``."""
+    chances, divergences = [], []
+    for wanted, ids, ours in pairs:
+        p, q = np.exp(log_softmax(np.asarray(wanted, np.float64)))[ids], np.exp(log_softmax(ours))
+        chances.append(sum(min(x, y) for x, y in zip(p, q, strict=True)))
+        scaled = p / p.sum()
+        divergences.append(sum(x * np.log(x / y) for x, y in zip(scaled, q, strict=True) if x))
+    if loss == "acceptance":
+        return [-np.log(chance) for chance in chances]
+    share = np.exp(-eta * np.mean(chances)) if chances else 1.0
+    return [share * kl + (1 - share) * (1 - chance) for kl, chance in zip(divergences, chances, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["cross_entropy", "acceptance", "hybrid"])
+def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> None:
+    ids = np.array([0, 2, 3, 4, 6, 8, 10])
     student = strong(Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=ids))
-    loss, _ = jax.jit(Eagle3Training(target="here", steps=3).objective)(student, BATCH, TARGET)
+    loss, _ = jax.jit(Eagle3Training(target="here", steps=3, loss=kind, eta=2.0).objective)(student, BATCH, TARGET)
     _, ours, _, theirs = parts(student, 3)
     expected, left_out = 0.0, 0
     for step in range(3):
+        pairs = []
         for t in COUNTED[step]:
             wanted = theirs[t + 1 + step]
             if wanted.argmax() not in ids:
                 left_out += 1
                 continue
-            p = np.exp(log_softmax(wanted[ids].astype(np.float64)))
-            expected -= 0.8**step * (p @ log_softmax(ours[step][t]))
-    assert left_out
+            pairs.append((wanted, ids, ours[step][t]))
+        if kind == "cross_entropy":
+            each = [-np.exp(log_softmax(wanted[ids].astype(np.float64))) @ log_softmax(q) for wanted, ids, q in pairs]
+        else:
+            each = losses_of_acceptance(kind, pairs, eta=2.0)
+        expected += 0.8**step * sum(each)
+    assert left_out and expected > 1
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["acceptance", "hybrid"])
+def test_a_loss_of_acceptance_raises_it(kind) -> None:
+    """Within a vocabulary of its own; a few steps of plain gradient descent."""
+    student = Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=np.array([0, 2, 3, 4, 6, 8, 10]))
+    batch = batch_of([[1, 2, 3, 4, 9, 3, 1, 5, 6, 7, 8, 2, 1, 4]])
+    method = Eagle3Training(target="here", steps=2, loss=kind)
+
+    def objective(params):
+        return method.objective(student.replace(params=params), batch, TARGET)[0]
+
+    @jax.jit
+    def descend(params):
+        gradient = jax.grad(objective, allow_int=True)(params)
+        return jax.tree.map(lambda x, g: x if x.dtype == jnp.int32 else x - 0.3 * g, params, gradient)
+
+    params = student.params
+    for _ in range(30):
+        params = descend(params)
+    before, after = (method.evaluation(student.replace(params=p), batch, TARGET) for p in (student.params, params))
+    assert after["acceptance_length_sampled"] > before["acceptance_length_sampled"] + 0.1
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (Eagle3Training(target="here", loss="kl"), r"method\.loss='kl': must be one of cross_entropy, acceptance, hybrid"),  # type: ignore[arg-type]
+        (Eagle3Training(target="here", eta=-1.0), r"method\.eta=-1\.0: must be at least 0"),
+    ],
+)
+def test_losses_that_are_none_are_refused(method, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        method.check(window=64)
 
 
 def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(monkeypatch) -> None:

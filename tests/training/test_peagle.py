@@ -17,13 +17,13 @@ from specjax.training.methods.peagle import draw, read_depths
 from specjax.training.objectives.ahead import SIMULATED_STEPS
 from specjax.training.objectives.windows import forward
 from tests.conftest import tiny_target
-from tests.training.test_drafter_methods import COUNTED, log_softmax
+from tests.training.test_drafter_methods import COUNTED, log_softmax, losses_of_acceptance
 from tests.training.test_methods import batch_of
 
 DOCUMENTS = [[1, 2, 3, 4, 9, 3, 1], [5, 6, 7, 8]]
 BATCH = {**batch_of(DOCUMENTS, [0, 1, 1, 1, 0, 1, 1, 1, 1, 1]), "key": jax.random.key(0)}
 TARGET = tiny_target(num_layers=1)
-IDS = np.array([0, 2, 3, 4, 6, 8, 9])
+IDS = np.array([0, 2, 3, 4, 6, 8, 10])
 PLACES, DEPTHS = 10, 3
 KINDS = {
     "plain": {},
@@ -88,25 +88,40 @@ def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     assert min(others) > 1e-2  # places and depths differ
 
 
-@pytest.mark.parametrize("kind", ["plain", "own vocabulary"])
-@pytest.mark.parametrize("remat", [False, True])
-def test_the_target_s_distribution_is_learnt_at_every_depth(kind, remat) -> None:
-    method = PEagleTraining(target="here", depths=DEPTHS, kept=0.6, remat=remat)
+@pytest.mark.parametrize(
+    ("kind", "remat", "loss"),
+    [
+        ("plain", False, "cross_entropy"),
+        ("plain", True, "cross_entropy"),
+        ("own vocabulary", False, "cross_entropy"),
+        ("own vocabulary", True, "hybrid"),
+        ("own vocabulary", False, "acceptance"),
+        ("plain", False, "hybrid"),
+    ],
+)
+def test_the_target_s_distribution_is_learnt_at_every_depth(kind, remat, loss) -> None:
+    method = PEagleTraining(target="here", depths=DEPTHS, kept=0.6, remat=remat, loss=loss)
     sizes, student = method.places(PLACES), strong(**KINDS[kind])
     assert sizes == (10, 6, 3)
-    loss, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
+    value, metrics = jax.jit(method.objective)(student, BATCH, TARGET)
     theirs = np.asarray(forward(TARGET, BATCH).logits[0], np.float64)
-    ours, ids, terms = drafted(student), KINDS[kind].get("ids", np.arange(11)), {depth: [] for depth in range(DEPTHS)}
+    ours, ids, terms = drafted(student), KINDS[kind].get("ids", np.arange(11)), {}
     left_out = 0
     for depth, places in learnt(BATCH, sizes[1:]).items():
+        pairs = []
         for place in places:
             wanted = theirs[place + 1 + depth]
             if wanted.argmax() not in ids:
                 left_out += 1
                 continue
-            terms[depth].append(-np.exp(log_softmax(wanted[ids])) @ log_softmax(ours[place, depth]))
+            pairs.append((wanted, ids, ours[place, depth]))
+        if loss == "cross_entropy":
+            terms[depth] = [-np.exp(log_softmax(wanted[ids])) @ log_softmax(q) for wanted, _, q in pairs]
+        else:
+            terms[depth] = losses_of_acceptance(loss, pairs)
     assert (left_out > 0) == (kind == "own vocabulary")
-    np.testing.assert_allclose(loss, sum(map(sum, terms.values())) / sum(sizes), rtol=1e-4)
+    assert all(terms[depth] for depth in (0, 1))
+    np.testing.assert_allclose(value, sum(map(sum, terms.values())) / sum(sizes), rtol=1e-4)
     for depth, each in terms.items():
         np.testing.assert_allclose(metrics[f"loss_{depth}"], np.mean(each) if each else 0.0, rtol=1e-4)
 
@@ -198,6 +213,7 @@ def test_a_student_is_as_its_options_say() -> None:
         ({"kept": 0.0}, r"method\.kept=0\.0"),
         ({"kept": 1.5}, r"method\.kept=1\.5"),
         ({"kept_at_least": -0.1}, r"method\.kept_at_least=-0\.1"),
+        ({"loss": "tv"}, r"method\.loss='tv': must be one of cross_entropy, acceptance, hybrid"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message) -> None:

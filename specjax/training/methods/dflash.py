@@ -7,12 +7,12 @@ import jax
 
 from specjax.drafters.dflash import DFlash
 from specjax.models.transformer import Target
-from specjax.training.objectives.blocks import CrossEntropyMethod, Drafted
+from specjax.training.objectives.blocks import Drafted, TokenMethod
 
 
 @dataclass(frozen=True)
-class DFlashTraining(CrossEntropyMethod):
-    """Cross entropy at every depth of every block, weighed by depth. Further fields: `CrossEntropyMethod`.
+class DFlashTraining(TokenMethod):
+    """What it learns at every depth of every block, and with what weight, are fields of `TokenMethod`.
 
     Attributes:
         name: the method.

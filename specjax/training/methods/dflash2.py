@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.dflash2 import DFlash2
 from specjax.models.transformer import Target
-from specjax.training.objectives.blocks import CrossEntropyMethod, Drafted
+from specjax.training.objectives.blocks import Drafted, TokenMethod
 
 
 @dataclass(frozen=True)
-class DFlash2Training(CrossEntropyMethod):
+class DFlash2Training(TokenMethod):
     """DFlash's cross entropy, and the selector's among its candidates, with the text's token before each.
 
     Where the right token is no candidate it takes the place of the last one, as speculators has it. With ``labels: target`` it
     is the target's likeliest. Both are weighed by depth, and D-PACE weighs each by its own chances. Further fields:
-    `CrossEntropyMethod`.
+    `TokenMethod`.
 
     Attributes:
         name: the method.
@@ -69,7 +69,8 @@ class DFlash2Training(CrossEntropyMethod):
     def each(self, student: DFlash2, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)
         right = drafted.tokens if self.labels == "text" else jnp.argmax(target.head(drafted.hidden), axis=-1)
-        selector = self.weighed(_selector_loss(student, logits, drafted, right), drafted.valid)
+        entropy = _selector_loss(student, logits, drafted, right)
+        selector = self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         return {"token_loss": self.token_loss(logits, target, drafted), "selector_loss": self.selector_weight * selector}
 
     def expected(self, student: DFlash2, target: Target, states: jax.Array, before: jax.Array) -> Iterator[jax.Array]:

@@ -11,6 +11,7 @@ from specjax.config import ConfigError
 from specjax.drafters.dflash_config import Markov
 from specjax.drafters.dspark import DSpark
 from specjax.models.transformer import Target
+from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.blocks import BlockMethod, Drafted, falling
 
 
@@ -28,7 +29,9 @@ class DSparkTraining(BlockMethod):
         markov: its kind.
         confidence: whether there is a confidence head.
         token_weight: of the cross entropy.
-        distance_weight: of the distance.
+        distance_weight: of the distance, or of what is in its place.
+        loss: the distance, as published, or in its place one of the losses of acceptance (arXiv 2602.23881).
+        eta: of the hybrid one, see `losses.hybrid`.
         confidence_weight: of the confidence head's cross entropy.
         gamma: depth d weighs ``exp(-(d - 1) / gamma)``; 0: all alike.
         freeze_head: leave embedding and head as they begin, the target's own, as published.
@@ -48,6 +51,8 @@ class DSparkTraining(BlockMethod):
     confidence: bool = True
     token_weight: float = 0.1
     distance_weight: float = 0.9
+    loss: Literal["distance"] | AcceptanceLoss = "distance"
+    eta: float = 3.0
     confidence_weight: float = 1.0
     gamma: float = 4.0
     freeze_head: bool = True
@@ -63,6 +68,7 @@ class DSparkTraining(BlockMethod):
         weights = (self.token_weight, self.distance_weight, self.confidence_weight, self.gamma)
         if min(weights) < 0:
             raise ConfigError(f"method: token_weight, distance_weight, confidence_weight, gamma={weights}: must be at least 0")
+        check_loss(self.loss, "distance", self.eta)
 
     def options(self) -> Mapping[str, Any]:
         return {"markov_rank": self.markov_rank, "markov": self.markov, "confidence": self.confidence}
@@ -70,11 +76,14 @@ class DSparkTraining(BlockMethod):
     def each(self, student: DSpark, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
         by_depth = list(_along(student, target, drafted.states, drafted.before))
         logits = jnp.stack([logits for logits, _ in by_depth], axis=-2)
-        log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(target.head(drafted.hidden))
+        theirs = target.head(drafted.hidden)
+        log_q, p = jax.nn.log_softmax(logits), jax.nn.softmax(theirs)
         token = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
         distance = jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
-        weight = falling(token.shape, self.gamma)
-        terms = {"token_loss": self.token_weight * weight * token, "distance_loss": self.distance_weight * weight * distance}
+        weight, apart = falling(token.shape, self.gamma), distance
+        if self.loss != "distance":
+            apart = acceptance_loss_by_depth(self.loss, jax.nn.log_softmax(theirs), log_q, drafted.valid, self.eta)
+        terms = {"token_loss": self.token_weight * weight * token, f"{self.loss}_loss": self.distance_weight * weight * apart}
         if student.config.confidence:
             confidence = jnp.stack([said for _, said in by_depth if said is not None], axis=-1)
             kept = jax.lax.stop_gradient(1 - distance / 2)

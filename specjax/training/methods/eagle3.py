@@ -10,8 +10,9 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import decayed
-from specjax.training.objectives.draft_vocabulary import most_frequent, wanted
+from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import forward
 
@@ -34,6 +35,8 @@ class Eagle3Training(FeatureMethod):
         freeze_head: leave the head as it begins, the target's own of the tokens that can be drafted.
         steps: of the training-time test.
         decay: of the later steps' weight.
+        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
+        eta: of the hybrid one, see `losses.hybrid`.
         remat: work inner values out again for the gradient, and keep fewer.
 
     Examples:
@@ -57,6 +60,8 @@ class Eagle3Training(FeatureMethod):
     freeze_head: bool = False
     steps: int = 7
     decay: float = 0.8
+    loss: Literal["cross_entropy"] | AcceptanceLoss = "cross_entropy"
+    eta: float = 3.0
     remat: bool = False
 
     def check(self, window: int) -> None:
@@ -70,6 +75,7 @@ class Eagle3Training(FeatureMethod):
             )
         if self.steps + 1 >= window:
             raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
+        check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, given: Given) -> Eagle3:
         target = given.frozen_target
@@ -85,13 +91,15 @@ class Eagle3Training(FeatureMethod):
         )
 
     def objective(self, student: Eagle3, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats. Positions at which the target's likeliest token cannot be drafted do not count."""
+        """In nats, or as the loss comes. Positions at which the target's likeliest token cannot be drafted do not count."""
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
         theirs, can_be_drafted = wanted(student, target, output)
+        whole = jax.nn.logsumexp(output.logits, axis=-1)
 
         def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
-            return losses.mean_over_positions(losses.soft_cross_entropy(theirs, student.logits(target, states)), mask)
+            each = token_loss(self.loss, theirs, whole, student.logits(target, states), mask, self.eta)
+            return losses.mean_over_positions(each, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of
         features = student.features(output)

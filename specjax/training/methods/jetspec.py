@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.dflash import DFlash
 from specjax.models.transformer import Target
+from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.blocks import BlockMethod, Drafted
 
 
@@ -20,6 +21,9 @@ class JetSpecTraining(BlockMethod):
     Attributes:
         name: the method.
         temperature: of both distributions.
+        loss: the divergence, as published, or one of the losses of acceptance (arXiv 2602.23881) at that temperature. The
+            square belongs to the first alone.
+        eta: of the hybrid one, see `losses.hybrid`.
 
     Examples:
         >>> from specjax.training.methods import JetSpecTraining
@@ -31,11 +35,14 @@ class JetSpecTraining(BlockMethod):
 
     name: Literal["jetspec"] = "jetspec"
     temperature: float = 1.0
+    loss: Literal["kl"] | AcceptanceLoss = "kl"
+    eta: float = 3.0
 
     def check(self, window: int) -> None:
         super().check(window)
         if self.temperature <= 0:
             raise ConfigError(f"method.temperature={self.temperature}: must be above 0")
+        check_loss(self.loss, "kl", self.eta)
 
     def options(self) -> Mapping[str, Any]:
         return {"variant": {"causal": True}}
@@ -43,4 +50,6 @@ class JetSpecTraining(BlockMethod):
     def each(self, student: DFlash, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
         log_p = jax.nn.log_softmax(target.head(drafted.hidden) / self.temperature)
         log_q = jax.nn.log_softmax(student.logits(target, drafted.states) / self.temperature)
+        if self.loss != "kl":
+            return {f"{self.loss}_loss": acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)}
         return {"kl": self.temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)}

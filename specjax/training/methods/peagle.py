@@ -20,8 +20,9 @@ from specjax.models.cache import Entry
 from specjax.models.transformer import Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
-from specjax.training.objectives.draft_vocabulary import most_frequent, wanted
+from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, forward
 
@@ -45,6 +46,8 @@ class PEagleTraining(TrainingMethod):
         depths: tokens of a draft that are learnt.
         kept: depth d is learnt at a share ``kept ** d`` of the places ...
         kept_at_least: ... or at this one, where that is more.
+        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
+        eta: of the hybrid one, see `losses.hybrid`.
         remat: work inner values out again for the gradient, and keep fewer.
 
     Examples:
@@ -71,6 +74,8 @@ class PEagleTraining(TrainingMethod):
     depths: int = 8
     kept: float = 0.7
     kept_at_least: float = 0.2
+    loss: Literal["cross_entropy"] | AcceptanceLoss = "cross_entropy"
+    eta: float = 3.0
     remat: bool = False
     best_by: ClassVar[str] = "acceptance_length"
 
@@ -90,6 +95,7 @@ class PEagleTraining(TrainingMethod):
             )
         if self.depths >= window:
             raise ConfigError(f"method.depths={self.depths}: data.window={window} is too short; give at least depths + 1")
+        check_loss(self.loss, "cross_entropy", self.eta)
 
     def init(self, key: jax.Array, given: Given) -> PEagle:
         target = given.frozen_target
@@ -114,7 +120,7 @@ class PEagleTraining(TrainingMethod):
         return tuple(max(int(window * share), 1) for share in shares)
 
     def objective(self, student: PEagle, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
-        """In nats, divided by all places of all depths, as many in every batch, counted or not.
+        """In nats, or as the loss comes, divided by all places of all depths, as many in every batch, counted or not.
 
         Places at which the target's likeliest token cannot be drafted do not count. ``loss_d`` is that of depth d alone, by the
         places that count.
@@ -122,6 +128,7 @@ class PEagleTraining(TrainingMethod):
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
         theirs, can_be_drafted = wanted(student, target, output)
+        whole = jax.nn.logsumexp(output.logits, axis=-1)
         rows, window = output.hidden.shape[:2]
         sizes = self.places(window)
         can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
@@ -129,7 +136,8 @@ class PEagleTraining(TrainingMethod):
         def loss_of(states: jax.Array, at: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Of states that predict what the target expects ``at [B, m]``."""
             mask = counts & _take(can_be_drafted, at)
-            each = losses.soft_cross_entropy(_take(theirs, at), student.logits(target, states))
+            logits = student.logits(target, states)
+            each = token_loss(self.loss, _take(theirs, at), _take(whole, at), logits, mask, self.eta)
             return losses.mean_over_positions(each, mask), losses.mean_over_labels(each, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of

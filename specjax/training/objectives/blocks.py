@@ -8,7 +8,7 @@ the context up to t, of its own document, and itself; no other block.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,13 @@ from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, score
+
+_NEVER = -1e9
+"""The log-probability of what never happens: finite, so that 0 times it is 0."""
 
 _CHUNK = 32
 """Blocks of a window that an evaluation reads at a time: it has one for every place, and they take much memory together."""
@@ -135,22 +139,28 @@ class BlockMethod(TrainingMethod):
 
 
 @dataclass(frozen=True)
-class CrossEntropyMethod(BlockMethod):
-    """One that learns the tokens of a block by cross entropy, weighed by depth. Further fields: `BlockMethod`.
+class TokenMethod(BlockMethod):
+    """One that learns the tokens of a block, weighed by depth. Further fields: `BlockMethod`.
 
     Attributes:
         labels: the text's own tokens, as published, or the target's distribution.
+        loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
+        eta: of the hybrid one, see `losses.hybrid`.
         gamma: depth d weighs ``exp(-(d - 1) / gamma)``; published are 7 for blocks of 16 and 4 for blocks of 8. 0: all alike.
-        dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not.
+        dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not. What it goes by
+            is the label's probability, or the chance of acceptance where that is the loss.
 
     Examples:
-        >>> from specjax.training.objectives.blocks import CrossEntropyMethod
-        >>> method = CrossEntropyMethod(target="embedded", gamma=2.0)
-        >>> method.weighed(jnp.ones((1, 1, 3)), valid=jnp.ones((1, 1, 3), bool))[0, 0]  # exp(-d / 2)
+        >>> from specjax.training.objectives.blocks import TokenMethod
+        >>> method = TokenMethod(target="embedded", gamma=2.0)
+        >>> every = jnp.ones((1, 1, 3))
+        >>> method.weighed(every, right=every, valid=every > 0)[0, 0]  # exp(-d / 2)
         Array([1.        , 0.60653067, 0.36787945], dtype=float32)
     """
 
     labels: Labels = "text"
+    loss: Literal["cross_entropy"] | AcceptanceLoss = "cross_entropy"
+    eta: float = 3.0
     gamma: float = 7.0
     dpace: float = -1.0
 
@@ -160,21 +170,32 @@ class CrossEntropyMethod(BlockMethod):
             raise ConfigError(
                 f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and from 0 to 1, or -1 for none"
             )
+        check_loss(self.loss, "cross_entropy", self.eta)
+        if self.loss == "acceptance" and self.labels == "text":
+            raise ConfigError(
+                "method.loss='acceptance', method.labels='text': of one token that is the cross entropy; give labels='target'"
+            )
 
     def token_loss(self, logits: jax.Array, target: Target, drafted: "Drafted") -> jax.Array:
-        """``[B, A, D]`` the weighed cross entropy of ``logits [B, A, D, V]`` to the labels."""
+        """``[B, A, D]`` the weighed loss of ``logits [B, A, D, V]``."""
         log_q = jax.nn.log_softmax(logits)
         if self.labels == "target":
-            entropy = -jnp.sum(jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1)
-        else:
+            log_p = jax.nn.log_softmax(target.head(drafted.hidden))
+        elif self.loss == "cross_entropy":
             entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
-        return self.weighed(entropy, drafted.valid)
+            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
+        else:  # the distribution that has nothing but the text's token
+            log_p = jnp.where(jnp.arange(log_q.shape[-1]) == drafted.tokens[..., None], 0.0, _NEVER)
+        if self.loss == "cross_entropy":
+            entropy = -jnp.sum(jnp.exp(log_p) * log_q, axis=-1)
+            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
+        loss = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
+        return self.weighed(loss, jnp.exp(losses.log_acceptance(log_p, log_q)), drafted.valid)
 
-    def weighed(self, entropy: jax.Array, valid: jax.Array) -> jax.Array:
-        """Cross entropies ``[B, A, D]`` times the weights of their depths."""
-        if self.dpace >= 0:
-            return dpace(jnp.exp(-entropy), valid, self.dpace) * entropy
-        return falling(entropy.shape, self.gamma) * entropy
+    def weighed(self, loss: jax.Array, right: jax.Array, valid: jax.Array) -> jax.Array:
+        """Losses ``[B, A, D]`` times the weights of their depths; D-PACE's go by the chances ``right [B, A, D]``."""
+        weight = dpace(right, valid, self.dpace) if self.dpace >= 0 else falling(loss.shape, self.gamma)
+        return weight * loss
 
 
 @dataclass(frozen=True)
