@@ -28,7 +28,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Piece
-from specjax.models.cache import Entry, KVCache
+from specjax.models.cache import Cache, Entry
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import attention, normed
@@ -52,6 +52,8 @@ class DFlash2(DFlash):
         config: its configuration.
         draft: the shape of its drafts, at most as deep as a block has room for.
         mesh: where the params live.
+        cache: what it remembers of a text, see `DFlash`.
+        budget: with ``cache``, slots of a row in each layer.
 
     Examples:
         >>> drafter = specjax.DFlash2.init(target, jax.random.key(1), draft=3, block_size=4)
@@ -76,6 +78,7 @@ class DFlash2(DFlash):
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
+        """Those of z-lab's drafters."""
         return {"num_layers": 5, "block_size": 8}
 
     @classmethod
@@ -173,8 +176,8 @@ class DFlash2(DFlash):
         return jnp.put_along_axis(jnp.full_like(logits, -jnp.inf), ids, scores, axis=-1, inplace=False)
 
     def propose(
-        self, target: Target, state: KVCache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
-    ) -> tuple[Draft, KVCache]:
+        self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
+    ) -> tuple[Draft, Cache]:
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
         # Tokens that must not come yet are no candidates.
@@ -197,7 +200,7 @@ class DFlash2(DFlash):
             draft = replace(draft, q=jnp.put_along_axis(everywhere, of_nodes, draft.q, axis=-1, inplace=False))
         return draft, state
 
-    def drafting_reads(self, target: Target, state: KVCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
+    def drafting_reads(self, target: Target, state: Cache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """All but the codebooks once; of these the rows of a few tokens."""
         own = {name: value for name, value in self.own_weights.items() if name not in ("predecessors", "successors")}
         head = () if self.config.own_head else target.head_as_stored

@@ -25,7 +25,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     )
 
     def matrices(params: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+        return jax.tree_util.tree_map_with_path(_decays, params)
 
     descent = optax.adamw(schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay, mask=matrices)
     if config.method == "muon":
@@ -33,6 +33,12 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
         muon = optax.contrib.muon(schedule, consistent_rms=0.2, weight_decay=config.weight_decay)
         descent = optax.multi_transform({"adamw": descent, "muon": muon}, _label_parameters)
     return optax.chain(optax.clip_by_global_norm(config.clip), descent)
+
+
+def _decays(path: Any, leaf: jax.Array) -> bool:
+    """Norms and biases do not; nor do DFlash2's kernels, which scale each channel by 1 where a convolution does nothing."""
+    is_kernel = jax.tree_util.keystr(path, simple=True, separator=".").endswith("_conv_base")
+    return leaf.ndim > 1 and not is_kernel
 
 
 def _label_parameters(params: Any) -> Any:

@@ -23,7 +23,7 @@ from tests.conftest import tiny_target
 from tests.drafters import block_oracles
 from tests.drafters.block_oracles import BLOCK, Text, make_drafter, make_text, needs_speculators, slow_of, write_as
 from tests.drafters.test_block_oracles import ANCHORS
-from tests.drafters.test_dflash import of_anchors
+from tests.drafters.test_dflash import having_heard, of_anchors
 
 SIZES = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
 
@@ -321,6 +321,19 @@ def test_more_children_than_candidates_are_refused() -> None:
     with pytest.raises(InputError, match=r"asks for 5 children of a node, and this drafter has 4 candidates at each place"):
         drafter.check(tiny_target())
     replace(drafter, draft=specjax.StaticTree(tuple((i,) for i in range(4)))).check(tiny_target())
+
+
+@pytest.mark.thorough  # tests/drafters/test_dflash.py has small caches every time
+def test_a_small_cache_changes_blocks_where_it_drops_tokens_alone() -> None:
+    target, whole = tiny_target(), of_tiny()
+    features = np.random.default_rng(0).normal(size=(3, 20, 16)).astype(np.float32)
+
+    def block(drafter: DFlash2) -> np.ndarray:
+        return np.asarray(drafter.block(target, having_heard(drafter, target, features), jnp.array([3, 5, 1])))
+
+    small, large = (whole.replace(cache=specjax.Streaming(sinks=1), budget=budget) for budget in (3, 24))
+    np.testing.assert_allclose(block(large), block(whole), atol=1e-5)
+    assert np.abs(block(small) - block(whole)).max() > 1e-3
 
 
 def test_of_the_codebooks_a_few_rows_are_read() -> None:

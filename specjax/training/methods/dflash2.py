@@ -18,8 +18,8 @@ class DFlash2Training(TokenMethod):
     """DFlash's cross entropy, and the selector's among its candidates, with the text's token before each.
 
     Where the right token is no candidate it takes the place of the last one, as speculators has it. With ``labels: target`` it
-    is the target's likeliest. Both are weighed by depth, and D-PACE weighs each by its own chances. Further fields:
-    `TokenMethod`.
+    is the target's likeliest. Both are weighed by depth, and D-PACE weighs each by its own chances. Another ``loss`` takes the
+    place of the first alone. Further fields: `TokenMethod`.
 
     Attributes:
         name: the method.

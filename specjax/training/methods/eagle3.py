@@ -95,10 +95,10 @@ class Eagle3Training(FeatureMethod):
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
         theirs, can_be_drafted = wanted(student, target, output)
-        whole = jax.nn.logsumexp(output.logits, axis=-1)
+        log_total = jax.nn.logsumexp(output.logits, axis=-1)
 
         def loss_of(states: jax.Array, mask: jax.Array) -> jax.Array:
-            each = token_loss(self.loss, theirs, whole, student.logits(target, states), mask, self.eta)
+            each = token_loss(self.loss, theirs, log_total, student.logits(target, states), mask, self.eta)
             return losses.mean_over_positions(each, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of

@@ -128,7 +128,7 @@ class PEagleTraining(TrainingMethod):
         assert target is not None
         output = forward(target, batch, student.taps(target.config))
         theirs, can_be_drafted = wanted(student, target, output)
-        whole = jax.nn.logsumexp(output.logits, axis=-1)
+        log_total = jax.nn.logsumexp(output.logits, axis=-1)
         rows, window = output.hidden.shape[:2]
         sizes = self.places(window)
         can_be_drafted = jnp.broadcast_to(can_be_drafted, (rows, window))
@@ -137,7 +137,7 @@ class PEagleTraining(TrainingMethod):
             """Of states that predict what the target expects ``at [B, m]``."""
             mask = counts & _take(can_be_drafted, at)
             logits = student.logits(target, states)
-            each = token_loss(self.loss, _take(theirs, at), _take(whole, at), logits, mask, self.eta)
+            each = token_loss(self.loss, _take(theirs, at), _take(log_total, at), logits, mask, self.eta)
             return losses.mean_over_positions(each, mask), losses.mean_over_labels(each, mask)
 
         loss_of = jax.checkpoint(loss_of) if self.remat else loss_of

@@ -30,7 +30,7 @@ def wanted(student: Eagle3, target: Target, output: Output) -> tuple[jax.Array, 
 def token_loss(
     loss: Literal["cross_entropy"] | AcceptanceLoss,
     theirs: Float[Array, "B T Vd"],
-    whole: Float[Array, "B T"],
+    log_total: Float[Array, "B T"],
     logits: Float[Array, "B T Vd"],
     mask: Bool[Array, "B T"],
     eta: float,
@@ -43,14 +43,14 @@ def token_loss(
     Args:
         loss: which.
         theirs: the target's logits of the tokens that can be drafted, see `wanted`.
-        whole: the logarithm of the sum of the exponentials of all its logits.
+        log_total: the logarithm of the sum of the exponentials of all its logits.
         logits: the drafter's.
         mask: which predictions count.
         eta: see `losses.hybrid`.
     """
     if loss == "cross_entropy":
         return losses.soft_cross_entropy(theirs, logits)
-    return acceptance_loss(loss, theirs - whole[..., None], logits, mask, eta)
+    return acceptance_loss(loss, theirs - log_total[..., None], logits, mask, eta)
 
 
 def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
