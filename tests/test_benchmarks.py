@@ -1,5 +1,6 @@
 """The decoding benchmark, small: what it reports adds up, and what it refuses."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import specjax
 from benchmarks import (
     acceptance,
     arrivals,
+    block_drafting,
     boundedness,
     decode,
     drafters,
@@ -348,3 +350,14 @@ def test_by_load_is_set_beside_the_better_of_the_others() -> None:
 def test_arrivals_that_cannot_be_measured_are_refused_by_name(changes, words) -> None:
     with pytest.raises(InputError, match=words):
         arrivals.run(arrivals.ArrivalsConfig(**changes))
+
+
+@pytest.mark.thorough
+def test_drafts_of_every_depth_are_timed(tiny_pair, tmp_path, capsys) -> None:
+    output, same_size = tmp_path / "results.json", (16, 24, 2)
+    config = block_drafting.BlockDraftingConfig(target=tiny_pair[0], inflate=same_size, layers=2, depths=(1, 3), context=8)
+    block_drafting.main(dataclasses.replace(config, turns=1, repeats=2, output=str(output)))
+    written = json.loads(output.read_text())
+    assert [(each["drafter"], each["depth"]) for each in written] == [(n, d) for n in block_drafting.MADE for d in (1, 3)]
+    assert all(len(each["milliseconds"]) == 2 and min(each["milliseconds"]) > 0 for each in written)
+    assert "3 / 1" in capsys.readouterr().out
