@@ -179,16 +179,16 @@ class TokenMethod(BlockMethod):
     def token_loss(self, logits: jax.Array, target: Target, drafted: "Drafted") -> jax.Array:
         """``[B, A, D]`` the weighed loss of ``logits [B, A, D, V]``."""
         log_q = jax.nn.log_softmax(logits)
+        if self.loss == "cross_entropy":
+            if self.labels == "target":
+                entropy = -jnp.sum(jax.nn.softmax(target.head(drafted.hidden)) * log_q, axis=-1)
+            else:
+                entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
+            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         if self.labels == "target":
             log_p = jax.nn.log_softmax(target.head(drafted.hidden))
-        elif self.loss == "cross_entropy":
-            entropy = -jnp.take_along_axis(log_q, drafted.tokens[..., None], axis=-1)[..., 0]
-            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         else:  # the distribution that has nothing but the text's token
             log_p = jnp.where(jnp.arange(log_q.shape[-1]) == drafted.tokens[..., None], 0.0, _NEVER)
-        if self.loss == "cross_entropy":
-            entropy = -jnp.sum(jnp.exp(log_p) * log_q, axis=-1)
-            return self.weighed(entropy, jnp.exp(-entropy), drafted.valid)
         loss = acceptance_loss_by_depth(self.loss, log_p, log_q, drafted.valid, self.eta)
         return self.weighed(loss, jnp.exp(losses.log_acceptance(log_p, log_q)), drafted.valid)
 
