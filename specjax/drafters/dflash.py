@@ -286,6 +286,12 @@ class DFlash(TrainedDrafter[Cache]):
         """Whether tokens of a block see those before them alone, in layers with a ``window`` or without."""
         return self.config.causal or (window is not None and self.config.causal_in_window)
 
+    def sees(self, window: int | None, back: Any) -> Any:
+        """Of each number of the array ``back``: whether a place of a block sees the one so many places before it, or after it
+        where that is negative, in a layer with a ``window`` or without."""
+        seen = back >= (0 if self.is_causal(window) else -self.config.block_size)
+        return seen if window is None or self.config.window_of_block else seen & (back < window)
+
     def reach(self, window: int | None, positions: jax.Array, anchors: jax.Array) -> jax.Array | None:
         """``[B, T|1]`` the first position that tokens at ``positions [B, T]`` of blocks with ``anchors [B, T|1]`` see in a
         layer with a ``window``; None: they see all."""
@@ -306,10 +312,7 @@ class DFlash(TrainedDrafter[Cache]):
         positions = anchors + place
 
         def seen(number: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
-            back = place[:, None] - place
-            mask = back >= (0 if self.is_causal(window) else -size)
-            if window is not None and not self.config.window_of_block:
-                mask &= back < window
+            mask = self.sees(window, place[:, None] - place)
             return mask[None], [_before(state, number, self.reach(window, positions, anchors), self.mesh)]
 
         return self.run(target, tokens, positions, place, seen)[:, : first + depth]

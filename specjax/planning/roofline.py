@@ -222,13 +222,15 @@ class Trained:
     def level_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
         """Seconds of a level of drafting, one node a row: the slower of its arithmetic and its traffic with the weights, and
         what it reads of states and caches."""
-        weights, remembered = (sizes[0] for sizes in self._reads(batch, context))
-        products = Work(2.0 * weights * batch, weights * weight_bytes)
-        return products.seconds(chip) + remembered * kv_bytes / chip.bandwidth
+        return self._time(0, chip, batch, context, weight_bytes, kv_bytes)
 
     def step_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
         """Seconds of what it does once for all levels of a draft, likewise."""
-        weights, remembered = (sizes[1] for sizes in self._reads(batch, context))
+        return self._time(1, chip, batch, context, weight_bytes, kv_bytes)
+
+    def _time(self, part: int, chip: Chip, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
+        """Of a level, part 0, or of what is done once, part 1 (see `_reads`)."""
+        weights, remembered = (sizes[part] for sizes in self._reads(batch, context))
         products = Work(2.0 * weights * batch, weights * weight_bytes)
         return products.seconds(chip) + remembered * kv_bytes / chip.bandwidth
 

@@ -260,9 +260,7 @@ def _read(student: DFlash, target: Target, batch: Batch, context: tuple[Entry, .
     alike, back = own_block[:, None] == own_block, place[:, None] - place
 
     def seen(number: int, window: int | None) -> tuple[jax.Array, Sequence[Piece]]:
-        mask = alike & (back >= 0) if student.is_causal(window) else alike
-        if window is not None and not config.window_of_block:
-            mask = mask & (back < window)
+        mask = alike & student.sees(window, back)
         since, visible = student.reach(window, positions, anchors), read
         if since is not None:
             visible = visible & (jnp.arange(read.shape[2]) >= since[..., None])
