@@ -196,7 +196,7 @@ class DFlash(TrainedDrafter[Cache]):
         if config.own_head:
             params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
         if config.own_embedding:
-            params["embed"] = target.params["embed"]
+            params["embed"] = target.embedding
         return cls(params=params, config=config, draft=cls.default_draft(config) if draft is None else draft, mesh=target.mesh)
 
     # --- drafting ---

@@ -30,7 +30,8 @@ from specjax.models.families import FAMILIES
 from specjax.models.fields import check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
-from specjax.models.primitives import embedding_logits, linear, product_of_one_row
+from specjax.models.primitives import embedding_logits, linear
+from specjax.models.products import product_of_one_row
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling

@@ -122,7 +122,7 @@ class PEagle(Eagle3):
         mask_hidden = declarations.initialise(declared, mask_key, target.dtype, target.mesh, cls.axis_units(config))
         params = eagle3.params | mask_hidden
         if own.own_embedding and own.layer.hidden_size == target.config.hidden_size:
-            params["embed"] = target.params["embed"]
+            params["embed"] = target.embedding
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     # --- drafting ---

@@ -25,6 +25,8 @@ from safetensors.numpy import save_file
 from specjax import sharding
 from specjax.models import float8, mxfp4
 from specjax.models.fields import CheckpointError, read_json, show
+from specjax.models.narrow import Form, is_narrow, published
+from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
 
@@ -75,10 +77,17 @@ def stored_type(directory: Path) -> Any:
 
 
 def type_of(directory: Path, name: str) -> Any:
-    """The data type of the tensor ``name``; of one in FP8, and of one that is not there, bfloat16."""
+    """The data type of the tensor ``name``; of one that is narrow, and of one that is not there, bfloat16."""
     with _open_tensors(directory) as tensors:
-        kind = tensors[name].get_dtype() if name in tensors else ""
+        is_float = name in tensors and not isinstance(tensors[name], StoredMatrix)
+        kind = tensors[name].get_dtype() if is_float else ""
     return jnp.dtype(_TYPES.get(kind, jnp.bfloat16))
+
+
+def stored_forms(directory: Path) -> dict[str, Form]:
+    """By name, how the matrices of a checkpoint are narrow that are. Reads headers, and the smallest tensors."""
+    with _open_tensors(directory) as tensors:
+        return {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, StoredMatrix) and tensor.is_kept}
 
 
 def stored_bytes(directory: Path) -> int:
@@ -98,28 +107,39 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
     """
     dtype = float_type(dtype)
     with _open_tensors(directory) as tensors:
+        tensors = _with_roles(tensors, declared)
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
 
-        def tensor(name: str, part: tuple[slice, ...]) -> np.ndarray:
-            stored = tensors[name]
-            if stored.get_dtype() == float8.KIND:
-                return float8.dequantise(stored, tensors[float8.scale_name(name)], part)
-            return stored[part]
-
         def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
-            array = _turned(param, tensor(name, param.stored_part(part)))
-            return np.ascontiguousarray(array, param.dtype or dtype)
+            array = _turned(param, tensors[name][param.stored_part(part)])
+            return np.ascontiguousarray(array, jnp.dtype(param.dtype or dtype))
 
         def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
             if not param.stacked:
                 return one(param, param.name, part)
             shape = [len(range(size)[piece]) for size, piece in zip(param.shape, part, strict=True)]
-            stack = np.empty(shape, param.dtype or dtype)
+            stack = np.empty(shape, jnp.dtype(param.dtype or dtype))
             for slot, name in enumerate(param.stored_names[part[0]]):
                 stack[slot] = one(param, name, part[1:])
             return stack
 
         yield values
+
+
+def _with_roles(tensors: Mapping[str, Any], declared: Any) -> dict[str, Any]:
+    """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
+    found = dict(tensors)
+    for narrow in filter(is_narrow, jax.tree.leaves(declared, is_leaf=is_narrow)):
+        for stored in narrow.values.stored_names:
+            name = stored.removesuffix(":values")
+            if name not in tensors:
+                continue  # which is said where all tensors are checked
+            matrix = tensors[name]
+            if not (isinstance(matrix, StoredMatrix) and matrix.is_kept and matrix.form == narrow.form):
+                matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
+            found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
+            found.pop(name, None)
+    return found
 
 
 def place(declared: Any, values: Values, mesh: Mesh | None = None, units: Mapping[str, int] | None = None) -> Any:
@@ -187,10 +207,10 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
 
     pieces: dict[str, list[tuple[Param, np.ndarray]]] = {}
     for param, leaf in zip(jax.tree.leaves(declared), jax.tree.leaves(params), strict=True):
-        array = leaf.astype(param.stored_dtype or param.dtype or dtype or leaf.dtype, copy=False)
+        array = leaf.astype(jnp.dtype(param.stored_dtype or param.dtype or dtype or leaf.dtype), copy=False)
         for name, one in zip(param.stored_names, array if param.stacked else [array], strict=True):
             pieces.setdefault(name, []).append((param, _turned(param, one)))
-    arrays = {name: _put_together(name, found) for name, found in pieces.items()}
+    arrays = published.compressed({name: _put_together(name, found) for name, found in pieces.items()}, declared)
     with replacing(directory) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
@@ -292,10 +312,19 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
             if twice := sorted(found.keys() & tensors.keys()):
                 raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= found
-        yield mxfp4.unpacked(tensors, directory)
+        yield mxfp4.unpacked(_with_matrices(tensors, directory), directory)
     finally:
         for handle in handles:
             handle.__exit__(None, None, None)
+
+
+def _with_matrices(tensors: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """``tensors`` with each narrow matrix in place of the tensors that it is stored in."""
+    file = directory / "config.json"
+    raw = (read_json(file).get("quantization_config") if file.exists() else None) or {}
+    published.check_config(raw or None, str(file))
+    matrices, used = published.matrices(tensors, raw, directory)
+    return {name: tensor for name, tensor in tensors.items() if name not in used} | matrices
 
 
 def _weight_files(directory: Path) -> list[str]:
@@ -320,24 +349,6 @@ def _weight_files(directory: Path) -> list[str]:
     return files
 
 
-def _check_scales(tensors: Mapping[str, Any], name: str, directory: Path) -> str:
-    """The name of the scales of the FP8 matrix ``name``, which are there and of the right shape."""
-    scales = float8.scale_name(name)
-    if scales not in tensors:
-        raise CheckpointError(
-            f"{directory}: {name!r} is of type {float8.KIND}, and its scales, {scales!r}, are missing: "
-            "download the checkpoint again, or use the unquantised one"
-        )
-    shape, kind = tuple(tensors[scales].get_shape()), tensors[scales].get_dtype()
-    wanted = float8.scale_shape(tensors[name].get_shape())
-    if shape != wanted or kind not in _FLOATS:
-        raise CheckpointError(
-            f"{directory}: {scales!r} is {kind} of shape {shape}: it must hold numbers of shape {wanted}, one for each block "
-            f"of {float8.BLOCK} x {float8.BLOCK} of {name!r}: use the unquantised checkpoint"
-        )
-    return scales
-
-
 def _check_tensors(
     tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
 ) -> None:
@@ -353,11 +364,9 @@ def _check_tensors(
                 f"{directory}: {name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
                 "give the configuration and the weights of one model"
             )
-        if kind == float8.KIND and param.dtype is None and len(shape) == 2:
-            names.add(_check_scales(tensors, name, directory))
-            continue
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
-        if kind not in (wanted := _FLOATS if floating else _WHOLE_NUMBERS):
+        wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
+        if kind not in wanted:
             raise CheckpointError(
                 f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
                 "use the unquantised checkpoint"

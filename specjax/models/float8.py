@@ -50,26 +50,3 @@ def open_tensors(path: Path, names: Sequence[str]) -> dict[str, Float8Tensor]:
     return {name: Float8Tensor(numbers(name)) for name in names}
 
 
-def scale_name(name: str) -> str:
-    """The name of the tensor with the scales of the matrix ``name``."""
-    return f"{name}_scale_inv"
-
-
-def scale_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """How many blocks a matrix of that shape has along each axis."""
-    return tuple(-(-size // BLOCK) for size in shape)
-
-
-def dequantise(stored: Any, scales: Any, part: tuple[slice, ...]) -> np.ndarray:
-    """A ``part`` of a matrix, float32; reads no more of the file than that.
-
-    Args:
-        stored: the matrix in FP8, of which slices can be taken.
-        scales: those of all of its blocks, likewise.
-        part: a slice of each axis.
-    """
-    ranges = [range(size)[piece] for size, piece in zip(stored.get_shape(), part, strict=True)]
-    blocks = tuple(slice(one.start // BLOCK, -(-one.stop // BLOCK)) for one in ranges)
-    of_blocks = np.asarray(scales[blocks], np.float32)
-    rows, columns = (np.asarray(one, np.intp) // BLOCK - of.start for one, of in zip(ranges, blocks, strict=True))
-    return stored[part].astype(np.float32) * of_blocks[rows][:, columns]

@@ -6,7 +6,7 @@ are read and written by `specjax.models.checkpoint`.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from specjax import sharding
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.models import checkpoint, fingerprint, float8, parts
+from specjax.models import checkpoint, fingerprint, parts
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
@@ -37,7 +38,8 @@ from specjax.models.fields import (
     texts,
     whole,
 )
-from specjax.models.params import Params
+from specjax.models.narrow import Form, published, schemes
+from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
 
 SUPPORTED = FAMILIES.keys()
@@ -97,14 +99,6 @@ _TOKENS = Field(
 )
 
 
-def _is_readable(quantisation: dict[str, Any]) -> bool:
-    """Whether a ``quantization_config`` is that of `specjax.models.float8` or of `specjax.models.mxfp4`."""
-    blocks = [float8.BLOCK, float8.BLOCK]
-    kind, stored = quantisation.get("quant_method"), quantisation.get("fmt", "e4m3")
-    is_float8 = kind == "fp8" and stored == "e4m3" and quantisation.get("weight_block_size") == blocks
-    return is_float8 or kind == "mxfp4"
-
-
 # What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
@@ -134,11 +128,7 @@ _FIELDS: dict[str, Field] = {
     "pad_token_id": whole(-1, 9_999_999, default=None),
     "dtype": text(*_DTYPES, default=None),
     "torch_dtype": text(*_DTYPES, default=None),
-    "quantization_config": Field(
-        f"left out, fp8 with weight_block_size [{float8.BLOCK}, {float8.BLOCK}], or mxfp4: use the unquantised checkpoint",
-        lambda value: type(value) is dict and _is_readable(value),
-        default=None,
-    ),
+    "quantization_config": mapping(default=None),
 }
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
@@ -203,6 +193,7 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
     family = _family(raw, source)
     try:
         fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
+        published.check_config(fields["quantization_config"], source)
         fields["layer_types"] = _layer_types(fields, family)
         own = family.parse(fields)
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -413,19 +404,27 @@ def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def load_params(directory: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> Params:
-    """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor.
+def load_params(
+    directory: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None, weights: str = schemes.AS_STORED
+) -> Params:
+    """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor. ``weights``, which of
+    them are narrow, as in `Target.from_pretrained`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
-    with _reading(directory, config, dtype, None) as (declared, values):
+    with _reading(directory, config, dtype, None, mesh, weights) as (declared, values):
         return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
 def load_part(
-    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers, mesh: Mesh | None = None
+    directory: Path,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    layers: Layers,
+    mesh: Mesh | None = None,
+    weights: str = schemes.AS_STORED,
 ) -> tuple[Params, str]:
     """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
 
@@ -435,25 +434,33 @@ def load_part(
         dtype: of the params.
         layers: which the part has.
         mesh: as in `load_params`.
+        weights: likewise.
 
     Raises:
         CheckpointError: as `load_params`.
     """
-    with _reading(directory, config, dtype, None) as (declared, values):
+    with _reading(directory, config, dtype, None, mesh, weights) as (declared, values):
         part = _with_names(declarations.declare(config, layers), declared)
         of = fingerprint.of_stored(declared, values, config)
         return checkpoint.place(part, values, mesh, config.axis_units), of
 
 
-def load_saved_part(directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers, mesh: Mesh | None = None) -> Params:
+def load_saved_part(
+    directory: Path,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    layers: Layers,
+    mesh: Mesh | None = None,
+    weights: str = schemes.AS_STORED,
+) -> Params:
     """Read the params of a part that was saved as one; arguments and errors are those of `load_part`."""
-    with _reading(directory, config, dtype, layers) as (declared, values):
+    with _reading(directory, config, dtype, layers, mesh, weights) as (declared, values):
         return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
 @contextmanager
 def _reading(
-    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None
+    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: str
 ) -> Iterator[tuple[Params, checkpoint.Values]]:
     """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
     file = directory / "config.json"
@@ -470,8 +477,25 @@ def _reading(
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     declared = family.store(declarations.declare(config, layers), prefix)
+    declared = schemes.declare(declared, forms_for(directory, weights, mesh), mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
         yield declared, values
+
+
+def forms_for(directory: Path, weights: str, mesh: Mesh | None) -> Callable[[Param], Form | None]:
+    """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
+    schemes.check_weights(weights)
+    if weights in schemes.SCHEMES:
+        return schemes.SCHEMES[weights].form_of
+    stored = checkpoint.stored_forms(directory) if weights == schemes.AS_STORED else {}
+    on_cpu = sharding.is_on_cpu(mesh)
+
+    def form_of(param: Param) -> Form | None:
+        form = stored.get(param.stored_names[0]) if param.is_product else None
+        # A CPU has no numbers of FP8: it would convert all of them at every product.
+        return None if form is None or (form.kind == "fp8" and on_cpu) else form
+
+    return form_of
 
 
 def save(
@@ -496,12 +520,15 @@ def save(
     Raises:
         CheckpointError: ``directory`` holds a sharded checkpoint, whose index would hide the new weights; or ``dtype`` is none.
     """
-    content = format_config(config, checkpoint.float_type(dtype or params["embed"].dtype).name)
+    declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
+    declared = schemes.declare_like(declared, params)
+    content = format_config(config, checkpoint.float_type(dtype or params["norm"].dtype).name)
+    if (quantisation := published.format_config(declared)) is not None:
+        content["quantization_config"] = quantisation
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     if layers is not None:
         content |= {"specjax_layers": list(layers), "specjax_part_of": part_of}
     files = {"generation_config.json": generation, "config.json": content}
-    declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     checkpoint.save(directory, declared, params, files, dtype)
 
 

@@ -69,6 +69,9 @@ class Param:
         units: how many indivisible units its sharded axis has, where that is this parameter's own affair: layers may differ in
             heads. None: as many as the axis has elsewhere.
         within: which part of the tensor with its name it is, for several make up one there. None: all of it.
+        is_product: it is a matrix that is only multiplied with, by `specjax.models.primitives`, so that it may be narrow (see
+            `specjax.models.narrow`).
+        is_rows: such a matrix is ``(out, in)``, and its rows are looked up too: an embedding.
     """
 
     shape: tuple[int, ...]
@@ -81,6 +84,8 @@ class Param:
     stored_dtype: str | None = None
     units: int | None = None
     within: Within | None = None
+    is_product: bool = False
+    is_rows: bool = False
 
     def __post_init__(self) -> None:
         within = self.within
@@ -151,7 +156,7 @@ def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Param
     """
     held = range(*(layers or (0, config.num_layers)))
     tree: Params = {
-        "embed": Param((config.vocab_size, config.hidden_size), ("vocab", None), "model.embed_tokens.weight"),
+        "embed": _declare_embedding(config),
         "layers": [declare_layer(config, f"model.layers.{i}.", i) if i in held else {} for i in range(config.num_layers)],
         "norm": norm("model.norm", config.hidden_size, config.norm_offset),
     }
@@ -162,13 +167,20 @@ def declare(config: ModelConfig, layers: tuple[int, int] | None = None) -> Param
     return tree
 
 
+def _declare_embedding(config: ModelConfig) -> Param:
+    shape = (config.vocab_size, config.hidden_size)
+    return Param(shape, ("vocab", None), "model.embed_tokens.weight", is_product=True, is_rows=True)
+
+
 def _declare_per_layer_inputs(config: ModelConfig) -> Params:
     """Gemma 4's inputs of each layer: of all layers side by side, as they are published."""
     vocab, size = config.per_layer_vocab_size, config.num_layers * config.per_layer_inputs
     embed = Param((vocab, size), ("vocab", None), "model.embed_tokens_per_layer.weight", units=vocab)
     return {
         "per_layer_embed": embed,
-        "per_layer_projection": matrix("model.per_layer_model_projection", (config.hidden_size, None), (size, None)),
+        "per_layer_projection": matrix(
+            "model.per_layer_model_projection", (config.hidden_size, None), (size, None), is_product=False
+        ),
         "per_layer_norm": norm("model.per_layer_projection_norm", config.per_layer_inputs, config.norm_offset),
     }
 
@@ -179,10 +191,12 @@ def matrix(
     outputs: tuple[int, str | None],
     stddev: float = 0.02,
     units: int | None = None,
+    is_product: bool = True,
 ) -> Param:
-    """The weight ``(in, out)`` of a linear layer, from size and logical axis of either side; ``units`` as in `Param`."""
+    """The weight ``(in, out)`` of a linear layer, from size and logical axis of either side; ``units`` and ``is_product`` as in
+    `Param`."""
     shape, axes = (inputs[0], outputs[0]), (inputs[1], outputs[1])
-    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True, units=units)
+    return Param(shape, axes, f"{name}.weight", stddev=stddev, transposed=True, units=units, is_product=is_product)
 
 
 def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str, Param]:
@@ -297,7 +311,7 @@ def _declare_latent_attention(config: ModelConfig, prefix: str) -> dict[str, Par
         **query,
         "kv_a": matrix(f"{prefix}kv_a_proj_with_mqa", hidden, (mla.kv_lora_rank + mla.qk_rope_head_dim, None)),
         "kv_a_norm": norm(f"{prefix}kv_a_layernorm", mla.kv_lora_rank),
-        "kv_b": matrix(f"{prefix}kv_b_proj", latent, keys_values),
+        "kv_b": matrix(f"{prefix}kv_b_proj", latent, keys_values, is_product=False),
         "o": matrix(f"{prefix}o_proj", (config.num_heads * mla.v_head_dim, "heads"), hidden, _residual_stddev(config)),
     }
 
@@ -319,10 +333,10 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
     def experts(name: str, inputs: int, outputs: int, stddev: float = 0.02) -> Param:
         name = f"{prefix}experts.{{}}.{name}.weight"
         shape = (moe.num_experts, inputs, outputs)
-        return Param(shape, ("experts", None, None), name, stddev=stddev, transposed=True)
+        return Param(shape, ("experts", None, None), name, stddev=stddev, transposed=True, is_product=True)
 
     layer = {
-        "router": matrix(f"{prefix}gate", (hidden, None), (moe.num_experts, None)),
+        "router": matrix(f"{prefix}gate", (hidden, None), (moe.num_experts, None), is_product=False),
         "experts_gate": experts("gate_proj", hidden, moe.intermediate_size),
         "experts_up": experts("up_proj", hidden, moe.intermediate_size),
         "experts_down": experts("down_proj", moe.intermediate_size, hidden, stddev),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -21,6 +22,8 @@ from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
+from specjax.models.narrow import Narrow, schemes
+from specjax.models.narrow.weights import rows_of, widened
 from specjax.models.params import Params
 from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
 from specjax.models.rope import rotations
@@ -99,11 +102,12 @@ class Target:
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
         layers: parts.Layers | None = None,
+        weights: str = schemes.AS_STORED,
     ) -> "Target":
         """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
-        Weights in FP8 with a scale for each block, as DeepSeek publishes them, are converted to ``dtype``. Modules that predict
-        further tokens (MTP) are no part of the target and are left out.
+        Weights may be narrow: numbers of 8 or 4 bits with scales, which a pass reads in less time. Drafted text is then that of
+        the narrow model, exactly. Modules that predict further tokens (MTP) are no part of the target and are left out.
 
         Args:
             path: directory with config.json and safetensors, or a hub id.
@@ -112,8 +116,13 @@ class Target:
             mesh: shards the params (see `specjax.sharding`); each device reads only its own part of each file.
             layers: of a part of the target, as in `part`: of the other layers nothing is read but what the fingerprint of the
                 whole is taken of. None: all that the checkpoint has, which may itself be a part.
+            weights: "stored": narrow where the checkpoint has them so and the device can multiply them (a CPU converts FP8);
+                "float": all in ``dtype``; or how to make them narrow, layer by layer as they are read: "int8", 8 bits; "w8a8",
+                the same, and what they are multiplied with is rounded to 8 bits too; "int4", 4 bits in groups of 128 (the
+                embedding and the head 8); "fp8", FP8 (but for the embedding and the head).
 
         Raises:
+            InputError: there is no such name for ``weights``.
             huggingface.CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
         directory = huggingface.locate(path)
@@ -121,14 +130,14 @@ class Target:
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             if stored is not None:
-                params = huggingface.load_saved_part(directory, config, dtype, stored[0], mesh)
+                params = huggingface.load_saved_part(directory, config, dtype, stored[0], mesh, weights)
                 part = cls(params=params, config=config, mesh=mesh, part_of=stored[1])
                 return part if layers is None else part.part(layers)
             if layers is not None:
                 layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
-                params, of = huggingface.load_part(directory, config, dtype, layers, mesh)
+                params, of = huggingface.load_part(directory, config, dtype, layers, mesh, weights)
                 return cls(params=params, config=config, mesh=mesh, part_of=of)
-            params = huggingface.load_params(directory, config, dtype, mesh)
+            params = huggingface.load_params(directory, config, dtype, mesh, weights)
         return cls(params=params, config=config, mesh=mesh)
 
     @classmethod
@@ -181,8 +190,8 @@ class Target:
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the params, and so of the activations and the cache."""
-        return self.params["embed"].dtype
+        """Data type of the activations and the cache: that of the params, but for those that are narrow."""
+        return self.params["norm"].dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
@@ -210,14 +219,21 @@ class Target:
             x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as the models were trained
         return self._constrain(x, None)
 
-    def _look_up(self, table: jax.Array, tokens: Int[Array, "B T"], columns: slice = slice(None)) -> jax.Array:
+    def _look_up(self, table: jax.Array | Narrow, tokens: Int[Array, "B T"], columns: slice = slice(None)) -> jax.Array:
         """``[B, T, n]`` those ``columns`` of the rows of ``table`` for ``tokens``.
 
         On a mesh a single one is looked up twice: XLA makes a slice of it otherwise, for which GPUs are sent the whole table.
         """
+        if isinstance(table, Narrow):
+            look_up = partial(rows_of, table, dtype=self.dtype)
+        else:
+
+            def look_up(rows: jax.Array) -> jax.Array:
+                return table[rows, columns]
+
         if self.mesh is None or tokens.size > 1:
-            return table[tokens, columns]
-        return table[jnp.repeat(tokens, 2, axis=0), columns][:1]
+            return look_up(tokens)
+        return look_up(jnp.repeat(tokens, 2, axis=0))[:1]
 
     def layer_inputs(self, tokens: Int[Array, "B T"], layers: tuple[int, int] | None = None) -> jax.Array:
         """``[B, T, n, P]`` what each of n layers, a slice as in `run`, is given of ``tokens`` beside the residual stream.
@@ -352,12 +368,21 @@ class Target:
         return capped(logits if divisor == 1.0 else logits / divisor, self.config.logit_cap)
 
     @property
-    def head_weights(self) -> jax.Array:
-        """``[H, V]`` the head's matrix, for drafters whose own head begins as the target's."""
-        return self.params["lm_head"] if "lm_head" in self.params else self.params["embed"].T
+    def embedding(self) -> jax.Array:
+        """``[V, H]`` the embedding in floats, for drafters whose own begins as the target's."""
+        stored = self.params["embed"]
+        return widened(stored, self.dtype).T if isinstance(stored, Narrow) else stored
 
     @property
-    def head_as_stored(self) -> jax.Array:
+    def head_weights(self) -> jax.Array:
+        """``[H, V]`` the head's matrix in floats, for drafters whose own head begins as the target's."""
+        stored = self.head_as_stored
+        if isinstance(stored, Narrow):
+            return widened(stored, self.dtype)
+        return stored if "lm_head" in self.params else stored.T
+
+    @property
+    def head_as_stored(self) -> Any:
         """The head's matrix as it lies in memory, for whoever counts what is read: the embedding ``[V, H]`` where the two are
         one."""
         return self.params["lm_head" if "lm_head" in self.params else "embed"]

@@ -1,0 +1,76 @@
+"""Which matrices of a model become narrow, and how."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.errors import InputError
+from specjax.models.narrow.weights import Form, Narrow, is_narrow
+from specjax.models.params import Param
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the matrices of a model become narrow.
+
+    Attributes:
+        layers: those of its layers.
+        vocabulary: its embedding and its head; None: they stay floats.
+    """
+
+    layers: Form
+    vocabulary: Form | None
+
+    def form_of(self, param: Param) -> Form | None:
+        """That of a parameter; None: it stays as it is. Norms, biases, routers and whatever is no product do."""
+        if not param.is_product:
+            return None
+        form = self.vocabulary if "vocab" in param.axes else self.layers
+        return None if form is None else form.fitting(param.shape[-1 if param.is_rows else -2])
+
+
+SCHEMES: dict[str, Scheme] = {
+    "int8": Scheme(Form("int8"), Form("int8")),
+    "w8a8": Scheme(Form("int8", activations=8), Form("int8", activations=8)),
+    "int4": Scheme(Form("int4", group=128), Form("int8")),
+    "fp8": Scheme(Form("fp8"), None),
+}
+"""By name: 8-bit weights; the same, multiplied with activations of 8 bits; 4-bit weights in groups of 128; FP8."""
+
+AS_STORED, FLOATS = "stored", "float"
+
+
+def check_weights(weights: str) -> None:
+    """Refuse, with an InputError, what names no scheme."""
+    if weights not in (AS_STORED, FLOATS, *SCHEMES):
+        names = ", ".join(map(repr, (AS_STORED, FLOATS, *SCHEMES)))
+        raise InputError(f"weights={weights!r}: must be one of {names}")
+
+
+def declare(declared: Any, form_of: Callable[[Param], Form | None], mesh: Mesh | None = None) -> Any:
+    """``declared``, any pytree of `Param`, with a `Narrow` of declarations in place of every matrix that is given a form.
+
+    A CPU has no 4-bit numbers: on one, values of 4 bits are held in int8.
+    """
+    on_cpu = sharding.is_on_cpu(mesh)
+
+    def one(param: Param) -> Any:
+        if (form := form_of(param)) is None:
+            return param
+        return form.declare(param, jnp.int8 if on_cpu and form.kind == "int4" else None)
+
+    return jax.tree.map(one, declared)
+
+
+def declare_like(declared: Any, params: Any) -> Any:
+    """``declared`` with a `Narrow` of declarations wherever ``params``, of the same structure else, have a narrow matrix."""
+
+    def one(value: Any, param: Param) -> Any:
+        return value.form.declare(param, value.values.dtype) if isinstance(value, Narrow) else param
+
+    return jax.tree.map(one, params, declared, is_leaf=is_narrow)

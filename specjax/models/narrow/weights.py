@@ -1,0 +1,209 @@
+"""What a narrow matrix is, and how floats become one.
+
+A weight is ``(value - zero) * scale``. The value is a number of 8 or 4 bits. Neighbouring inputs of one output, a *group*,
+share the scale and the zero; one group may be all inputs. This is the layout of qwix's ``QArray`` (google/qwix), but that the
+groups are an axis of their own, in front: a product over one group after the other then reads memory from end to end.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import DTypeLike
+
+from specjax.models.params import Param
+
+Kind = Literal["int8", "int4", "fp8"]
+
+_TYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""By kind, the largest value on either side of 0 that is used."""
+
+
+@struct.dataclass
+class Narrow:
+    """A matrix ``[..., in, out]`` as narrow values with their scales. In a declaration its leaves are each a `Param`.
+
+    Attributes:
+        values: ``[..., groups, out, size]`` int8, int4 or float8_e4m3fn: the inputs of a group, ``groups * size`` in all.
+        scales: ``[..., groups, out]`` float32.
+        zeros: ``[..., groups, out]`` int8, what a value of weight 0 is; None: 0.
+        order: ``[in]`` int32, the input that stands at each place: groups may be of inputs that are no neighbours (GPTQ's
+            "act order"). None: they are.
+        bits: 8, or 4 also where the values are held in int8, as on a CPU.
+        activations: to how many bits a product rounds what the matrix is multiplied with, where it multiplies whole numbers:
+            8, or 16, which is close to not at all.
+
+    Examples:
+        >>> from specjax.models.narrow import Form
+        >>> from specjax.models.narrow.weights import narrowed, widened
+        >>> weights = np.array([[1.0, 0.5], [-2.0, 0.25]], np.float32)
+        >>> narrow = narrowed(weights, Form("int8"))
+        >>> narrow.shape, narrow.values.tolist()
+        ((2, 2), [[[64, -127], [127, 64]]])
+        >>> float(jnp.max(jnp.abs(widened(narrow) - weights))) < 2 / 127
+        True
+    """
+
+    values: Any
+    scales: Any
+    zeros: Any = None
+    order: Any = None
+    bits: int = struct.field(pytree_node=False, default=8)
+    activations: int = struct.field(pytree_node=False, default=16)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(..., in, out)``, as the matrix in floats has it."""
+        *lead, groups, outputs, size = self.values.shape
+        return (*lead, groups * size, outputs)
+
+    @property
+    def ndim(self) -> int:
+        """Of the matrix in floats."""
+        return len(self.shape)
+
+    @property
+    def form(self) -> "Form":
+        """How it is narrow."""
+        kind = "fp8" if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn else "int4" if self.bits == 4 else "int8"
+        *_, groups, _, size = self.values.shape
+        return Form(kind, 0 if groups == 1 else size, self.zeros is not None, self.order is not None, self.activations)
+
+
+def is_narrow(value: Any) -> bool:
+    """Whether ``value`` is a `Narrow`; for ``is_leaf`` of `jax.tree.map`."""
+    return isinstance(value, Narrow)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a matrix is narrow.
+
+    Attributes:
+        kind: of its values.
+        group: inputs that share a scale; 0: all of them.
+        has_zeros: see `Narrow`.
+        is_ordered: see ``order`` of `Narrow`.
+        activations: see `Narrow`.
+    """
+
+    kind: Kind
+    group: int = 0
+    has_zeros: bool = False
+    is_ordered: bool = False
+    activations: int = 16
+
+    @property
+    def bits(self) -> int:
+        """Of a value."""
+        return 4 if self.kind == "int4" else 8
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the values in memory, but for those of 4 bits on a CPU."""
+        return jnp.dtype(_TYPES[self.kind])
+
+    def fitting(self, inputs: int) -> "Form":
+        """The same form for a matrix of so many ``inputs``: with the largest group that divides them and is no larger than its
+        own by a power of 2."""
+        size = self.group
+        while size and inputs % size:
+            size //= 2
+        return replace(self, group=size)
+
+    def declare(self, param: Param, dtype: DTypeLike | None = None) -> Narrow:
+        """The declarations of the parts of a narrow matrix that is declared as one of floats.
+
+        Args:
+            param: the matrix, ``(..., in, out)``.
+            dtype: of the values in memory; None: `dtype`.
+        """
+        *lead, inputs, outputs = param.shape if not param.is_rows else (*param.shape[:-2], param.shape[-1], param.shape[-2])
+        *lead_axes, in_axis, out_axis = param.axes if not param.is_rows else (*param.axes[:-2], param.axes[-1], param.axes[-2])
+        size = self.group or inputs
+        groups = inputs // size
+        units = param.units if groups == 1 or in_axis is None else int(np.gcd(param.units or groups, groups))
+        of_groups = in_axis if groups > 1 else None
+
+        def part(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> Param:
+            axes, within = (*lead_axes, *axes), param.within
+            if within is not None:  # it is a part of what the stored tensor gives
+                within = replace(within, axis=len(lead) - param.stacked + (1 if role != "order" else 0))
+            is_rows = param.transposed or param.is_rows  # as it is stored
+            name = f"{param.name}:{role}"
+            return Param((*lead, *shape), axes, name, dtype=kind, units=units, within=within, is_rows=is_rows)
+
+        values = part(
+            "values",
+            (groups, outputs, size),
+            (of_groups, out_axis, in_axis if groups == 1 else None),
+            jnp.dtype(self.dtype if dtype is None else dtype).name,
+        )
+        of_group = ((groups, outputs), (of_groups, out_axis))
+        return Narrow(
+            values=values,
+            scales=part("scales", *of_group, "float32"),
+            zeros=part("zeros", *of_group, "int8") if self.has_zeros else None,
+            order=Param((inputs,), (None,), f"{param.name}:order", dtype="int32") if self.is_ordered else None,
+            bits=self.bits,
+            activations=self.activations,
+        )
+
+
+def narrowed(weights: np.ndarray, form: Form) -> Narrow:
+    """The matrix ``weights [..., in, out]`` in a ``form`` without zeros and order: each group's scale is that of its largest
+    weight; of 4 bits, which are few, a smaller one where that loses less."""
+    rows = np.swapaxes(np.asarray(weights, np.float32), -1, -2)
+    *lead, outputs, inputs = rows.shape
+    size = form.group or inputs
+    grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)  # [..., groups, out, size]
+    largest = np.abs(grouped).max(axis=-1)
+    scales = _scales(largest, form)
+    if form.kind == "int4":
+        scales = _least_lossy(grouped, largest, form)
+    values = _rounded(grouped, scales, form)
+    return Narrow(values, scales, bits=form.bits, activations=form.activations)
+
+
+def _scales(largest: np.ndarray, form: Form) -> np.ndarray:
+    return np.where(largest > 0, largest / np.float32(_LARGEST[form.kind]), np.float32(1)).astype(np.float32)
+
+
+def _least_lossy(grouped: np.ndarray, largest: np.ndarray, form: Form) -> np.ndarray:
+    """The scales, of some a little smaller than the largest weight asks for, by which the weights change least."""
+    best, least = _scales(largest, form), np.full(largest.shape, np.inf, np.float32)
+    for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
+        scales = _scales(largest * share, form)
+        lost = np.square(_rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
+        best, least = np.where(lost < least, scales, best), np.minimum(lost, least)
+    return best
+
+
+def _rounded(grouped: np.ndarray, scales: np.ndarray, form: Form) -> np.ndarray:
+    numbers = grouped / scales[..., None]
+    if form.kind == "fp8":
+        return np.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
+    return np.clip(np.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
+
+
+def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """``[..., in, out]`` the weights of a narrow ``matrix`` as floats."""
+    values = matrix.values.astype(jnp.float32)
+    if matrix.zeros is not None:
+        values = values - matrix.zeros.astype(jnp.float32)[..., None]
+    weights = values * matrix.scales[..., None]
+    rows = jnp.moveaxis(weights, -3, -2)  # [..., out, groups, size]
+    columns = jnp.swapaxes(rows.reshape(*rows.shape[:-2], -1), -1, -2)
+    if matrix.order is not None:
+        columns = columns[..., jnp.argsort(matrix.order), :]
+    return columns.astype(dtype)
+
+
+def rows_of(table: Narrow, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``[..., in]`` the weights of the outputs ``rows`` of a narrow matrix of one group: of an embedding, those of tokens."""
+    values = table.values[0, rows].astype(jnp.float32)
+    return (values * table.scales[0, rows][..., None]).astype(dtype)
