@@ -22,6 +22,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
+from specjax.models.narrow import schemes
 from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, make_key
 from specjax.text import GrowingText, Messages
@@ -62,6 +63,7 @@ def load(
     draft: DraftShape | int | str | None = None,
     dtype: Any = None,
     mesh: Mesh | None = None,
+    weights: str = schemes.AS_STORED,
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 
@@ -73,6 +75,7 @@ def load(
         draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's own.
         dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
+        weights: of the models that are loaded here, the narrow ones such as "int8": as for `Target.from_pretrained`.
 
     Raises:
         InputError: something cannot be used; names it, its value and what to give instead.
@@ -87,6 +90,7 @@ def load(
     """
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
+    schemes.check_weights(weights)
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
@@ -100,13 +104,15 @@ def load(
         tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
     if isinstance(drafter, str | Path):
         mesh = target.mesh if isinstance(target, Target) and mesh is None else mesh
-        drafter = None if str(drafter) == "none" else load_drafter(str(drafter), shape, config, dtype, mesh, tokenizer)
+        name, drafter = str(drafter), None
+        if name != "none":
+            drafter = load_drafter(name, shape, config, dtype, mesh, tokenizer, weights)
     elif isinstance(drafter, Drafter):
         drafter = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
     elif drafter is not None:
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
-        target = Target.from_pretrained(target, dtype=dtype, mesh=mesh)
+        target = Target.from_pretrained(target, dtype=dtype, mesh=mesh, weights=weights)
     return TextGenerator(target, tokenizer, drafter)
 
 

@@ -19,6 +19,7 @@ from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
+from specjax.models.narrow import schemes
 from specjax.progress import track
 from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
@@ -50,6 +51,8 @@ class EvaluateConfig:
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
+            checkpoint that has narrow ones; "stored" keeps what it has.
         output: a directory for results.json, results.md and results.png (with lossless: lossless.json and lossless.md); empty
             prints only.
         lossless: test whether text with each drafter is the target's own. Questions may be left out; of each the first turn
@@ -70,6 +73,7 @@ class EvaluateConfig:
     repeats: int = 3
     seed: int = 0
     dtype: str = ""
+    weights: str = schemes.AS_STORED
     output: str = ""
     lossless: bool = False
     draws: int = losslessness.DRAWS
@@ -98,8 +102,8 @@ def run_evaluate(config: EvaluateConfig) -> int:
         rule=config.rule,
     )
     options.sampling.rows(1)  # refused before any weights are read
-    generator = pipeline.load(config.target, dtype=config.dtype or None)
-    drafters = {name: _load(name, generator, options) for name in config.drafter}
+    generator = pipeline.load(config.target, dtype=config.dtype or None, weights=config.weights)
+    drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
     machine = {"device": jax.devices()[0].device_kind, "devices": len(jax.devices()), "jax": jax.__version__}
@@ -126,11 +130,12 @@ def run_evaluate(config: EvaluateConfig) -> int:
     return 0
 
 
-def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions) -> Drafter:
+def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str) -> Drafter:
     """The drafter called ``name``, which may end with a shape: ``WHERE@chain:4``."""
     where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
     target, made = generator.target, parse_shape(shape) if at else None
-    drafter = load_drafter(where if at else name, made, target.config, target.dtype, None, generator.tokenizer)
+    where = where if at else name
+    drafter = load_drafter(where, made, target.config, target.dtype, None, generator.tokenizer, weights)
     options.rule_for(drafter.draft_shape)  # refused before anything is timed
     return drafter
 

@@ -15,6 +15,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
+from specjax.models.narrow import schemes
 from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
 from specjax.progress import waiting
@@ -56,6 +57,8 @@ class GenerateConfig:
         stop: strings before the first of which the text ends, such as the end of a turn where the model has no token for it.
         json: print one JSON object with token ids, text and statistics instead of a stream.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
+            checkpoint that has narrow ones; "stored" keeps what it has.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
         mesh: devices by axis, data and model.
     """
@@ -79,6 +82,7 @@ class GenerateConfig:
     stop: tuple[str, ...] = ()
     json: bool = False
     dtype: str = ""
+    weights: str = schemes.AS_STORED
     precision: Literal["default", "highest"] = "default"
     mesh: tuple[int, int] = field(default=(1, 1))
 
@@ -91,7 +95,8 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
             if getattr(config, name) != getattr(GenerateConfig, name):
                 raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
-    return pipeline.load(config.target, config.drafter, draft=shape, dtype=config.dtype or None, mesh=mesh)
+    dtype = config.dtype or None
+    return pipeline.load(config.target, config.drafter, draft=shape, dtype=dtype, mesh=mesh, weights=config.weights)
 
 
 def read_prompts(config: GenerateConfig) -> list[str]:

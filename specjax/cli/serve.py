@@ -10,6 +10,7 @@ import jax
 from specjax import pipeline
 from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
+from specjax.models.narrow import schemes
 from specjax.serving import ClientDrafts, Engine, memory
 from specjax.sharding import make_mesh
 
@@ -40,6 +41,8 @@ class ServeConfig:
         tls_key: file with its private key, without a password.
         served_model_name: names that clients call the model by; by default the target's.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
+        weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
+            checkpoint that has narrow ones; "stored" keeps what it has.
         precision: "highest" keeps float32 products exact on TPU and GPU, whose default is faster and coarser.
         mesh: devices by axis, data and model.
         max_logprobs: most likeliest tokens that a request may ask for; 0: no logprobs.
@@ -68,6 +71,7 @@ class ServeConfig:
     tls_key: str = ""
     served_model_name: tuple[str, ...] = ()
     dtype: str = ""
+    weights: str = schemes.AS_STORED
     precision: Literal["default", "highest"] = "default"
     mesh: tuple[int, int] = field(default=(1, 1))
     max_logprobs: int = 20
@@ -139,7 +143,7 @@ def make_engine(config: ServeConfig) -> Engine:
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
-    generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, mesh=mesh)
+    generator = pipeline.load(config.target, config.drafter, dtype=config.dtype or None, weights=config.weights, mesh=mesh)
     drafter = generator.drafter
     if config.told:
         if drafter is None or not takes_drafts:

@@ -23,6 +23,7 @@ from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import schemes
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -122,6 +123,7 @@ class DraftModel(Drafter[DraftModelState]):
         draft: DraftShape | int = Chain(4),
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
+        weights: str = schemes.AS_STORED,
         tokenizer: Any = None,
         vocabulary: Asked | None = None,
     ) -> "DraftModel":
@@ -132,6 +134,7 @@ class DraftModel(Drafter[DraftModelState]):
             draft: the shape of its drafts.
             dtype: of its params.
             mesh: the target's.
+            weights: as for `Target.from_pretrained`.
             tokenizer: the target's: of transformers, or the directory or hub id of one. Where the draft model has another, it
                 drafts the tokens that both have. None takes them to be the same.
             vocabulary: None refuses a pair that shares less than half of the smaller vocabulary; "intersect" does not.
@@ -157,7 +160,8 @@ class DraftModel(Drafter[DraftModelState]):
             directory = huggingface.locate(path, weights=False)
             size = huggingface.read_config(directory).vocab_size
             shared = share(tokenizer, text.load_tokenizer(directory), vocabulary, sizes=(None, size))
-        return cls(model=Target.from_pretrained(path, dtype=dtype, mesh=mesh), draft=draft, shared=shared)
+        model = Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights)
+        return cls(model=model, draft=draft, shared=shared)
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = Chain(4), **sizes: Any) -> "DraftModel":
@@ -168,6 +172,10 @@ class DraftModel(Drafter[DraftModelState]):
         """
         config = replace(target.config.first(sizes.get("num_layers", _quarter(target.config))), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
+
+    def narrow(self, weights: str) -> "DraftModel":
+        """The same with narrow weights, as `Target.narrow`."""
+        return replace(self, model=self.model.narrow(weights))
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the draft model as a Hugging Face checkpoint. What it shares with a target comes from the two tokenizers."""

@@ -136,6 +136,7 @@ class Gemma4Assistant(NewestStateDrafter):
         declared = declarations.declare(replace(model, tie_embeddings=True))
         layers = [{name: param for name, param in layer.items() if name not in _NOT_HELD} for layer in declared["layers"]]
         tree = declared | {
+            "embed": replace(declared["embed"], is_product=False),  # rows of it are multiplied too
             "layers": layers,
             "pre": matrix("pre_projection", (2 * config.target_hidden_size, None), own),
             "post": matrix("post_projection", own, (config.target_hidden_size, None)),

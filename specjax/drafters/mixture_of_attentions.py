@@ -31,6 +31,7 @@ from specjax.models.attention import Filled, Piece, attend
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
+from specjax.models.narrow import schemes
 from specjax.models.params import Params
 from specjax.models.rope import rotations
 from specjax.models.transformer import States, Target
@@ -103,6 +104,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
+        weights: str = schemes.AS_STORED,
         tli: int | None = None,
     ) -> Self:
         """Load a checkpoint of our own or of the authors, recognised by its config.json.
@@ -112,13 +114,14 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             draft: the shape of its drafts; None: `DEFAULT_DRAFT`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
+            weights: as for `Target.from_pretrained`.
             tli: how many of the target's last layers finish a prediction. A published checkpoint does not say: None is 0. Our
                 own does, and ``tli`` must agree with it: save a published one again to name it on a command line.
 
         Raises:
             CheckpointError: a file, a field or a tensor is not as it must be, or ``tli`` is not.
         """
-        return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, tli=tli)
+        return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, weights=weights, tli=tli)
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:

@@ -37,6 +37,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import schemes
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Request:
         dtype: of its params; None is the default of `Target.from_pretrained`.
         mesh: the target's.
         tokenizer: the target's; None where nobody knows it.
+        weights: as for `Target.from_pretrained`.
     """
 
     name: str
@@ -60,11 +62,17 @@ class Request:
     dtype: DTypeLike | None = None
     mesh: Mesh | None = None
     tokenizer: Any = None
+    weights: str = schemes.AS_STORED
 
     @property
     def draft_given(self) -> dict[str, Any]:
         """``draft`` as a keyword argument, where there is one."""
         return {} if self.draft is None else {"draft": self.draft}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``from_pretrained`` is given beside the place."""
+        return {**self.draft_given, "dtype": self.dtype, "mesh": self.mesh, "weights": self.weights}
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ class DraftingMethod:
         """The method called ``name`` whose drafters are checkpoints of ``kind``."""
 
         def make(request: Request) -> Drafter:
-            return kind.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
+            return kind.from_pretrained(request.where, **request.options)
 
         return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME", make, kind.recognises, kind)
 
@@ -129,7 +137,7 @@ def _make_draft_model(asked: Asked | None, request: Request) -> Drafter:
         shared = share(request.tokenizer, own, asked, sizes=(request.target.vocab_size, config.vocab_size))
     if shared is None:
         check_vocabulary(config, request.target)
-    drafter = DraftModel.from_pretrained(request.where, **request.draft_given, dtype=request.dtype, mesh=request.mesh)
+    drafter = DraftModel.from_pretrained(request.where, **request.options)
     return replace(drafter, shared=shared)
 
 
@@ -183,6 +191,7 @@ def load_drafter(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     tokenizer: Any = None,
+    weights: str = schemes.AS_STORED,
 ) -> Drafter:
     """The drafter called ``name``.
 
@@ -194,6 +203,7 @@ def load_drafter(
         mesh: the target's.
         tokenizer: the target's. Where the drafter's checkpoint has one too, they must agree; a draft model's may be another
             one, and then share half of the smaller vocabulary, or any of it with ``draft-model-intersect:WHERE``.
+        weights: as for `Target.from_pretrained`.
 
     Raises:
         InputError: there is no such method or checkpoint, or it does not fit the target; says so before weights are read.
@@ -211,7 +221,8 @@ def load_drafter(
         directory = huggingface.locate(where, weights=False)
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
-    return method.make(Request(name, where, target, None if draft is None else as_shape(draft), dtype, mesh, tokenizer))
+    shape = None if draft is None else as_shape(draft)
+    return method.make(Request(name, where, target, shape, dtype, mesh, tokenizer, weights))
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:

@@ -7,7 +7,7 @@ is published, laying the parameters out on a mesh and counting what drafting rea
 import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -26,6 +26,7 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, read_json
+from specjax.models.narrow import is_narrow, published, schemes
 from specjax.models.params import Params
 from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
@@ -209,6 +210,7 @@ class TrainedDrafter(Drafter[State]):
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
+        weights: str = schemes.AS_STORED,
         **options: Any,
     ) -> Self:
         """Load a checkpoint, in any of its layouts, recognised by what is in it.
@@ -218,6 +220,7 @@ class TrainedDrafter(Drafter[State]):
             draft: the shape of its drafts; None: `default_draft`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
+            weights: as for `Target.from_pretrained`.
             options: those of the class, if it has any.
 
         Raises:
@@ -237,9 +240,10 @@ class TrainedDrafter(Drafter[State]):
             raise CheckpointError(f"{stored.file}: {error}") from None
         beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
         with waiting(f"loading {path}"):
+            declared = cls.declare(config, cls.layout_of(stored)) | beside
             params = checkpoint.load(
                 stored.directory,
-                cls.declare(config, cls.layout_of(stored)) | beside,
+                schemes.declare(declared, huggingface.forms_for(stored.directory, weights, mesh), mesh),
                 default_dtype() if dtype is None else dtype,
                 what=f"{cls.title} with this config.json",
                 ignored=cls.left_over(config, stored),
@@ -263,8 +267,21 @@ class TrainedDrafter(Drafter[State]):
         """
         layout = self.check_layout(self.layouts[0] if layout is None else layout)
         content = self.format_config(layout, checkpoint.float_type(self._dtype if dtype is None else dtype).name, target)
-        declared = self.declare(self.config, layout) | self.declare_beside(self.config)
-        checkpoint.save(Path(path), declared, self.params | self.beside(), {"config.json": content}, dtype)
+        params = self.params | self.beside()
+        declared = schemes.declare_like(self.declare(self.config, layout) | self.declare_beside(self.config), params)
+        if (quantisation := published.format_config(declared)) is not None:
+            content["quantization_config"] = quantisation
+        checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
+
+    def narrow(self, weights: str) -> Self:
+        """The same drafter with narrow weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
+
+        Raises:
+            InputError: there is no scheme of that name, or the weights are narrow already.
+        """
+        form_of = schemes.scheme_of(weights).form_of
+        params = schemes.make_narrow(self.declared, self.params, form_of, self.mesh, self.units)
+        return replace(self, params=params)  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def check_layout(cls, layout: str) -> str:
@@ -301,7 +318,9 @@ class TrainedDrafter(Drafter[State]):
 
     @property
     def _dtype(self) -> np.dtype:
-        return next(leaf.dtype for leaf in jax.tree.leaves(self.params) if jnp.issubdtype(leaf.dtype, jnp.floating))
+        leaves = jax.tree.leaves(self.params, is_leaf=is_narrow)
+        floats = (leaf for leaf in leaves if not is_narrow(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
+        return next(leaf.dtype for leaf in floats)
 
 
 class NewestStateDrafter(TrainedDrafter[jax.Array]):

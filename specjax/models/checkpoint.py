@@ -106,8 +106,8 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
     Arguments and errors are those of `load`.
     """
     dtype = float_type(dtype)
-    with _open_tensors(directory) as tensors:
-        tensors = _with_roles(tensors, declared)
+    with _open_tensors(directory) as stored:
+        tensors = _with_roles(stored, declared)
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
 
         def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:

@@ -48,5 +48,3 @@ def open_tensors(path: Path, names: Sequence[str]) -> dict[str, Float8Tensor]:
         return mapped[start:stop].view(jnp.float8_e4m3fn).reshape(shape)
 
     return {name: Float8Tensor(numbers(name)) for name in names}
-
-

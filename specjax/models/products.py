@@ -14,7 +14,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from specjax.models.narrow import Narrow
 from specjax.models.narrow.weights import widened
@@ -144,7 +143,7 @@ def _limbs(x: jax.Array, activations: int) -> tuple[jax.Array, jax.Array]:
     """
     most = 127 if activations == 8 else 127 * 256 + 127
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    steps = jnp.where(largest > 0, largest / most, 1)
+    steps = jnp.where(largest == 0, 1, largest / most)  # what is not finite stays so
     numbers = jnp.round(x / steps).astype(jnp.int32)
     if activations == 8:
         return numbers.astype(jnp.int8), steps

@@ -151,6 +151,24 @@ class Target:
         layers = self.held if self.part_of else None
         huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
 
+    def narrow(self, weights: str) -> "Target":
+        """The same model with narrow weights; ``weights`` is the name of a scheme, as in `from_pretrained`.
+
+        Raises:
+            InputError: there is no scheme of that name, or the weights are narrow already.
+
+        Examples:
+            >>> narrow = target.narrow("int8")
+            >>> narrow.params["layers"][0]["down"].values.dtype
+            dtype('int8')
+            >>> specjax.generate(narrow, None, prompts, max_new_tokens=8).tokens.shape
+            (2, 14)
+        """
+        declared = declarations.declare(self.config, self.held if self.part_of else None)
+        form_of = schemes.scheme_of(weights).form_of
+        params = schemes.make_narrow(declared, self.params, form_of, self.mesh, self.config.axis_units)
+        return replace(self, params=params)
+
     # --- parts of a target ---
 
     def part(self, layers: parts.Layers) -> "Target":

@@ -1,16 +1,17 @@
 """Which matrices of a model become narrow, and how."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.errors import InputError
-from specjax.models.narrow.weights import Form, Narrow, is_narrow
+from specjax.models.narrow.weights import Form, Narrow, is_narrow, narrowed
 from specjax.models.params import Param
 
 
@@ -45,6 +46,13 @@ SCHEMES: dict[str, Scheme] = {
 AS_STORED, FLOATS = "stored", "float"
 
 
+def scheme_of(weights: str) -> Scheme:
+    """The scheme of that name. Raises `InputError` where there is none."""
+    if weights not in SCHEMES:
+        raise InputError(f"weights={weights!r}: must be one of {', '.join(map(repr, SCHEMES))}")
+    return SCHEMES[weights]
+
+
 def check_weights(weights: str) -> None:
     """Refuse, with an InputError, what names no scheme."""
     if weights not in (AS_STORED, FLOATS, *SCHEMES):
@@ -65,6 +73,30 @@ def declare(declared: Any, form_of: Callable[[Param], Form | None], mesh: Mesh |
         return form.declare(param, jnp.int8 if on_cpu and form.kind == "int4" else None)
 
     return jax.tree.map(one, declared)
+
+
+def make_narrow(
+    declared: Any, params: Any, form_of: Callable[[Param], Form | None], mesh: Mesh | None, units: Mapping[str, int]
+) -> Any:
+    """``params``, as ``declared`` without narrow ones, with a `Narrow` in place of every matrix that is given a form; one after
+    the other. ``units`` as in `specjax.sharding.partition`."""
+    targets = declare(declared, form_of, mesh)
+
+    def one(param: Param, target: Any, value: Any) -> Any:
+        if isinstance(value, Narrow):
+            raise InputError("weights: they are narrow already: load them in floats, with weights='float'")
+        if not isinstance(target, Narrow):
+            return value
+        floats = np.asarray(sharding.to_host(value, mesh))
+        made = narrowed(floats.T if param.is_rows else floats, target.form)
+
+        def put(part: Param, numbers: np.ndarray) -> jax.Array:
+            numbers = np.asarray(numbers, jnp.dtype(part.dtype))
+            return jnp.asarray(numbers) if mesh is None else sharding.put(numbers, part.place(mesh, units))
+
+        return jax.tree.map(put, target, made)
+
+    return jax.tree.map(one, declared, targets, params)
 
 
 def declare_like(declared: Any, params: Any) -> Any:

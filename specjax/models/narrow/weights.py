@@ -108,11 +108,11 @@ class Form:
         return jnp.dtype(_TYPES[self.kind])
 
     def fitting(self, inputs: int) -> "Form":
-        """The same form for a matrix of so many ``inputs``: with the largest group that divides them and is no larger than its
-        own by a power of 2."""
+        """The same form for a matrix of so many ``inputs``: with its own group, or half of that, and so on down to 16, whichever
+        divides them; with one group if none does."""
         size = self.group
         while size and inputs % size:
-            size //= 2
+            size = size // 2 if size > 16 else 0
         return replace(self, group=size)
 
     def declare(self, param: Param, dtype: DTypeLike | None = None) -> Narrow:

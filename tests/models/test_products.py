@@ -1,0 +1,153 @@
+"""Products with narrow weights, against whole numbers that are added up one by one, and floats."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models import products
+from specjax.models.narrow import Form, Narrow
+from specjax.models.narrow.weights import narrowed, rows_of, widened
+from specjax.models.primitives import embedding_logits, linear, vocabulary_logits
+
+FORMS = {
+    "int8": Form("int8"),
+    "w8a8": Form("int8", activations=8),
+    "int8 in groups": Form("int8", group=16),
+    "int4": Form("int4", group=16),
+    "int4, w4a8": Form("int4", group=32, activations=8),
+}
+
+
+def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> Narrow:
+    weights = np.random.default_rng(seed).normal(size=(inputs, outputs)).astype(np.float32)
+    return jax.tree.map(jnp.asarray, narrowed(weights, form.fitting(inputs)))
+
+
+def states(rows: int, inputs: int, seed: int = 1) -> jax.Array:
+    x = np.random.default_rng(seed).normal(size=(rows, inputs)).astype(np.float32)
+    return jnp.asarray(x * np.exp2(np.random.default_rng(2).integers(-9, 9, size=(rows, 1))))
+
+
+def by_hand(x: jax.Array, weight: Narrow) -> np.ndarray:
+    """Output by output and group by group, in whole numbers of any size; in float64 where the scales come in."""
+    values, scales = np.asarray(weight.values, np.int64), np.asarray(weight.scales, np.float64)
+    zeros = np.zeros_like(scales, np.int64) if weight.zeros is None else np.asarray(weight.zeros, np.int64)
+    x = x if weight.order is None else x[:, weight.order]
+    limbs, steps = jax.jit(products._limbs, static_argnums=1)(x, weight.activations)
+    numbers = np.asarray(limbs, np.int64)
+    if weight.activations == 16:
+        numbers = numbers[: len(x)] * 256 + numbers[len(x) :]
+    groups, outputs, size = values.shape
+    found = np.zeros((len(x), outputs))
+    for group in range(groups):
+        own = numbers[:, group * size : (group + 1) * size]
+        for output in range(outputs):
+            found[:, output] += own @ (values[group, output] - zeros[group, output]) * scales[group, output]
+    return found * np.asarray(steps, np.float64)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
+    x = states(9, 33)
+    limbs, steps = (np.asarray(each, np.float64) for each in products._limbs(x, bits))
+    numbers = limbs if bits == 8 else limbs[:9] * 256 + limbs[9:]
+    most = 127 if bits == 8 else 127 * 256 + 127
+    np.testing.assert_array_equal(np.abs(numbers).max(axis=1), most)
+    np.testing.assert_allclose(numbers * steps, x, rtol=0, atol=float((steps / 2).max()) * 1.001)
+    assert (np.abs(numbers * steps - x) <= steps / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 33), (2, 96, 1), (3, 1, 5), (5, 33, 7), (17, 257, 31)])
+def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, outputs: int) -> None:
+    weight, x = matrix(form, inputs, outputs), states(rows, inputs)
+    found = np.asarray(jax.jit(products.narrow_product)(x, weight))
+    expected = by_hand(x, weight)
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    np.testing.assert_allclose(found / largest, expected / largest, rtol=0, atol=1e-6)
+
+
+def test_with_zeros_and_an_order() -> None:
+    rng = np.random.default_rng(3)
+    weight = Narrow(
+        values=jnp.asarray(rng.integers(-8, 8, size=(4, 9, 8)), jnp.int8),
+        scales=jnp.asarray(rng.uniform(0.01, 0.1, size=(4, 9)), jnp.float32),
+        zeros=jnp.asarray(rng.integers(-8, 8, size=(4, 9)), jnp.int8),
+        order=jnp.asarray(rng.permutation(32), jnp.int32),
+        bits=4,
+    )
+    x = states(6, 32)
+    np.testing.assert_allclose(products.narrow_product(x, weight), by_hand(x, weight), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(products.narrow_product(x, weight), x @ widened(weight), rtol=1e-3, atol=0.05)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(192, 512), (129, 65)])
+def test_a_row_gives_the_same_bits_among_any_number_of_rows(form: Form, inputs: int, outputs: int) -> None:
+    weight, x = matrix(form, inputs, outputs), states(64, inputs)
+    bias = jnp.asarray(np.random.default_rng(4).normal(size=outputs), jnp.float32)
+    run = jax.jit(lambda x: linear({"w": weight, "w_bias": bias}, "w", x))
+    whole = np.asarray(run(x))
+    for rows in range(1, 64):
+        np.testing.assert_array_equal(np.asarray(run(x[:rows])), whole[:rows], err_msg=f"{rows} rows")
+        np.testing.assert_array_equal(np.asarray(run(x[rows:])), whole[rows:], err_msg=f"the last {64 - rows} rows")
+
+
+def test_floats_do_not_give_the_same_bits() -> None:
+    """What the test above would say of them: it can fail."""
+    weight, x = jnp.asarray(np.random.default_rng(0).normal(size=(192, 512)), jnp.float32), states(64, 192)
+    run = jax.jit(lambda x: linear({"w": weight}, "w", x))
+    assert any((np.asarray(run(x[:rows])) != np.asarray(run(x))[:rows]).any() for rows in range(1, 64))
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 2e-2), (16, 1e-4)])
+def test_two_limbs_round_hardly_anything(bits: int, most: float) -> None:
+    weight, x = matrix(Form("int8", activations=bits), 512, 256), states(4, 512)
+    wide = np.asarray(x, np.float64) @ np.asarray(widened(weight), np.float64)
+    lost = np.asarray(products.narrow_product(x, weight)) - wide
+    assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) < most
+    assert np.sqrt(np.mean(lost**2) / np.mean(wide**2)) > most / 100
+
+
+def test_a_row_of_zeros_and_one_that_is_not_finite() -> None:
+    weight = matrix(Form("int8"), 16, 8)
+    x = jnp.zeros((2, 16)).at[1, 3].set(jnp.nan)
+    found = np.asarray(products.narrow_product(x, weight))
+    np.testing.assert_array_equal(found[0], 0)
+    assert np.isnan(found[1]).all()
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), Form("fp8")], ids=[*FORMS, "fp8"])
+def test_where_the_device_converts_weights(form: Form) -> None:
+    """What TPUs and GPUs do, here on a CPU."""
+    weight, x = matrix(form, 64, 33), states(3, 64)
+    for rows in (1, 3):
+        found = products._by_converted(x[:rows], weight)
+        np.testing.assert_allclose(found, x[:rows] @ widened(weight), rtol=1e-5, atol=1e-3)
+
+
+def test_the_derivative_is_that_of_floats() -> None:
+    weight, x = matrix(Form("int8"), 32, 16), states(3, 32)
+    pulled = jnp.asarray(np.random.default_rng(5).normal(size=(3, 16)), jnp.float32)
+    found = jax.grad(lambda x: jnp.sum(linear({"w": weight}, "w", x) * pulled))(x)
+    np.testing.assert_allclose(found, pulled @ widened(weight).T, rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_is_looked_up_and_multiplied_with() -> None:
+    rng = np.random.default_rng(6)
+    floats = rng.normal(size=(24, 16)).astype(np.float32)
+    table = jax.tree.map(jnp.asarray, narrowed(floats.T, Form("int8")))
+    wide = np.asarray(widened(table)).T
+    np.testing.assert_array_equal(rows_of(table, jnp.array([3, 5]), jnp.float32), wide[[3, 5]])
+    x = states(2, 16)[:, None]
+    np.testing.assert_allclose(embedding_logits(x, table), x @ wide.T, rtol=1e-3, atol=1e-2)
+    np.testing.assert_array_equal(embedding_logits(x, table), vocabulary_logits(x, table))
+
+
+def test_a_cpu_converts_no_weights() -> None:
+    """The compiled program has no floats of the size of the weights."""
+    weight = matrix(Form("int8"), 256, 512)
+    compiled = jax.jit(products.narrow_product).lower(states(1, 256), weight).compile().as_text()
+    assert "f32[256,512]" not in compiled and "f32[512,256]" not in compiled and "f32[1,512,256]" not in compiled
+    assert "s32[2,512]" in compiled
