@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -72,8 +73,8 @@ _GGUF_NAMES = {
 """A layer's tensors: in a Hugging Face checkpoint, and as llama.cpp calls them."""
 
 
-def write_gguf(checkpoint: Path, path: Path) -> None:
-    """Write the Llama checkpoint of `write_pair` as llama.cpp reads it, with its tokenizer, in float32.
+def write_gguf(checkpoint: Path, path: Path, kind: Literal["f32", "q8_0"] = "f32") -> None:
+    """Write the Llama checkpoint of `write_pair` as llama.cpp reads it, with its tokenizer; its matrices in that ``kind``.
 
     Raises:
         InputError: the package ``gguf`` is not installed.
@@ -101,16 +102,27 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32 if kind == "f32" else gguf.LlamaFileType.MOSTLY_Q8_0)
     _add_tokenizer(writer, checkpoint)
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+
+    def add_matrix(name: str, tensor: np.ndarray) -> None:
+        if kind == "f32":
+            writer.add_tensor(name, np.ascontiguousarray(tensor))
+            return
+        narrow = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(tensor), narrow), raw_dtype=narrow)
+
+    add_matrix("token_embd.weight", weights["model.embed_tokens.weight"])
     writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
     for i in range(config["num_hidden_layers"]):
         for name, theirs in _GGUF_NAMES.items():
             tensor = weights[f"model.layers.{i}.{name}.weight"]
             if theirs in ("attn_q", "attn_k"):
                 tensor = _interleaved(tensor, heads if theirs == "attn_q" else kv_heads)
-            writer.add_tensor(f"blk.{i}.{theirs}.weight", np.ascontiguousarray(tensor))
+            if tensor.ndim == 1:
+                writer.add_tensor(f"blk.{i}.{theirs}.weight", tensor)
+            else:
+                add_matrix(f"blk.{i}.{theirs}.weight", tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

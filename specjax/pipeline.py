@@ -63,7 +63,7 @@ def load(
     draft: DraftShape | int | str | None = None,
     dtype: Any = None,
     mesh: Mesh | None = None,
-    weights: str = schemes.AS_STORED,
+    weights: schemes.Weights = schemes.AS_STORED,
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 

@@ -1,7 +1,8 @@
-"""``specjax convert``: a trained drafter in the layout that another engine loads, or what a client needs of a target."""
+"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with narrow weights, or what a client
+needs of a target."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specjax import text
@@ -9,13 +10,15 @@ from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface, parts
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import Form, schemes
 from specjax.models.transformer import Target
 from specjax.progress import waiting
 
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a drafter in another layout, or the part of a target with which a client drafts. Weights keep their data type.
+    """Write a drafter in another layout, a model with narrow weights, or the part of a target with which a client drafts.
+    Weights keep their data type, but for those that become narrow.
 
     Attributes:
         drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY.
@@ -23,9 +26,14 @@ class ConvertConfig:
             of Mixture of Attentions "authors" for the authors' training code, "vllm" for their fork of vLLM, and "specjax".
         output: directory to write.
         target: directory or hub id of the target, for layouts whose config.json says what the drafter is for: "speculators"
-            names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut.
+            names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut. With
+            quantize and without a drafter, the model whose weights become narrow; a draft model is such a one too.
         client_parts: write no drafter, but what this one needs of the target at a client: embedding, final norm, head, the
             last layers where it runs them, and the tokenizer.
+        quantize: "int8", "w8a8", "int4" or "fp8": narrow weights, as compressed-tensors has them, which vLLM reads. See
+            `specjax.models.narrow.schemes`.
+        vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
+            others may not.
     """
 
     drafter: str = ""
@@ -33,13 +41,24 @@ class ConvertConfig:
     output: str = ""
     target: str = ""
     client_parts: bool = False
+    quantize: str = ""
+    vocabulary: bool = False
 
 
 def run_convert(config: ConvertConfig) -> None:
     """``specjax convert``."""
-    for name in ("drafter", "output", *("target",) * config.client_parts):
+    narrows_target = bool(config.quantize) and not config.drafter
+    needed = ("target",) if narrows_target else ("drafter", *("target",) * config.client_parts)
+    for name in (*needed, "output"):
         if not getattr(config, name):
             raise InputError(f"{name}='': give a directory")
+    if config.vocabulary and not config.quantize:
+        raise InputError("vocabulary: needs quantize, such as --quantize int8")
+    if config.quantize and config.client_parts:
+        raise InputError("quantize: cut the client's parts of a target first, and give the directory of these as --target")
+    if narrows_target:
+        write_narrow(config)
+        return
     if config.client_parts:
         write_client_parts(config)
         return
@@ -56,9 +75,44 @@ def run_convert(config: ConvertConfig) -> None:
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(directory)
     drafter = kind.from_pretrained(directory, dtype=dtype)
+    if config.quantize:
+        drafter = drafter.narrow(scheme_of(config))
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=config.to, target=config.target)
     print("; ".join(filter(None, [f"{config.output}: layout {config.to}, {dtype}", drafter.describe(config.to)])))
+
+
+# --- narrow weights --------------------------------------------------------------------------------------------------
+
+
+def scheme_of(config: ConvertConfig) -> schemes.Scheme:
+    """How weights become narrow. Raises `InputError`."""
+    scheme = schemes.scheme_of(config.quantize)
+    return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
+
+
+def write_narrow(config: ConvertConfig) -> None:
+    """Write the target with narrow weights, and its tokenizer. All of it or nothing."""
+    scheme, output = scheme_of(config), Path(config.output)
+    source = huggingface.locate(config.target)
+    checkpoint.check_writable(output)
+    if source.resolve() == output.resolve():
+        raise InputError(f"output={config.output!r}: is the target itself; give another directory")
+    target = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), weights=scheme)
+    with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
+        target.save_pretrained(scratch)
+        copy_beside(source, scratch)
+    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+    of_whole = f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
+    print(f"{config.output}: {config.quantize}, {of_whole}")
+
+
+def copy_beside(source: Path, output: Path) -> None:
+    """Copy what lies beside a target's weights: its tokenizer, and how it is to generate."""
+    if text.has_tokenizer(source):
+        text.copy_tokenizer(source, output)
+    if (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", output / "generation_config.json")
 
 
 # --- what a client needs of a target ---------------------------------------------------------------------------------
@@ -81,9 +135,7 @@ def write_client_parts(config: ConvertConfig) -> None:
     drafter.check(part)
     with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
         part.save_pretrained(scratch)
-        text.copy_tokenizer(source, scratch)
-        if (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", scratch / "generation_config.json")
+        copy_beside(source, scratch)
     size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
     print(
         f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; "

@@ -123,7 +123,7 @@ class DraftModel(Drafter[DraftModelState]):
         draft: DraftShape | int = Chain(4),
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
-        weights: str = schemes.AS_STORED,
+        weights: schemes.Weights = schemes.AS_STORED,
         tokenizer: Any = None,
         vocabulary: Asked | None = None,
     ) -> "DraftModel":
@@ -173,7 +173,7 @@ class DraftModel(Drafter[DraftModelState]):
         config = replace(target.config.first(sizes.get("num_layers", _quarter(target.config))), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
-    def narrow(self, weights: str) -> "DraftModel":
+    def narrow(self, weights: schemes.Weights) -> "DraftModel":
         """The same with narrow weights, as `Target.narrow`."""
         return replace(self, model=self.model.narrow(weights))
 

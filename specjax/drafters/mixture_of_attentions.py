@@ -104,7 +104,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
-        weights: str = schemes.AS_STORED,
+        weights: schemes.Weights = schemes.AS_STORED,
         tli: int | None = None,
     ) -> Self:
         """Load a checkpoint of our own or of the authors, recognised by its config.json.

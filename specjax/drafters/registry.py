@@ -62,7 +62,7 @@ class Request:
     dtype: DTypeLike | None = None
     mesh: Mesh | None = None
     tokenizer: Any = None
-    weights: str = schemes.AS_STORED
+    weights: schemes.Weights = schemes.AS_STORED
 
     @property
     def draft_given(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def load_drafter(
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
     tokenizer: Any = None,
-    weights: str = schemes.AS_STORED,
+    weights: schemes.Weights = schemes.AS_STORED,
 ) -> Drafter:
     """The drafter called ``name``.
 

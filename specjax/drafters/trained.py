@@ -210,7 +210,7 @@ class TrainedDrafter(Drafter[State]):
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
-        weights: str = schemes.AS_STORED,
+        weights: schemes.Weights = schemes.AS_STORED,
         **options: Any,
     ) -> Self:
         """Load a checkpoint, in any of its layouts, recognised by what is in it.
@@ -273,7 +273,7 @@ class TrainedDrafter(Drafter[State]):
             content["quantization_config"] = quantisation
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
 
-    def narrow(self, weights: str) -> Self:
+    def narrow(self, weights: schemes.Weights) -> Self:
         """The same drafter with narrow weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
 
         Raises:

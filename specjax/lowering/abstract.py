@@ -20,13 +20,16 @@ from specjax.drafts.shapes import DraftShape
 from specjax.models import params
 from specjax.models.cache import Entry, KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import schemes
 from specjax.models.published import PUBLISHED, published
 from specjax.models.transformer import Target
 
 
-def abstract_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16) -> Target:
-    """A model so configured on ``mesh``, whose params are shapes."""
+def abstract_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloat16, weights: str = schemes.FLOATS) -> Target:
+    """A model so configured on ``mesh``, whose params are shapes; ``weights`` as in `Target.from_pretrained`."""
     declared = params.declare(config)
+    if weights != schemes.FLOATS:
+        declared = schemes.declare(declared, schemes.scheme_of(weights).form_of, mesh)
     return Target(_placed(declared, mesh, config.axis_units, dtype), config, mesh)
 
 
@@ -37,7 +40,7 @@ def _placed(declared: Any, mesh: Mesh, units: Mapping[str, int], dtype: DTypeLik
     return jax.tree.map(shape, declared, params.shardings(declared, mesh, units))
 
 
-def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target) -> Drafter:
+def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target, weights: str = schemes.FLOATS) -> Drafter:
     """The drafter called ``name``, whose params are shapes, for an abstract ``target``.
 
     Args:
@@ -45,6 +48,7 @@ def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target) 
             published model, for a draft model; or as on every other command line, for that checkpoint.
         draft: the shape of its drafts; None is the drafter's own.
         target: what it drafts for.
+        weights: of a published draft model, as in `abstract_model`; other drafters' are floats.
 
     Raises:
         InputError: there is no such drafter, or it does not fit the target.
@@ -56,7 +60,7 @@ def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target) 
     if name == "none":
         return NoDraft()
     if name.lower() in PUBLISHED:
-        model = abstract_model(published(name), mesh)
+        model = abstract_model(published(name), mesh, weights=weights)
         drafter = DraftModel(model) if draft is None else DraftModel(model, draft=draft)
         drafter.check(target)
         return drafter
@@ -127,7 +131,8 @@ def bytes_of_one(tree: Any) -> int:
     """Bytes that one device holds of the arrays of ``tree``."""
 
     def held(leaf: Any) -> int:
-        return int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) * leaf.dtype.itemsize
+        numbers = int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64))
+        return numbers // 2 if leaf.dtype == jnp.int4 else numbers * leaf.dtype.itemsize
 
     return sum(held(leaf) for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 

@@ -405,7 +405,11 @@ def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def load_params(
-    directory: Path, config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None, weights: str = schemes.AS_STORED
+    directory: Path,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+    weights: schemes.Weights = schemes.AS_STORED,
 ) -> Params:
     """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor. ``weights``, which of
     them are narrow, as in `Target.from_pretrained`.
@@ -424,7 +428,7 @@ def load_part(
     dtype: DTypeLike,
     layers: Layers,
     mesh: Mesh | None = None,
-    weights: str = schemes.AS_STORED,
+    weights: schemes.Weights = schemes.AS_STORED,
 ) -> tuple[Params, str]:
     """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
 
@@ -451,7 +455,7 @@ def load_saved_part(
     dtype: DTypeLike,
     layers: Layers,
     mesh: Mesh | None = None,
-    weights: str = schemes.AS_STORED,
+    weights: schemes.Weights = schemes.AS_STORED,
 ) -> Params:
     """Read the params of a part that was saved as one; arguments and errors are those of `load_part`."""
     with _reading(directory, config, dtype, layers, mesh, weights) as (declared, values):
@@ -460,7 +464,7 @@ def load_saved_part(
 
 @contextmanager
 def _reading(
-    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: str
+    directory: Path, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: schemes.Weights
 ) -> Iterator[tuple[Params, checkpoint.Values]]:
     """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
     file = directory / "config.json"
@@ -482,11 +486,11 @@ def _reading(
         yield declared, values
 
 
-def forms_for(directory: Path, weights: str, mesh: Mesh | None) -> Callable[[Param], Form | None]:
+def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> Callable[[Param], Form | None]:
     """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
     schemes.check_weights(weights)
-    if weights in schemes.SCHEMES:
-        return schemes.SCHEMES[weights].form_of
+    if weights not in (schemes.AS_STORED, schemes.FLOATS):
+        return schemes.scheme_of(weights).form_of
     stored = checkpoint.stored_forms(directory) if weights == schemes.AS_STORED else {}
     on_cpu = sharding.is_on_cpu(mesh)
 

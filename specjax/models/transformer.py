@@ -102,7 +102,7 @@ class Target:
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
         layers: parts.Layers | None = None,
-        weights: str = schemes.AS_STORED,
+        weights: schemes.Weights = schemes.AS_STORED,
     ) -> "Target":
         """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
@@ -151,7 +151,7 @@ class Target:
         layers = self.held if self.part_of else None
         huggingface.save(Path(path), self.config, self.params, dtype, layers=layers, part_of=self.part_of)
 
-    def narrow(self, weights: str) -> "Target":
+    def narrow(self, weights: schemes.Weights) -> "Target":
         """The same model with narrow weights; ``weights`` is the name of a scheme, as in `from_pretrained`.
 
         Raises:

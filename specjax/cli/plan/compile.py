@@ -16,6 +16,7 @@ from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.lowering.compiled import Compiled, Setup, Step, TurnCosts, compile_step
 from specjax.lowering.topologies import find_mesh
+from specjax.models.narrow import schemes
 from specjax.planning import theory
 from specjax.reports.tables import table_of_numbers
 from specjax.sampling import Sampling
@@ -36,6 +37,7 @@ class CompileConfig:
         context: tokens in each row's cache.
         page: tokens of a page, for caches in pages as a server has them; by default a row's tokens lie side by side.
         temperature: of the generation; 0 is greedy.
+        weights: of the target, and of a published draft model: "float", or narrow ones as in generate, such as "int8".
         alpha: acceptance rate, the chance that a token of a chain is accepted, for what it gains; by default 0.8.
         json: print JSON and no tables.
     """
@@ -49,6 +51,7 @@ class CompileConfig:
     context: int = 1024
     page: int | None = None
     temperature: float = 0.0
+    weights: str = schemes.FLOATS
     alpha: float | None = None
     json: bool = False
 
@@ -61,6 +64,8 @@ def run_compile(config: CompileConfig) -> None:
     # What is refused is refused before any compiler is asked for.
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")
+    if config.weights != schemes.FLOATS:
+        schemes.scheme_of(config.weights)
     names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
     for name, value in {"draft": config.draft or None, "alpha": config.alpha}.items():
         if len(names) == 1 and value is not None:
@@ -73,9 +78,9 @@ def run_compile(config: CompileConfig) -> None:
     shape = find_model("target", config.target)
 
     mesh, chip = find_mesh(config.chips, *config.mesh)
-    target = abstract.abstract_model(shape, mesh)
+    target = abstract.abstract_model(shape, mesh, weights=config.weights)
     setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling, page=config.page)
-    drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target) for name in names]
+    drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target, config.weights) for name in names]
     is_chain = isinstance(drafters[-1].draft, Chain)
     if config.alpha is not None and not is_chain:
         raise InputError(f"alpha={alpha:g}: says what a chain gains, and the draft is a {drafters[-1].draft}; leave it out")

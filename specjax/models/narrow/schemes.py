@@ -44,18 +44,24 @@ SCHEMES: dict[str, Scheme] = {
 """By name: 8-bit weights; the same, multiplied with activations of 8 bits; 4-bit weights in groups of 128; FP8."""
 
 AS_STORED, FLOATS = "stored", "float"
+"""What else may be asked for: matrices are narrow as a checkpoint has them, or not at all."""
+
+Weights = str | Scheme
+"""`AS_STORED`, `FLOATS`, a name in `SCHEMES`, or a scheme of one's own."""
 
 
-def scheme_of(weights: str) -> Scheme:
+def scheme_of(weights: Weights) -> Scheme:
     """The scheme of that name. Raises `InputError` where there is none."""
+    if isinstance(weights, Scheme):
+        return weights
     if weights not in SCHEMES:
         raise InputError(f"weights={weights!r}: must be one of {', '.join(map(repr, SCHEMES))}")
     return SCHEMES[weights]
 
 
-def check_weights(weights: str) -> None:
+def check_weights(weights: Weights) -> None:
     """Refuse, with an InputError, what names no scheme."""
-    if weights not in (AS_STORED, FLOATS, *SCHEMES):
+    if not isinstance(weights, Scheme) and weights not in (AS_STORED, FLOATS, *SCHEMES):
         names = ", ".join(map(repr, (AS_STORED, FLOATS, *SCHEMES)))
         raise InputError(f"weights={weights!r}: must be one of {names}")
 
