@@ -87,7 +87,9 @@ def run_convert(config: ConvertConfig) -> None:
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
     """How weights become narrow. Raises `InputError`."""
-    scheme = schemes.scheme_of(config.quantize)
+    if config.quantize not in schemes.SCHEMES:
+        raise InputError(f"quantize={config.quantize!r}: must be one of {', '.join(map(repr, schemes.SCHEMES))}")
+    scheme = schemes.SCHEMES[config.quantize]
     return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
 
 

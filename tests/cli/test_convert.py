@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,9 @@ from specjax import text
 from specjax.cli.main import main
 from specjax.drafters import Eagle, Eagle3, MixtureOfAttentions
 from specjax.drafts.shapes import Chain
+from specjax.models.narrow import Narrow
+from specjax.models.narrow.schemes import SCHEMES
+from specjax.models.narrow.weights import widened
 from specjax.models.transformer import Target
 from tests.conftest import save_tiny, tiny_target
 
@@ -178,3 +182,57 @@ def test_a_part_is_refused_as_a_target_and_as_a_draft_model(served, tmp_path, ca
         said = " ".join(capsys.readouterr().err.split())
         assert "is a part of a target (embedding, final norm, head, and none of the 3 layers)" in said, (line, said)
         assert "give the whole target that it was cut from" in said
+
+
+@pytest.mark.parametrize("weights", ["int8", "w8a8", "int4", "fp8"])
+def test_a_model_is_written_with_narrow_weights(tmp_path, capsys, weights) -> None:
+    save_tiny(tmp_path / "model")
+    step = ("--target", str(tmp_path / "model"), "--quantize", weights, "--output")
+    assert main(["convert", *step, str(tmp_path / "narrow")]) == 0
+    assert f"narrow: {weights}, " in " ".join(capsys.readouterr().out.split())
+    config = json.loads((tmp_path / "narrow" / "config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "compressed-tensors"
+    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
+    scheme = replace(SCHEMES[weights], vocabulary=None)
+    made = Target.from_pretrained(tmp_path / "model", weights=scheme)
+    read = Target.from_pretrained(tmp_path / "narrow")
+    for found, expected in zip(read.params["layers"], made.params["layers"], strict=True):
+        if weights != "fp8":  # which is read as floats on a CPU
+            assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+        np.testing.assert_allclose(wide(found["down"]), wide(expected["down"]), rtol=1e-6)
+    assert main(["convert", *step, str(tmp_path / "all"), "--vocabulary"]) == 0
+    assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], Narrow)
+
+
+def wide(matrix):
+    return np.asarray(widened(matrix) if isinstance(matrix, Narrow) else matrix)
+
+
+def test_a_drafter_is_written_with_narrow_weights(drafter, tmp_path) -> None:
+    step = ("--drafter", str(drafter), "--to", "eagle3", "--quantize", "int8", "--output", str(tmp_path / "narrow"))
+    assert main(["convert", *step]) == 0
+    read, whole = Eagle3.from_pretrained(tmp_path / "narrow"), Eagle3.from_pretrained(drafter)
+    assert isinstance(read.params["fc"], Narrow)
+    np.testing.assert_allclose(
+        wide(read.params["fc"]), whole.params["fc"], atol=0.01 * float(jnp.abs(whole.params["fc"]).max())
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--quantize", "int3", "--target", "embedded", "--output", "x"), "quantize='int3': must be one of 'int8', 'w8a8'"),
+        (("--quantize", "int8", "--output", "x"), "target='': give a directory"),
+        (
+            ("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3", "--output", "x"),
+            "vocabulary: needs quantize",
+        ),
+        (
+            ("--quantize", "int8", "--client-parts", "--target", "a", "--drafter", "b", "--output", "x"),
+            "cut the client's parts",
+        ),
+    ],
+)
+def test_what_cannot_be_made_narrow_is_refused(arguments, message, capsys) -> None:
+    assert main(["convert", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
