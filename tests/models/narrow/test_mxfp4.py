@@ -8,8 +8,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
-from specjax.models import checkpoint, fingerprint, mxfp4
+from specjax.models import checkpoint, fingerprint
 from specjax.models.fields import CheckpointError
+from specjax.models.narrow import mxfp4
 from specjax.models.params import Param, Within
 
 EXPERTS, MLP, HIDDEN = 4, 6, 96
