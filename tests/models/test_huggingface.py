@@ -133,11 +133,20 @@ CONFIG_FAULTS = [
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"quantization_config": {}}, "quantization_config.quant_method=None: must be one of fp8, mxfp4, .*: use the checkpoint without"),
+    (
+        {"quantization_config": {}},
+        "quantization_config.quant_method=None: must be one of fp8, mxfp4, .*: use the checkpoint without",
+    ),
     ({"quantization_config": []}, r"quantization_config=\[\]: must be an object"),
-    ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "quant_method='bitsandbytes': must be one of"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        "quant_method='bitsandbytes': must be one of",
+    ),
     ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantization_config.bits=3: must be 4 or 8"),
-    ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"weight_block_size=\[64, 64\]: .*128, 128"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+        r"weight_block_size=\[64, 64\]: .*128, 128",
+    ),
     ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ({"dtype": 32}, "dtype=32: must be one of float32"),
     ({"bos_token_id": "<s>"}, "bos_token_id='<s>'"),
