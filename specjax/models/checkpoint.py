@@ -106,7 +106,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
     """
     dtype = float_type(dtype)
     with _open_tensors(directory) as stored:
-        tensors = _with_roles(stored, declared)
+        tensors = _with_roles(stored, declared, what, directory)
         for name in published.idle_biases(stored, {name for one in jax.tree.leaves(declared) for name in one.stored_names}):
             del tensors[name]
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
@@ -127,7 +127,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
         yield values
 
 
-def _with_roles(tensors: Mapping[str, Any], declared: Any) -> dict[str, Any]:
+def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
     """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
     found = dict(tensors)
     for narrow in filter(is_narrow, jax.tree.leaves(declared, is_leaf=is_narrow)):
@@ -136,6 +136,9 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any) -> dict[str, Any]:
             if name not in tensors:
                 continue  # which is said where all tensors are checked
             matrix = tensors[name]
+            *lead, groups, outputs, size = narrow.values.stored_shape
+            wanted = (outputs, groups * size) if narrow.values.is_rows else (groups * size, outputs)
+            _check_shape(name, matrix, (*lead, *wanted), what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
                 matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
@@ -350,6 +353,14 @@ def _weight_files(directory: Path) -> list[str]:
     return files
 
 
+def _check_shape(name: str, tensor: Any, wanted: tuple[int, ...], what: str, directory: Path) -> None:
+    if (shape := tuple(tensor.get_shape())) != wanted:
+        raise CheckpointError(
+            f"{directory}: {name!r} has shape {shape}, but in {what} it is {wanted}: "
+            "give the configuration and the weights of one model"
+        )
+
+
 def _check_tensors(
     tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
 ) -> None:
@@ -359,12 +370,8 @@ def _check_tensors(
             f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
         )
     for name, param in [(name, one) for one in declared for name in one.stored_names]:
-        shape, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
-        if shape != param.stored_shape:
-            raise CheckpointError(
-                f"{directory}: {name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
-                "give the configuration and the weights of one model"
-            )
+        kind = tensors[name].get_dtype()
+        _check_shape(name, tensors[name], param.stored_shape, what, directory)
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
         wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
         if kind not in wanted:
