@@ -7,6 +7,7 @@ refused by name: a layout that is misread gives a model that talks nonsense. Wha
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +360,7 @@ def _of_qweight(parts: _Parts, name: str) -> Found:
     if method == "awq":
         return base, Awq(parts.tensors[name], scales, zeros, form), names - {f"{stem}g_idx"}
     order = _order(parts, f"{stem}g_idx", base, inputs, groups) if f"{stem}g_idx" in parts.tensors else None
-    add = 1 if _gptq_format(raw) == "gptq" else 0
+    add, form = 1 if _gptq_format(raw) == "gptq" else 0, replace(form, is_ordered=order is not None)
     return base, Gptq(parts.tensors[name], scales, zeros, order, form, add, raw.get("sym")), names
 
 
