@@ -477,7 +477,14 @@ def _reading(
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     declared = family.store(declarations.declare(config, layers), prefix)
-    declared = schemes.declare(declared, forms_for(directory, weights, mesh), mesh)
+    form_of = forms_for(directory, weights, mesh)
+
+    def form_here(param: Param) -> Form | None:
+        form = form_of(param)
+        is_looked_up = param.is_rows and not config.tie_embeddings  # and multiplied with nothing that could be rounded
+        return form if form is None or not is_looked_up else replace(form, activations=16)
+
+    declared = schemes.declare(declared, form_here, mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
         yield declared, values
 
