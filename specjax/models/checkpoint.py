@@ -23,9 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax import sharding
-from specjax.models import float8, mxfp4
 from specjax.models.fields import CheckpointError, read_json, show
-from specjax.models.narrow import Form, is_narrow, published
+from specjax.models.narrow import Form, float8, is_narrow, mxfp4, published, saved
 from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
@@ -107,7 +106,9 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
     """
     dtype = float_type(dtype)
     with _open_tensors(directory) as stored:
-        tensors = _with_roles(stored, declared)
+        tensors = _with_roles(stored, declared, what, directory)
+        for name in published.idle_biases(stored, {name for one in jax.tree.leaves(declared) for name in one.stored_names}):
+            del tensors[name]
         _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, directory)
 
         def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
@@ -126,7 +127,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
         yield values
 
 
-def _with_roles(tensors: Mapping[str, Any], declared: Any) -> dict[str, Any]:
+def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
     """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
     found = dict(tensors)
     for narrow in filter(is_narrow, jax.tree.leaves(declared, is_leaf=is_narrow)):
@@ -135,7 +136,10 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any) -> dict[str, Any]:
             if name not in tensors:
                 continue  # which is said where all tensors are checked
             matrix = tensors[name]
-            if not (isinstance(matrix, StoredMatrix) and matrix.is_kept and matrix.form == narrow.form):
+            *lead, groups, outputs, size = narrow.values.stored_shape
+            wanted = (outputs, groups * size) if narrow.values.is_rows else (groups * size, outputs)
+            _check_shape(name, matrix, (*lead, *wanted), what, directory)
+            if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
                 matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
             found.pop(name, None)
@@ -210,7 +214,7 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
         array = leaf.astype(jnp.dtype(param.stored_dtype or param.dtype or dtype or leaf.dtype), copy=False)
         for name, one in zip(param.stored_names, array if param.stacked else [array], strict=True):
             pieces.setdefault(name, []).append((param, _turned(param, one)))
-    arrays = published.compressed({name: _put_together(name, found) for name, found in pieces.items()}, declared)
+    arrays = saved.compressed({name: _put_together(name, found) for name, found in pieces.items()}, declared)
     with replacing(directory) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
@@ -321,9 +325,9 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
 def _with_matrices(tensors: dict[str, Any], directory: Path) -> dict[str, Any]:
     """``tensors`` with each narrow matrix in place of the tensors that it is stored in."""
     file = directory / "config.json"
-    raw = (read_json(file).get("quantization_config") if file.exists() else None) or {}
-    published.check_config(raw or None, str(file))
-    matrices, used = published.matrices(tensors, raw, directory)
+    raw = read_json(file).get("quantization_config") if file.exists() else None
+    published.check_config(raw, str(file))
+    matrices, used = published.matrices(tensors, raw or {}, directory)
     return {name: tensor for name, tensor in tensors.items() if name not in used} | matrices
 
 
@@ -349,6 +353,14 @@ def _weight_files(directory: Path) -> list[str]:
     return files
 
 
+def _check_shape(name: str, tensor: Any, wanted: tuple[int, ...], what: str, directory: Path) -> None:
+    if (shape := tuple(tensor.get_shape())) != wanted:
+        raise CheckpointError(
+            f"{directory}: {name!r} has shape {shape}, but in {what} it is {wanted}: "
+            "give the configuration and the weights of one model"
+        )
+
+
 def _check_tensors(
     tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
 ) -> None:
@@ -358,12 +370,8 @@ def _check_tensors(
             f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
         )
     for name, param in [(name, one) for one in declared for name in one.stored_names]:
-        shape, kind = tuple(tensors[name].get_shape()), tensors[name].get_dtype()
-        if shape != param.stored_shape:
-            raise CheckpointError(
-                f"{directory}: {name!r} has shape {shape}, but in {what} it is {param.stored_shape}: "
-                "give the configuration and the weights of one model"
-            )
+        kind = tensors[name].get_dtype()
+        _check_shape(name, tensors[name], param.stored_shape, what, directory)
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
         wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
         if kind not in wanted:

@@ -38,7 +38,7 @@ from specjax.models.fields import (
     texts,
     whole,
 )
-from specjax.models.narrow import Form, published, schemes
+from specjax.models.narrow import Form, published, saved, schemes
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
 
@@ -481,7 +481,14 @@ def _reading(
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     declared = family.store(declarations.declare(config, layers), prefix)
-    declared = schemes.declare(declared, forms_for(directory, weights, mesh), mesh)
+    form_of = forms_for(directory, weights, mesh)
+
+    def form_here(param: Param) -> Form | None:
+        form = form_of(param)
+        is_looked_up = param.is_rows and not config.tie_embeddings  # and multiplied with nothing that could be rounded
+        return form if form is None or not is_looked_up else replace(form, activations=16)
+
+    declared = schemes.declare(declared, form_here, mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
         yield declared, values
 
@@ -495,7 +502,7 @@ def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> C
     on_cpu = sharding.is_on_cpu(mesh)
 
     def form_of(param: Param) -> Form | None:
-        form = stored.get(param.stored_names[0]) if param.is_product else None
+        form = schemes.common(map(stored.get, param.stored_names)) if param.is_product else None
         # A CPU has no numbers of FP8: it would convert all of them at every product.
         return None if form is None or (form.kind == "fp8" and on_cpu) else form
 
@@ -527,7 +534,7 @@ def save(
     declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     declared = schemes.declare_like(declared, params)
     content = format_config(config, checkpoint.float_type(dtype or params["norm"].dtype).name)
-    if (quantisation := published.format_config(declared)) is not None:
+    if (quantisation := saved.format_config(declared)) is not None:
         content["quantization_config"] = quantisation
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     if layers is not None:

@@ -48,7 +48,8 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     target = tiny_target(**common)
     targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
     targets += [tiny_target(**common, **changes) for changes in MIXTURES.values()]
-    for one in [*targets, *(Target.init(config, jax.random.key(0)) for config in of_families())]:
+    targets += [Target.init(config, jax.random.key(0)) for config in of_families()]
+    for one in [*targets, *narrow_ones(path)]:
         one.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
@@ -56,6 +57,21 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
         found.append(files | {"model.safetensors": weights})
         found.append(files | {SHARD: weights, "model.safetensors.index.json": json.dumps(index).encode()})
     return found
+
+
+def narrow_ones(path) -> list[Target]:
+    """Targets whose checkpoints are those of narrow weights: as they are, packed with and without zeros, and in two schemes."""
+    tiny_target(hidden_size=32, eos_token_ids=(3, 4)).save_pretrained(path)
+    found = [Target.from_pretrained(path, weights=weights, dtype=np.float32) for weights in ("w8a8", "int4", "fp8")]
+    layer = dict(found[1].params["layers"][0])
+    for name in ("q", "up"):
+        groups, outputs, size = layer[name].values.shape
+        values, scales = (layer[name].values.reshape(4, outputs, size // 4), layer[name].scales.repeat(4, axis=0))
+        zeros, order = np.ones((4, outputs), np.int8), np.arange(32, dtype=np.int32)[::-1]
+        layer[name] = layer[name].replace(values=values, scales=scales, zeros=zeros, order=order)
+        assert groups == 1
+    asymmetric = found[1].replace(params={**found[1].params, "layers": [layer, *found[1].params["layers"][1:]]})
+    return [*found, asymmetric]
 
 
 def of_families() -> list[ModelConfig]:

@@ -16,7 +16,7 @@ from specjax.drafters import Eagle3, EarlyExit, NoDraft, PromptLookup
 from specjax.drafters.trained import layer_like
 from specjax.errors import InputError
 from specjax.evaluation import conformance
-from specjax.models import float8, huggingface, params
+from specjax.models import huggingface, params
 from specjax.models.cache import KVCache
 from specjax.models.fields import CheckpointError
 from specjax.models.published import published
@@ -243,7 +243,7 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
     def quantise(tensors: dict) -> None:
         for name in [name for name in tensors if "_proj" in name]:
             tensors[name] = (tensors[name] / 0.5).astype(jnp.float8_e4m3fn)
-            tensors[float8.scale_name(name)] = np.full((1, 1), 0.5, np.float32)
+            tensors[f"{name}_scale_inv"] = np.full((1, 1), 0.5, np.float32)
         tensors["model.layers.2.eh_proj.weight"] = np.zeros((16, 32), np.float32)
         tensors["model.layers.2.mlp.experts.7.up_proj.weight"] = np.zeros((8, 16), np.float32)
         saved.update(tensors)
@@ -257,9 +257,9 @@ def test_deepseeks_weights_in_fp8_and_its_module_for_a_further_token(tmp_path) -
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.07, atol=0.01), read.params, target.params)
     assert Target.from_pretrained(tmp_path).params["layers"][1]["correction"].dtype == np.float32
 
-    saved.pop(float8.scale_name(name))
+    saved.pop(f"{name}_scale_inv")
     save_file(saved, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=f"'{name}' is of type F8_E4M3, and its scales, .* are missing"):
+    with pytest.raises(CheckpointError, match=f"'{name}' is narrow, and '{name}_scale_inv', which goes with it, is missing"):
         Target.from_pretrained(tmp_path)
 
 

@@ -7,7 +7,7 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The numbers in ``packed [rows, words]`` int32, from the lowest bits on: int32 ``[rows, words * 32 / bits]``, from 0.
+    """The numbers in ``packed [rows, words]`` int32, from the lowest bits on: uint8 ``[rows, words * 32 / bits]``.
 
     Examples:
         >>> from specjax.models.narrow.packing import packed, unpacked
@@ -16,15 +16,15 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
         >>> packed(np.arange(8)[None], 4).tolist() == [[0x76543210]]
         True
     """
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    numbers = packed.astype(np.int32).view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
-    return numbers.reshape(*packed.shape[:-1], -1).astype(np.int32)
+    octets = np.ascontiguousarray(packed, "<i4").view(np.uint8).reshape(len(packed), 4 * packed.shape[1])
+    if bits == 8:
+        return octets
+    assert bits == 4, bits
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(len(octets), 2 * octets.shape[1])
 
 
 def packed(numbers: np.ndarray, bits: int) -> np.ndarray:
     """``numbers [rows, n]`` from 0, in as few int32 as they need: the last one is filled up with zeros."""
-    count = 32 // bits
-    filled = np.pad(numbers.astype(np.uint32), ((0, 0), (0, -numbers.shape[1] % count)))
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    words = (filled.reshape(len(filled), -1, count) << shifts).sum(axis=-1, dtype=np.uint32)
-    return words.view(np.int32)
+    filled = np.pad(numbers.astype(np.uint8), ((0, 0), (0, -numbers.shape[1] % (32 // bits))))
+    octets = filled if bits == 8 else filled[:, ::2] | filled[:, 1::2] << 4
+    return np.ascontiguousarray(octets).view("<i4").astype(np.int32, copy=False)

@@ -1,7 +1,7 @@
 """Which matrices of a model become narrow, and how."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -64,6 +64,21 @@ def check_weights(weights: Weights) -> None:
     if not isinstance(weights, Scheme) and weights not in (AS_STORED, FLOATS, *SCHEMES):
         names = ", ".join(map(repr, (AS_STORED, FLOATS, *SCHEMES)))
         raise InputError(f"weights={weights!r}: must be one of {names}")
+
+
+def common(forms: Iterable[Form | None]) -> Form | None:
+    """The form in which all of several stored matrices can be held as they are; None: there is none, or one is of floats."""
+    forms = list(forms)
+    first = forms[0]
+    if first is None or any(form is None or _essence(form) != _essence(first) for form in forms):
+        return None
+    has_zeros, is_ordered = (any(getattr(form, name) for form in forms) for name in ("has_zeros", "is_ordered"))
+    return replace(first, has_zeros=has_zeros, is_ordered=is_ordered)
+
+
+def _essence(form: Form) -> tuple[str, int, int]:
+    """What cannot be added to a matrix without changing it."""
+    return form.kind, form.group, form.activations
 
 
 def declare(declared: Any, form_of: Callable[[Param], Form | None], mesh: Mesh | None = None) -> Any:

@@ -1,91 +1,141 @@
 """Matrices as checkpoints have them narrow, of which parts are read: one class for each way in which they are laid out.
 
-Each shows itself in two ways: as the matrix in floats ``[out, in]``, as if the checkpoint were not narrow; and as the parts of a
-`Narrow`, values, scales, zeros and order, in their shapes.
+Each shows itself in two ways: as the matrix in floats, as if the checkpoint were not narrow; and as the parts of a `Narrow`,
+values, scales, zeros and order, in their shapes.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specjax.models.narrow.packing import AWQ_NIBBLES, unpacked
-from specjax.models.narrow.weights import Form, narrowed
+from specjax.models.narrow.weights import BLOCK, Form, narrowed
 
 ROLES = ("values", "scales", "zeros", "order")
 _STORED_TYPES = {"int8": "I8", "int4": "I8", "fp8": "F8_E4M3"}
 
 
-class StoredMatrix(ABC):
-    """A matrix of a checkpoint that is narrow, or is made so as it is read.
+class Parts(ABC):
+    """What the parts of a `Narrow` are read from.
 
     Attributes:
         form: how it is narrow.
-        shape: ``(out, in)``.
-        is_kept: whether it can be held as it is; otherwise it is read as floats.
     """
 
     form: Form
-    shape: tuple[int, int]
+
+    @abstractmethod
+    def shape_of(self, role: str) -> list[int]:
+        """That of a part."""
+
+    @abstractmethod
+    def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a part."""
+
+    def role(self, role: str) -> "Role":
+        """One of the parts."""
+        return Role(self, role)
+
+
+class Role:
+    """One of the parts of a `Narrow`, of which slices are read from a checkpoint."""
+
+    def __init__(self, parts: Parts, role: str) -> None:
+        self._parts, self._role = parts, role
+
+    def get_shape(self) -> list[int]:
+        """The shape."""
+        return self._parts.shape_of(self._role)
+
+    def get_dtype(self) -> str:
+        """The type as a header names it."""
+        kinds = {"values": _STORED_TYPES[self._parts.form.kind], "scales": "F32", "zeros": "I8", "order": "I32"}
+        return kinds[self._role]
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        return self._parts.read(self._role, part)
+
+
+class StoredMatrix(Parts):
+    """A matrix, or a stack of them, that a checkpoint has narrow. Like any tensor, it has a shape, a type and slices: those of
+    the matrix in floats.
+
+    Attributes:
+        is_kept: whether it can be held as it is; otherwise it is read as floats.
+    """
+
     is_kept = True
 
     @abstractmethod
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        """``[groups, outputs, size]``, as in `Narrow`."""
-
-    @abstractmethod
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        """``[groups, outputs]`` float32."""
-
-    def zeros(self, groups: slice, outputs: slice) -> np.ndarray:
-        """``[groups, outputs]`` int8."""
-        raise NotImplementedError
-
-    def order(self) -> np.ndarray:
-        """``[in]``, as in `Narrow`."""
-        raise NotImplementedError
-
-    @property
-    def size(self) -> int:
-        """Inputs of a group."""
-        return self.form.group or self.shape[1]
-
-    @property
-    def groups(self) -> int:
-        """How many there are."""
-        return self.shape[1] // self.size
-
-    # --- as floats: what `specjax.models.checkpoint` asks of any tensor ---
-
     def get_shape(self) -> list[int]:
-        """``[out, in]``."""
-        return list(self.shape)
+        """The shape of the matrix in floats, as the checkpoint would have it."""
 
     def get_dtype(self) -> str:
         """The type as a header names it."""
         return "F32"
 
-    def __getitem__(self, part: tuple[slice, slice]) -> np.ndarray:
+    @abstractmethod
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """A slice of the matrix in floats."""
+
+    def gives(self, form: Form) -> bool:
+        """Whether its parts are also those of a matrix of that ``form``, which may have zeros and an order beside its own."""
+        own = self.form
+        has_more = form.has_zeros >= own.has_zeros and form.is_ordered >= own.is_ordered
+        return self.is_kept and has_more and (own.kind, own.group) == (form.kind, form.group)
+
+
+class OneMatrix(StoredMatrix):
+    """A matrix of numbers ``[out, in]``, by whatever they are read.
+
+    Args:
+        form: how it is narrow.
+        shape: ``(out, in)``.
+        of_input: the group of each input, where those of a group are no neighbours; None: they are.
+    """
+
+    def __init__(self, form: Form, shape: tuple[int, int], of_input: Any = None) -> None:
+        self.form, self.shape, self._of_input = form, shape, of_input
+        self.size = form.group or shape[1]
+        self.groups = shape[1] // self.size
+
+    @abstractmethod
+    def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
+        """``[outputs, inputs]`` values, int8 or float8_e4m3fn, each where its input is."""
+
+    @abstractmethod
+    def scales(self, outputs: slice) -> np.ndarray:
+        """``[outputs, groups]`` float32."""
+
+    def zeros(self, outputs: slice) -> np.ndarray:
+        """``[outputs, groups]`` int8."""
+        return np.zeros((len(range(self.shape[0])[outputs]), self.groups), np.int8)
+
+    def order(self) -> np.ndarray:
+        """``[in]``, as in `Narrow`."""
+        if self._of_input is None:
+            return np.arange(self.shape[1], dtype=np.int32)
+        return np.argsort(self._group_of_inputs(), kind="stable").astype(np.int32)
+
+    def _group_of_inputs(self) -> np.ndarray:
+        if self._of_input is None:
+            return np.arange(self.shape[1]) // self.size
+        return np.asarray(self._of_input[(slice(None),)])
+
+    def get_shape(self) -> list[int]:
+        """``[out, in]``."""
+        return list(self.shape)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
         outputs, inputs = part
-        first, last, step = inputs.indices(self.shape[1])
-        wanted = np.arange(first, last, step)
-        groups = slice(0, self.groups)
-        if not self.form.is_ordered and len(wanted):
-            groups = slice(int(wanted.min()) // self.size, int(wanted.max()) // self.size + 1)
-        values = self.values(groups, outputs).astype(np.float32)
+        weights = self.numbers(outputs, inputs).astype(np.float32)
+        places = slice(None) if self.groups == 1 else self._group_of_inputs()[inputs]
         if self.form.has_zeros:
-            values -= self.zeros(groups, outputs).astype(np.float32)[..., None]
-        values *= self.scales(groups, outputs)[..., None]
-        rows = np.moveaxis(values, 0, 1).reshape(values.shape[1], -1)
-        if self.form.is_ordered:
-            rows = rows[:, np.argsort(self.order())]
-        return rows[:, wanted - groups.start * self.size]
-
-    # --- as narrow ---
-
-    def role(self, role: str) -> "Role":
-        """One of the parts of a `Narrow`."""
-        return Role(self, role)
+            weights -= self.zeros(outputs).astype(np.float32)[:, places]
+        weights *= self.scales(outputs)[:, places]
+        return weights
 
     def shape_of(self, role: str) -> list[int]:
         """That of a part."""
@@ -97,31 +147,24 @@ class StoredMatrix(ABC):
         """A slice of a part."""
         if role == "order":
             return self.order()[part[0]]
+        groups, outputs = part[:2]
         if role == "values":
-            return self.values(*part[:2])[..., part[2]]
-        return (self.scales if role == "scales" else self.zeros)(*part)
+            return self._values(groups, outputs, part[2])
+        return (self.scales if role == "scales" else self.zeros)(outputs)[:, groups].T
+
+    def _values(self, groups: slice, outputs: slice, places: slice) -> np.ndarray:
+        if self.groups == 1 and self._of_input is None:
+            return self.numbers(outputs, places)[None][groups]
+        if self._of_input is None:
+            first, last, _ = groups.indices(self.groups)
+            rows, within = self.numbers(outputs, slice(first * self.size, last * self.size)), slice(None)
+        else:
+            rows, within = self.numbers(outputs, slice(None))[:, self.order()], groups
+        grouped = np.moveaxis(rows.reshape(len(rows), rows.shape[1] // self.size, self.size), 1, 0)
+        return grouped[within][..., places]
 
 
-class Role:
-    """One of the parts of a `Narrow`, of which slices are read from a checkpoint."""
-
-    def __init__(self, matrix: StoredMatrix, role: str) -> None:
-        self._matrix, self._role = matrix, role
-
-    def get_shape(self) -> list[int]:
-        """The shape."""
-        return self._matrix.shape_of(self._role)
-
-    def get_dtype(self) -> str:
-        """The type as a header names it."""
-        kinds = {"values": _STORED_TYPES[self._matrix.form.kind], "scales": "F32", "zeros": "I8", "order": "I32"}
-        return kinds[self._role]
-
-    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
-        return self._matrix.read(self._role, part)
-
-
-class Plain(StoredMatrix):
+class Plain(OneMatrix):
     """Values of 8 bits as they are, ``[out, in]``.
 
     Args:
@@ -132,60 +175,81 @@ class Plain(StoredMatrix):
     """
 
     def __init__(self, values: Any, scales: Any, form: Form, block: int = 1) -> None:
-        self._values, self._scales, self._block = values, scales, block
-        self.form, self.shape = form, tuple(values.get_shape())
+        super().__init__(form, tuple(values.get_shape()))
+        self._stored, self._scales, self._block = values, scales, block
 
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        first, last, _ = groups.indices(self.groups)
-        found = self._values[outputs, slice(first * self.size, last * self.size)]
-        return np.moveaxis(found.reshape(len(found), last - first, self.size), 1, 0)
+    def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
+        return self._stored[outputs, inputs]
 
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        shape = self._scales.get_shape()
-        stored = np.asarray(self._scales[(slice(None),) * len(shape)], np.float32)
+    def scales(self, outputs: slice) -> np.ndarray:
+        stored = np.asarray(self._scales[(slice(None),) * len(self._scales.get_shape())], np.float32)
+        rows = np.arange(self.shape[0])[outputs] // self._block
         if stored.size == 1:  # of the whole matrix
-            stored = np.broadcast_to(stored.reshape(1, 1), (self.shape[0], self.groups))
-        stored = stored.reshape(len(stored), -1)
-        if self._block > 1:
-            stored = np.repeat(stored, self._block, axis=0)[: self.shape[0]]
-        return stored[outputs, groups].T
+            return np.full((len(rows), self.groups), stored.item(), np.float32)
+        return stored.reshape(len(stored), -1)[rows]
 
 
-class Packed(StoredMatrix):
+class Ragged(Plain):
+    """FP8 in blocks that do not fill the matrix: it is read as floats only.
+
+    Args:
+        values: float8_e4m3fn ``[out, in]``.
+        scales: of each block.
+    """
+
+    is_kept = False
+
+    def __init__(self, values: Any, scales: Any) -> None:
+        super().__init__(values, scales, Form("fp8"), BLOCK)
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        outputs, inputs = part
+        columns = np.arange(self.shape[1])[inputs] // BLOCK
+        return self.numbers(outputs, inputs).astype(np.float32) * self.scales(outputs)[:, columns]
+
+
+class _Packed(OneMatrix):
+    """A matrix of whole numbers that lie in int32 along the inputs."""
+
+    def _words(self, inputs: slice) -> tuple[slice, slice]:
+        """The int32 that hold those ``inputs``, and where the inputs are among the numbers of these."""
+        wanted, count = range(self.shape[1])[inputs], 32 // self.form.bits
+        first = wanted.start // count
+        own = slice(wanted.start - first * count, max(wanted.stop, wanted.start) - first * count, wanted.step)
+        return slice(first, max(-(-wanted.stop // count), first)), own
+
+
+class Packed(_Packed):
     """compressed-tensors' ``pack-quantized``: numbers of 4 or 8 bits, less their smallest, in int32, along the inputs.
 
     Args:
         packed: ``[out, in bits / 32]``.
         scales: ``[out, groups]``.
         zeros: ``[out bits / 32, groups]``, packed along the outputs; None: there are none.
-        order: the group of each input, where they are no neighbours; None: they are.
+        of_input: the group of each input, where they are no neighbours; None: they are.
         form: how it is narrow.
         inputs: how many there are: the last number may be filled up.
     """
 
-    def __init__(self, packed: Any, scales: Any, zeros: Any, order: Any, form: Form, inputs: int) -> None:
-        self._packed, self._scales, self._zeros, self._of_input = packed, scales, zeros, order
-        self.form, self.shape = form, (packed.get_shape()[0], inputs)
+    def __init__(self, packed: Any, scales: Any, zeros: Any, of_input: Any, form: Form, inputs: int) -> None:
+        super().__init__(form, (packed.get_shape()[0], inputs), of_input)
+        self._stored, self._scales, self._zeros = packed, scales, zeros
 
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        numbers = unpacked(self._packed[outputs, slice(None)], self.form.bits)[:, : self.shape[1]]
-        numbers = (numbers - (1 << (self.form.bits - 1))).astype(np.int8)
-        if self.form.is_ordered:
-            numbers = numbers[:, self.order()]
-        return np.moveaxis(numbers.reshape(len(numbers), self.groups, self.size)[:, groups], 1, 0)
+    def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
+        words, own = self._words(inputs)
+        return _signed(unpacked(self._stored[outputs, words], self.form.bits)[:, own], self.form.bits)
 
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        return np.asarray(self._scales[outputs, groups], np.float32).T
+    def scales(self, outputs: slice) -> np.ndarray:
+        return np.asarray(self._scales[outputs, slice(None)], np.float32)
 
-    def zeros(self, groups: slice, outputs: slice) -> np.ndarray:
-        numbers = unpacked(self._zeros[slice(None), groups].T, self.form.bits)[:, : self.shape[0]]
-        return (numbers - (1 << (self.form.bits - 1))).astype(np.int8)[:, outputs]
-
-    def order(self) -> np.ndarray:
-        return _places(self._of_input)
+    def zeros(self, outputs: slice) -> np.ndarray:
+        if self._zeros is None:
+            return super().zeros(outputs)
+        numbers = unpacked(self._zeros[slice(None), slice(None)].T, self.form.bits)[:, : self.shape[0]]
+        return _signed(numbers.T[outputs], self.form.bits)
 
 
-class Gptq(StoredMatrix):
+class Gptq(_Packed):
     """GPTQ's (Frantar et al. 2022, arXiv 2210.17323), as AutoGPTQ and GPTQModel write it: numbers from 0, in int32, along the
     inputs.
 
@@ -193,36 +257,41 @@ class Gptq(StoredMatrix):
         packed: ``[in bits / 32, out]``.
         scales: ``[groups, out]``.
         zeros: ``[groups, out bits / 32]``, packed along the outputs; ``add`` is to be added to them.
-        order: the group of each input; None: they are neighbours.
-        form: how it is narrow.
+        of_input: the group of each input; None: they are neighbours.
+        form: how it is narrow, with zeros; it has none where all of them turn out to be 0.
         add: 1 in the first version of the layout, 0 in the second.
+        is_symmetric: whether the checkpoint says that zeros are 0; None: it does not say.
     """
 
-    def __init__(self, packed: Any, scales: Any, zeros: Any, order: Any, form: Form, add: int) -> None:
-        self._packed, self._scales, self._zeros, self._of_input, self._add = packed, scales, zeros, order, add
-        self.form = form
-        self.shape = (packed.get_shape()[1], packed.get_shape()[0] * 32 // form.bits)
+    def __init__(
+        self, packed: Any, scales: Any, zeros: Any, of_input: Any, form: Form, add: int, is_symmetric: bool | None = None
+    ) -> None:
+        rows, outputs = packed.get_shape()
+        super().__init__(form, (outputs, rows * 32 // form.bits), of_input)
+        self._stored, self._scales, self._zeros, self._add = packed, scales, zeros, add
+        if is_symmetric is False:
+            return
+        found = self.zeros(slice(None))
+        if is_symmetric and add and (found == 1).all():  # files of the second version that call it the first are about
+            found, self._add = found - 1, 0
+        if not found.any():
+            self.form = replace(self.form, has_zeros=False)
 
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        numbers = unpacked(self._packed[slice(None), outputs].T, self.form.bits)
-        numbers = (numbers - (1 << (self.form.bits - 1))).astype(np.int8)
-        if self.form.is_ordered:
-            numbers = numbers[:, self.order()]
-        return np.moveaxis(numbers.reshape(len(numbers), self.groups, self.size)[:, groups], 1, 0)
+    def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
+        words, own = self._words(inputs)
+        return _signed(unpacked(self._stored[words, outputs].T, self.form.bits)[:, own], self.form.bits)
 
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        return np.asarray(self._scales[groups, outputs], np.float32)
+    def scales(self, outputs: slice) -> np.ndarray:
+        return np.asarray(self._scales[slice(None), outputs], np.float32).T
 
-    def zeros(self, groups: slice, outputs: slice) -> np.ndarray:
-        numbers = unpacked(self._zeros[groups, slice(None)], self.form.bits) + self._add
-        numbers &= (1 << self.form.bits) - 1  # as they wrap around in the kernels that it was written for
-        return (numbers - (1 << (self.form.bits - 1))).astype(np.int8)[:, outputs]
-
-    def order(self) -> np.ndarray:
-        return _places(self._of_input)
+    def zeros(self, outputs: slice) -> np.ndarray:
+        bits = self.form.bits
+        numbers = unpacked(self._zeros[slice(None), slice(None)], bits)[:, : self.shape[0]] + np.uint8(self._add)
+        numbers &= np.uint8((1 << bits) - 1)  # as they wrap around in the kernels that it was written for
+        return _signed(numbers[:, outputs].T, bits)
 
 
-class Awq(StoredMatrix):
+class Awq(OneMatrix):
     """AWQ's (Lin et al. 2023, arXiv 2306.00978): numbers of 4 bits from 0, in int32, along the outputs, eight in an order of
     their own.
 
@@ -234,45 +303,51 @@ class Awq(StoredMatrix):
     """
 
     def __init__(self, packed: Any, scales: Any, zeros: Any, form: Form) -> None:
-        self._packed, self._scales, self._zeros = packed, scales, zeros
-        self.form, self.shape = form, (packed.get_shape()[1] * 8, packed.get_shape()[0])
+        super().__init__(form, (packed.get_shape()[1] * 8, packed.get_shape()[0]))
+        self._stored, self._scales, self._zeros = packed, scales, zeros
 
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        first, last, _ = groups.indices(self.groups)
-        numbers = self._numbers(self._packed, slice(first * self.size, last * self.size), outputs)
-        return numbers.reshape(last - first, self.size, -1).swapaxes(1, 2)
+    def numbers(self, outputs: slice, inputs: slice) -> np.ndarray:
+        return self._unpacked(self._stored, inputs, outputs)
 
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        return np.asarray(self._scales[groups, outputs], np.float32)
+    def scales(self, outputs: slice) -> np.ndarray:
+        return np.asarray(self._scales[slice(None), outputs], np.float32).T
 
-    def zeros(self, groups: slice, outputs: slice) -> np.ndarray:
-        return self._numbers(self._zeros, groups, outputs)
+    def zeros(self, outputs: slice) -> np.ndarray:
+        return self._unpacked(self._zeros, slice(None), outputs)
 
     @staticmethod
-    def _numbers(stored: Any, rows: slice, outputs: slice) -> np.ndarray:
-        numbers = unpacked(stored[rows, slice(None)], 4)
-        numbers = numbers.reshape(len(numbers), -1, 8)[..., AWQ_NIBBLES].reshape(len(numbers), -1)
-        return (numbers - 8).astype(np.int8)[:, outputs]
+    def _unpacked(stored: Any, rows: slice, outputs: slice) -> np.ndarray:
+        wanted = range(stored.get_shape()[1] * 8)[outputs]
+        words = slice(wanted.start // 8, max(-(-wanted.stop // 8), wanted.start // 8))
+        numbers = unpacked(stored[rows, words], 4)
+        numbers = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)[..., AWQ_NIBBLES].reshape(numbers.shape)
+        own = slice(wanted.start - words.start * 8, max(wanted.stop, wanted.start) - words.start * 8, wanted.step)
+        return _signed(numbers[:, own].T, 4)
 
 
-class Rounded(StoredMatrix):
+def _signed(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Of uint8 from 0 int8, half of them below 0."""
+    return (numbers - np.uint8(1 << (bits - 1))).view(np.int8)
+
+
+class Rounded(Parts):
     """A matrix of floats that becomes narrow as it is read: `narrowed`.
 
     Args:
-        floats: ``[out, in]``, or ``[in, out]`` where it is ``turned``.
+        floats: ``[..., out, in]``, or ``[..., in, out]`` where it is ``turned``.
         form: how it becomes narrow.
         turned: see ``floats``.
     """
 
     def __init__(self, floats: Any, form: Form, turned: bool) -> None:
-        self._floats, self._turned = floats, turned
+        self._floats, self._turned, self.form = floats, turned, form
         shape = tuple(floats.get_shape())
-        *self._lead, outputs, inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
-        self.form, self.shape = form, (outputs, inputs)
+        *self._lead, self._outputs, self._inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
         self._last: tuple[Any, Any] = (None, None)
 
     def shape_of(self, role: str) -> list[int]:
-        return [*self._lead, *super().shape_of(role)]
+        size = self.form.group or self._inputs
+        return [*self._lead, self._inputs // size, self._outputs, *[size] * (role == "values")]
 
     def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
         *lead, groups, outputs = part[: len(self._lead) + 2]
@@ -283,17 +358,6 @@ class Rounded(StoredMatrix):
             self._last = asked, narrowed(found if self._turned else np.swapaxes(found, -1, -2), self.form)
         found = self._last[1].values if role == "values" else self._last[1].scales
         return found[..., groups, :, part[-1]] if role == "values" else found[..., groups, :]
-
-    def values(self, groups: slice, outputs: slice) -> np.ndarray:
-        return self.read("values", (groups, outputs, slice(None)))
-
-    def scales(self, groups: slice, outputs: slice) -> np.ndarray:
-        return self.read("scales", (groups, outputs))
-
-
-def _places(of_input: Any) -> np.ndarray:
-    """Of the group of each input: the input at each place, group by group."""
-    return np.argsort(np.asarray(of_input[(slice(None),)]), kind="stable").astype(np.int32)
 
 
 def is_neighbourly(of_input: np.ndarray, size: int) -> bool:

@@ -17,6 +17,8 @@ from jax.typing import DTypeLike
 from specjax.models.params import Param
 
 Kind = Literal["int8", "int4", "fp8"]
+BLOCK = 128
+"""Outputs and inputs of a block of FP8 that share a scale, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
 
 _TYPES = {"int8": "int8", "int4": "int4", "fp8": "float8_e4m3fn"}
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -31,8 +33,8 @@ class Narrow:
         values: ``[..., groups, out, size]`` int8, int4 or float8_e4m3fn: the inputs of a group, ``groups * size`` in all.
         scales: ``[..., groups, out]`` float32.
         zeros: ``[..., groups, out]`` int8, what a value of weight 0 is; None: 0.
-        order: ``[in]`` int32, the input that stands at each place: groups may be of inputs that are no neighbours (GPTQ's
-            "act order"). None: they are.
+        order: ``[..., in]`` int32, the input that stands at each place: groups may be of inputs that are no neighbours
+            (GPTQ's "act order"). None: they are.
         bits: 8, or 4 also where the values are held in int8, as on a CPU.
         activations: to how many bits a product rounds what the matrix is multiplied with, where it multiplies whole numbers:
             8, or 16, which is close to not at all.
@@ -132,7 +134,7 @@ class Form:
         def part(role: str, shape: tuple[int, ...], axes: tuple[str | None, ...], kind: str) -> Param:
             axes, within = (*lead_axes, *axes), param.within
             if within is not None:  # it is a part of what the stored tensor gives
-                within = replace(within, axis=len(lead) - param.stacked + (1 if role != "order" else 0))
+                within = replace(within, axis=len(lead) - param.stacked + 1)
             is_rows = param.transposed or param.is_rows  # as it is stored
             name = f"{param.name}:{role}"
             return Param((*lead, *shape), axes, name, dtype=kind, units=units, within=within, is_rows=is_rows)
@@ -148,7 +150,7 @@ class Form:
             values=values,
             scales=part("scales", *of_group, "float32"),
             zeros=part("zeros", *of_group, "int8") if self.has_zeros else None,
-            order=Param((inputs,), (None,), f"{param.name}:order", dtype="int32") if self.is_ordered else None,
+            order=Param((*lead, inputs), (*lead_axes, None), f"{param.name}:order", dtype="int32") if self.is_ordered else None,
             bits=self.bits,
             activations=self.activations,
         )
@@ -199,7 +201,7 @@ def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
     rows = jnp.moveaxis(weights, -3, -2)  # [..., out, groups, size]
     columns = jnp.swapaxes(rows.reshape(*rows.shape[:-2], -1), -1, -2)
     if matrix.order is not None:
-        columns = columns[..., jnp.argsort(matrix.order), :]
+        columns = jnp.take_along_axis(columns, jnp.argsort(matrix.order, axis=-1)[..., None], axis=-2)
     return columns.astype(dtype)
 
 

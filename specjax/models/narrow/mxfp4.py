@@ -1,10 +1,11 @@
-"""Weights in MXFP4, 4-bit numbers with a scale for each 32 of them, as gpt-oss has its experts (OCP Microscaling Formats 1.0).
+"""Weights in MXFP4, 4-bit floats with a scale for each 32 of them, as gpt-oss has its experts (OCP Microscaling Formats 1.0).
 
 Of a tensor NAME there are NAME_blocks, of type U8 and shape ``[experts, out, in / 32, 16]``, and NAME_scales, of type U8 and
 shape ``[experts, out, in / 32]``. A byte of the blocks holds two numbers of 1 bit sign, 2 bits exponent and 1 bit mantissa, the
 first one in its low half; a weight is such a number times ``2 ** (scale - 127)``. Scale 255 is not a number, and nor are then
-its weights. NAME appears here as ``[experts, in, out]``, which is the unquantised tensor. Every weight below 2 ** 128 is exact
-in bfloat16; there are no products in MXFP4 here.
+its weights. NAME appears here as ``[experts, in, out]``, which is the unquantised tensor; every weight below 2 ** 128 is exact
+in bfloat16. Or it is narrow: twice such a number is a whole number from -12 to 12, so that in int8, in groups of 32 with scales
+``2 ** (scale - 128)``, nothing is rounded either.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.fields import CheckpointError, show
+from specjax.models.narrow.stored import StoredMatrix
+from specjax.models.narrow.weights import Form
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -24,7 +27,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the numbers of 3 bits; the fourth is the sign."""
 
 
-class Mxfp4Tensor:
+class Mxfp4Tensor(StoredMatrix):
     """A tensor that is unpacked as its slices are read.
 
     Args:
@@ -34,17 +37,18 @@ class Mxfp4Tensor:
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         self._blocks, self._scales = blocks, scales
+        self._experts, self._outputs, self._groups, _ = blocks.get_shape()
+        self.form = Form("int8", BLOCK if self._groups > 1 else 0)
 
     def get_shape(self) -> list[int]:
         """The shape, ``[experts, in, out]``."""
-        experts, outputs, blocks, _ = self._blocks.get_shape()
-        return [experts, blocks * BLOCK, outputs]
+        return [self._experts, self._groups * BLOCK, self._outputs]
 
     def get_dtype(self) -> str:
         """The type as a header names it."""
         return "BF16"
 
-    def __getitem__(self, part: tuple[slice, slice, slice]) -> np.ndarray:
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
         experts, inputs, outputs = (range(size)[one] for size, one in zip(self.get_shape(), part, strict=True))
         first = inputs.start // BLOCK
         of_blocks = slice(first, -(-inputs.stop // BLOCK))
@@ -54,6 +58,36 @@ class Mxfp4Tensor:
             place = (slice(expert, expert + 1), part[2], of_blocks)
             found[slot] = unpack(self._blocks[*place, slice(None)][0], self._scales[place][0])[:, own].T
         return found
+
+    def shape_of(self, role: str) -> list[int]:
+        """That of a part."""
+        return [self._experts, self._groups, self._outputs, *[BLOCK] * (role == "values")]
+
+    def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
+        """A slice of a part."""
+        experts, groups, outputs = part[:3]
+        if role == "values":
+            blocks = self._blocks[experts, outputs, groups, slice(None)]
+            return np.moveaxis(doubled(blocks), 2, 1)[..., part[3]]
+        scales = self._scales[experts, outputs, groups]
+        found = np.ldexp(np.float32(1), scales.astype(np.int32) - 128)
+        return np.where(scales == 255, np.float32(np.nan), found).swapaxes(1, 2)
+
+
+def doubled(blocks: np.ndarray) -> np.ndarray:
+    """Twice the numbers of ``blocks [..., 16]`` uint8, without their scales: int8 ``[..., 32]``.
+
+    Examples:
+        >>> from specjax.models.narrow import mxfp4
+        >>> mxfp4.doubled(np.full((1, 16), 0x97, np.uint8))[0, :4].tolist()
+        [12, -1, 12, -1]
+    """
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2 * blocks.shape[-1])
+    return (2 * _numbers()).astype(np.int8)[codes]
+
+
+def _numbers() -> np.ndarray:
+    return np.array([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], np.float32)
 
 
 def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -69,7 +103,7 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     Examples:
         The numbers 2 and 4 stand for 1 and 2:
 
-        >>> from specjax.models import mxfp4
+        >>> from specjax.models.narrow import mxfp4
         >>> weights = mxfp4.unpack(np.full((1, 16), 0x42, np.uint8), np.array([128], np.uint8))
         >>> weights.shape, weights[:4].tolist()
         ((32,), [2.0, 4.0, 2.0, 4.0])
@@ -81,9 +115,8 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 @cache
 def _pairs() -> np.ndarray:
     """The two weights of every byte under every scale, ``[scale * 256 + byte]``, both as the bits of one whole number."""
-    numbers = np.array([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], np.float32)
     byte = np.arange(256)
-    pairs = numbers[np.stack([byte & 15, byte >> 4], -1)]
+    pairs = _numbers()[np.stack([byte & 15, byte >> 4], -1)]
     with np.errstate(over="ignore"):  # of the largest scale, numbers of 2 and more
         weights = np.ldexp(pairs, np.arange(256)[:, None, None] - 127)
     weights[255] = np.nan
@@ -99,7 +132,7 @@ def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     found = dict(tensors)
     for name, tensor in tensors.items():
         whole, shape = name.removesuffix("_blocks"), tuple(tensor.get_shape())
-        if whole == name or whole in tensors or tensor.get_dtype() != "U8" or len(shape) != 4:
+        if whole == name or whole in tensors or tensor.get_dtype() != "U8" or len(shape) != 4 or 0 in shape:
             continue
         if shape[-1] != _BYTES:
             raise CheckpointError(

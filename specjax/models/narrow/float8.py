@@ -1,8 +1,5 @@
-"""Weights in FP8 with one scale for each block of 128 x 128, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3).
-
-A matrix NAME is of type F8_E4M3 and NAME_scale_inv holds ``[ceil(rows / 128), ceil(columns / 128)]`` scales: a weight is the
-stored number times the scale of its block. The matrices are dequantised when they are read; there are no FP8 products here.
-"""
+"""Tensors of type F8_E4M3 in a safetensors file: 8-bit floats of 4 bits exponent and 3 bits mantissa, without infinities
+(Micikevicius et al. 2022, arXiv 2209.05433)."""
 
 import json
 from collections.abc import Sequence
@@ -14,8 +11,6 @@ import numpy as np
 
 KIND = "F8_E4M3"
 """The type's name in a safetensors header."""
-BLOCK = 128
-"""Rows and columns of a block."""
 
 
 class Float8Tensor:

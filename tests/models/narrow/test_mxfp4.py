@@ -1,16 +1,24 @@
-"""MXFP4: against a table in numpy and against transformers, whole and in slices, in a checkpoint, and what is refused."""
+"""MXFP4: against a table in numpy and against transformers, as floats and kept narrow, in slices, and what is refused."""
 
+import json
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
-from specjax.models import checkpoint, fingerprint, mxfp4
+from specjax.models import checkpoint, fingerprint
+from specjax.models.config import MoE
 from specjax.models.fields import CheckpointError
+from specjax.models.narrow import Form, is_narrow, mxfp4, schemes
+from specjax.models.narrow.weights import widened
 from specjax.models.params import Param, Within
+from specjax.models.transformer import Target
+from tests.conftest import tiny_target
 
 EXPERTS, MLP, HIDDEN = 4, 6, 96
 UP = (EXPERTS, HIDDEN, MLP)
@@ -170,6 +178,89 @@ def test_blocks_and_scales_may_lie_in_different_shards(directory) -> None:
     (directory / checkpoint.INDEX).write_text(f'{{"weight_map": {{{places}}}}}')
     read = checkpoint.load(directory, DECLARED, jnp.bfloat16, WHAT)
     np.testing.assert_array_equal(bits(read["up"]), bits(expected()["up"]))
+
+
+# --- kept narrow -------------------------------------------------------------------------------------------------------
+
+KEPT = {name: replace(param, is_product=name != "norm") for name, param in DECLARED.items()}
+
+
+def declare(directory) -> dict[str, Any]:
+    forms = checkpoint.stored_forms(directory)
+    assert forms == {"gate_up_proj": Form("int8", 32), "down_proj": Form("int8")}  # 32 inputs are one group
+    return schemes.declare(KEPT, lambda param: forms.get(param.name) if param.is_product else None)
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 2), (2, 4)])
+def test_kept_narrow_they_are_the_same_weights(directory, sizes) -> None:
+    mesh = sizes and sharding.make_mesh(*sizes)
+    declared = declare(directory)
+    kept = checkpoint.load(directory, declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS)
+    assert (kept["gate"].form, kept["down"].form) == (Form("int8", 32), Form("int8"))
+    assert kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32) and kept["up"].values.dtype == jnp.int8
+    assert set(np.unique(kept["up"].values)) <= {0, *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1))}
+    for name, value in expected().items():
+        found = widened(kept[name]) if is_narrow(kept[name]) else kept[name]
+        np.testing.assert_array_equal(np.asarray(found, np.float32), value.astype(np.float32))
+    if sizes == (1, 2):
+        assert kept["gate"].values.addressable_shards[0].data.shape == (2, HIDDEN // 32, MLP, 32)
+        assert kept["up"].scales.addressable_shards[0].data.shape == (EXPERTS, HIDDEN // 32, MLP // 2)
+    with checkpoint.reading(directory, declared, jnp.bfloat16, WHAT) as values:
+        assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(kept, UNITS, mesh)
+    with pytest.raises(CheckpointError, match=r"_proj is narrow, .* load the model with weights='float' to save it"):
+        checkpoint.save(directory / "again", declared, kept, {})
+
+
+def test_under_every_scale_but_the_last_numbers_times_scales_are_the_weights() -> None:
+    blocks, scales = every_number()
+    stored = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales))
+    parts = [stored.read(role, (slice(None),) * (4 if role == "values" else 3)) for role in ("values", "scales")]
+    assert [part.dtype for part in parts] == [np.int8, np.float32]
+    with np.errstate(over="ignore"):  # beyond bfloat16 and float32: infinite in both
+        found = (parts[0].astype(np.float64) * parts[1][..., None])[:, 0].astype(jnp.bfloat16).swapaxes(1, 2)
+    np.testing.assert_array_equal(found[:255], reference(blocks[:255], scales[:255]))
+    assert np.isnan(parts[1][255]).all()
+
+
+@pytest.mark.parametrize("part", [np.s_[1:3, 0:2, 2:7], np.s_[0:1, 1:2, 1::2], np.s_[3:3, :, :], np.s_[:, :, 5:5]])
+def test_a_part_of_the_numbers_is_that_of_the_whole_and_no_more_is_read(part) -> None:
+    blocks, scales = packed(EXPERTS, 2 * MLP, HIDDEN // 32)
+    stored = Numbers(blocks), Numbers(scales)
+    found = mxfp4.Mxfp4Tensor(*stored).read("values", (*part, slice(3, 30)))
+    whole = mxfp4.Mxfp4Tensor(Numbers(blocks), Numbers(scales)).read("values", np.s_[:, :, :, :])
+    np.testing.assert_array_equal(found, whole[part][..., 3:30])
+    assert stored[0].read == found[..., 0].size * 16 and not stored[1].read
+
+
+def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
+    moe = MoE(num_experts=4, experts_per_token=2, intermediate_size=32, normalise=True, biased=True, limit=7.0)
+    sizes = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "moe": moe, "sinks": True}
+    target = tiny_target(**sizes, qkv_bias=True, output_bias=True, sliding_window=128, windowed_layers=(0,))
+    target.save_pretrained(tmp_path)
+    found, rng = load_file(tmp_path / checkpoint.WEIGHTS), np.random.default_rng(0)
+    for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = found.pop(name).shape
+        found[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
+        found[f"{name}_scales"] = rng.integers(121, 125, (experts, outputs, inputs // 32), np.uint8)
+    save_file(found, tmp_path / checkpoint.WEIGHTS)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
+
+    stored, floats = (Target.from_pretrained(tmp_path, dtype=np.float32, weights=weights) for weights in ("stored", "float"))
+    forms = {name: value.form for name, value in stored.params["layers"][1].items() if is_narrow(value)}
+    group = Form("int8", 32)
+    assert forms == {"experts_gate": group, "experts_up": group, "experts_down": Form("int8")}
+    widened_ = jax.tree.map(lambda leaf: widened(leaf) if is_narrow(leaf) else leaf, stored.params, is_leaf=is_narrow)
+    jax.tree.map(np.testing.assert_array_equal, widened_, floats.params)
+    prompts = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
+    expected = np.asarray(floats.forward(prompts)[0].logits)
+    on_mesh = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2))
+    jax.tree.map(np.testing.assert_array_equal, on_mesh.params, stored.params)
+    for one in (stored, on_mesh):
+        np.testing.assert_allclose(one.forward(prompts)[0].logits, expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+    floats.save_pretrained(tmp_path / "floats")
+    made = Target.from_pretrained(tmp_path / "floats", dtype=np.float32, weights="int4")
+    assert made.params["layers"][0]["experts_up"].form == Form("int4")  # 64 inputs are one group
 
 
 BLOCKS, SCALES = "gate_up_proj_blocks", "gate_up_proj_scales"
