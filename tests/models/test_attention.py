@@ -278,9 +278,7 @@ def in_8_bits(given) -> list:
         pytest.param(60, None, "each its own", 2, 32, 2.0, marks=pytest.mark.thorough),
     ],
 )
-def test_entries_in_8_bits_are_read_as_what_they_stand_for(
-    count, window, beside, group, page, cap, device, monkeypatch
-) -> None:
+def test_entries_in_8_bits_are_read_as_floats_would_be(count, window, beside, group, page, cap, device, monkeypatch) -> None:
     """Against floats that have been rounded: every form, with sinks, and of two parts; NaN in the scales of what is empty."""
     run = by_kernels_or_plainly(device, monkeypatch)
     given = in_8_bits(pieces(count, window)[0])

@@ -159,7 +159,7 @@ def test_it_is_split_over_devices_as_floats_are() -> None:
 
     @jax.jit
     def run(target: Target):
-        output, cache = target.forward(TOKENS[:, :6], target.new_cache(2, 12))
+        _, cache = target.forward(TOKENS[:, :6], target.new_cache(2, 12))
         return target.forward(TOKENS[:, 6:], cache)[0].logits, cache.layers
 
     found, entries = run(on_mesh)
