@@ -22,6 +22,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
+from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, make_key
 from specjax.text import GrowingText, Messages
@@ -62,6 +63,7 @@ def load(
     draft: DraftShape | int | str | None = None,
     dtype: Any = None,
     mesh: Mesh | None = None,
+    cache_dtype: CacheType | None = None,
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 
@@ -73,6 +75,7 @@ def load(
         draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's own.
         dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
+        cache_dtype: how the target remembers tokens, "float" or "int8"; None: as it does, if it is loaded already, or "float".
 
     Raises:
         InputError: something cannot be used; names it, its value and what to give instead.
@@ -87,6 +90,8 @@ def load(
     """
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
+    if cache_dtype is not None:
+        check_cache_type(cache_dtype)
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
@@ -107,6 +112,8 @@ def load(
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
         target = Target.from_pretrained(target, dtype=dtype, mesh=mesh)
+    if cache_dtype is not None:
+        target = replace(target, cache_dtype=cache_dtype)
     return TextGenerator(target, tokenizer, drafter)
 
 
