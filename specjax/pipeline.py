@@ -23,6 +23,7 @@ from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.narrow import schemes
+from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
 from specjax.sampling import Rule, Sampling, make_key
 from specjax.text import GrowingText, Messages
@@ -64,6 +65,7 @@ def load(
     dtype: Any = None,
     mesh: Mesh | None = None,
     weights: schemes.Weights = schemes.AS_STORED,
+    cache_dtype: CacheType | None = None,
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 
@@ -76,6 +78,7 @@ def load(
         dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
         weights: of the models that are loaded here, the narrow ones such as "int8": as for `Target.from_pretrained`.
+        cache_dtype: how the target remembers tokens, "float" or "int8"; None: as it does, if it is loaded already, or "float".
 
     Raises:
         InputError: something cannot be used; names it, its value and what to give instead.
@@ -91,6 +94,8 @@ def load(
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
     schemes.check_weights(weights)
+    if cache_dtype is not None:
+        check_cache_type(cache_dtype)
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
@@ -113,6 +118,8 @@ def load(
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
         target = Target.from_pretrained(target, dtype=dtype, mesh=mesh, weights=weights)
+    if cache_dtype is not None:
+        target = replace(target, cache_dtype=cache_dtype)
     return TextGenerator(target, tokenizer, drafter)
 
 

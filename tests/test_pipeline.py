@@ -169,6 +169,8 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
     for dtype in ("int8", "nothing", 7):
         with pytest.raises(InputError, match="dtype="):
             specjax.load("embedded", dtype=dtype)
+    with pytest.raises(InputError, match="cache_dtype='int4': must be one of float, int8"):
+        specjax.load("embedded", cache_dtype="int4")
     with pytest.raises(InputError, match="drafter=3"):
         specjax.load("embedded", 3)
     with pytest.warns(UserWarning, match="top_p: not read at temperature 0"), pytest.raises(InputError):

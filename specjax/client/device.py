@@ -15,6 +15,7 @@ from specjax.drafters.base import Drafter, Told, shapes_told
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
+from specjax.models.quantized import is_part, quantized_as
 from specjax.models.transformer import Target
 from specjax.progress import track
 from specjax.sampling import RowSampling, Sampling, make_key, position_keys
@@ -189,13 +190,13 @@ def _assume(target: Target, drafter: Drafter, known: Known, tokens: jax.Array, f
     state, entries = drafter.assume(target, known.drafter, tokens, following, count, known.cache)
     cache = known.cache
     if cache is not None:
-        cache = cache.append(_as(cache, entries), count, after=entries[0][0][:, 0, 0])
+        cache = cache.append(_as(cache, entries), count, after=jax.tree.leaves(entries)[0][:, 0, 0])
     return Known(drafter=state, cache=cache)
 
 
 def _as(cache: KVCache, entries: Any) -> Any:
     """``entries`` in the type of a ``cache``."""
-    return jax.tree.map(lambda part, kept: part.astype(kept.dtype), entries, cache.layers)
+    return jax.tree.map(quantized_as, entries, cache.layers, is_leaf=is_part)
 
 
 @jax.jit

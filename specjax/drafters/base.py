@@ -16,6 +16,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import dequantize
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
@@ -354,7 +355,7 @@ def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int,
 def told_entries(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
     """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.tell`."""
     parts = [(layer, number, part) for layer in layers for number, part in enumerate(entries[layer])]
-    return {f"layer{layer}.{number}": jnp.swapaxes(part, 1, 2) for layer, number, part in parts}
+    return {f"layer{layer}.{number}": jnp.swapaxes(dequantize(part), 1, 2) for layer, number, part in parts}
 
 
 def check_mesh(mesh: Mesh | None, target: Target) -> None:

@@ -21,6 +21,7 @@ from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.layers import decoder_layer, linear
 from specjax.models.params import Param, Params, matrix
+from specjax.models.quantized import dequantize
 from specjax.models.rope import rotations
 
 
@@ -148,7 +149,7 @@ def by_token(entries: Sequence[Entry]) -> jax.Array:
 
     ``entries`` are keys and values ``[B, kv_heads, T, d]`` of each layer.
     """
-    joined = jnp.stack([jnp.concatenate(entry, axis=-1) for entry in entries], axis=2)
+    joined = jnp.stack([jnp.concatenate(list(map(dequantize, entry)), axis=-1) for entry in entries], axis=2)
     batch, _, layers, count, _ = joined.shape
     return joined.transpose(0, 3, 2, 1, 4).reshape(batch, count, layers, -1)
 

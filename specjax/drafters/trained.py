@@ -26,7 +26,7 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, read_json
-from specjax.models.narrow import is_narrow, published, schemes
+from specjax.models.narrow import is_narrow, saved, schemes
 from specjax.models.params import Params
 from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
@@ -269,7 +269,7 @@ class TrainedDrafter(Drafter[State]):
         content = self.format_config(layout, checkpoint.float_type(self._dtype if dtype is None else dtype).name, target)
         params = self.params | self.beside()
         declared = schemes.declare_like(self.declare(self.config, layout) | self.declare_beside(self.config), params)
-        if (quantisation := published.format_config(declared)) is not None:
+        if (quantisation := saved.format_config(declared)) is not None:
             content["quantization_config"] = quantisation
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
 

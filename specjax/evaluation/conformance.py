@@ -402,13 +402,18 @@ class _PagedRows:
             self._spoil()
 
     def _spoil(self) -> None:
-        """NaN in every free page of every pool."""
-        is_free = np.tile(np.isin(np.arange(self.pages), self.free), self.groups)[:, None, None, None]
+        """NaN in every free page of every pool of floats: of entries in 8 bits those of scales."""
+        is_free = np.tile(np.isin(np.arange(self.pages), self.free), self.groups)
+
+        def spoiled(pool: jax.Array) -> jax.Array:
+            if not jnp.issubdtype(pool.dtype, jnp.floating):
+                return pool
+            return jnp.where(is_free.reshape(-1, *(1,) * (pool.ndim - 1)), jnp.nan, pool)
 
         def one(node: Any) -> Any:
             if not isinstance(node, PagedCache):
                 return node
-            return replace(node, layers=jax.tree.map(lambda pool: jnp.where(is_free, jnp.nan, pool), node.layers))
+            return replace(node, layers=jax.tree.map(spoiled, node.layers))
 
         self.state = jax.tree.map(one, self.state, is_leaf=lambda node: isinstance(node, PagedCache))
 

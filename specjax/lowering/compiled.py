@@ -216,7 +216,8 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     cache = state.cache.layers
     floor = abstract.bytes_of_pass(setup.target, cache)
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
-    parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:]]
+    # Scales of entries in 8 bits have three axes, and are small: a copy of them is none of a cache.
+    parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
     axis_length = capacity
     if setup.page is not None:
         state = abstract.in_pages(state, setup.page, setup.mesh)

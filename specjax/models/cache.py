@@ -3,6 +3,9 @@
 A layer remembers one or more arrays of every token: its *entry*. For ordinary attention these are keys and values; the model
 declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
 of another one remembers nothing: its entry has no parts.
+
+A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized`). Here both are moved alike: slots are the
+third axis of every array.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +19,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import sharding
+from specjax.models.quantized import Part, Quantized
 
-Entry = tuple[jax.Array, ...]
+Entry = tuple[Part, ...]
 """What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``. A head's tokens lie side by side, as attention
 reads them, so that it needs no transposed copy."""
 
@@ -33,13 +37,21 @@ Parts = Sequence[tuple[int, int]]
 def empty_entries(
     layers: Sequence[Parts], *, batch: int, slots: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[Entry, ...]:
-    """Zeros for ``slots`` tokens a row; ``layers`` gives the parts of each layer's entry."""
+    """Zeros for ``slots`` tokens a row; ``layers`` gives the parts of each layer's entry. Of int8, parts have scales."""
 
-    def buffer(heads: int, dim: int) -> jax.Array:
-        empty = jnp.zeros((batch, heads, slots, dim), dtype)
-        return sharding.constrain(empty, ("batch", "kv_heads", None, None), {"kv_heads": heads}, mesh)
+    def buffer(heads: int, dim: int) -> Part:
+        empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
+        if empty.dtype != jnp.int8:
+            return empty
+        return Quantized(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
 
     return tuple(tuple(buffer(heads, dim) for heads, dim in parts) for parts in layers)
+
+
+def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """An ``array [B, heads, …]``, or a pool, on the ``mesh`` where it is to live."""
+    axes = ("batch", "kv_heads", *(None,) * (array.ndim - 2))
+    return sharding.constrain(array, axes, {"kv_heads": array.shape[1]}, mesh)
 
 
 def slots_of(entries: Sequence[Entry]) -> int:
@@ -53,7 +65,7 @@ def gather_entries(entries: Sequence[Entry], tokens: Int[Array, "B *heads n"]) -
     by_head = _by_head(tokens)
 
     def gather(buffer: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(buffer, by_head[..., None], axis=2)
+        return jnp.take_along_axis(buffer, by_head if buffer.ndim == 3 else by_head[..., None], axis=2)
 
     return jax.tree.map(gather, tuple(entries))
 
@@ -206,9 +218,7 @@ class PagedCache:
         groups = groups_of(mesh)
 
         def pool(part: jax.Array) -> jax.Array:
-            heads, dim = part.shape[1], part.shape[3]
-            empty = jnp.zeros((groups * pages, heads, page, dim), part.dtype)
-            return sharding.constrain(empty, ("batch", "kv_heads", None, None), {"kv_heads": heads}, mesh)
+            return _placed(jnp.zeros((groups * pages, part.shape[1], page, *part.shape[3:]), part.dtype), mesh)
 
         return cls(
             layers=jax.tree.map(pool, cache.layers),
@@ -292,22 +302,21 @@ def by_group(function: Callable[..., jax.Array], groups: int, pool: jax.Array, *
 
 
 def read_pages(pool: jax.Array, pages: Int[Array, "B n"]) -> jax.Array:
-    """``[B, heads, n page, dim]`` the tokens in ``pages`` of each row, in order. What stands in a page out of range does not
+    """``[B, heads, n page, …]`` the tokens in ``pages`` of each row, in order. What stands in a page out of range does not
     matter."""
-    found = pool.at[pages].get(mode="clip")  # [B, n, heads, page, dim]
-    batch, _, heads, _, dim = found.shape
-    return jnp.moveaxis(found, 2, 1).reshape(batch, heads, -1, dim)
+    found = pool.at[pages].get(mode="clip")  # [B, n, heads, page, …]
+    return jnp.moveaxis(found, 2, 1).reshape(found.shape[0], found.shape[2], -1, *found.shape[4:])
 
 
 def _gather_paged(pool: jax.Array, pages: jax.Array, places: jax.Array) -> jax.Array:
-    """``[B, heads, n, dim]`` the tokens at ``places`` of ``pages``, ``[B, heads|1, n]`` both."""
+    """``[B, heads, n, …]`` the tokens at ``places`` of ``pages``, ``[B, heads|1, n]`` both."""
     pages, places = (jnp.broadcast_to(x, (x.shape[0], pool.shape[1], x.shape[2])) for x in (pages, places))
     gather = jax.vmap(lambda of_head, page, place: of_head.at[page, place].get(mode="clip"), in_axes=1, out_axes=1)
     return gather(pool, pages, places)
 
 
 def _set_paged(pool: jax.Array, pages: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
-    """``pool`` with ``values [B, heads, n, dim]`` at ``places [B, n]`` of ``pages [B, n]``."""
+    """``pool`` with ``values [B, heads, n, …]`` at ``places [B, n]`` of ``pages [B, n]``."""
     # Heads are counted out, not written as a whole: a TPU's compiler wants what is written as a whole side by side, and copies
     # the pool to have heads beside the numbers of a value. It still sees that each head stays where a mesh has it.
     heads = jnp.arange(pool.shape[1])[:, None]
@@ -384,7 +393,7 @@ Cache = KVCache | PagedCache | RingCache
 
 
 def _set_slots(buffer: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-    """``buffer [B, heads, S, dim]`` with ``values [B, heads, n, dim]`` at each row's ``slots [B, n]``."""
+    """``buffer [B, heads, S, …]`` with ``values [B, heads, n, …]`` at each row's ``slots [B, n]``."""
     return jax.lax.platform_dependent(buffer, slots, values, tpu=_set_by_head, default=_set_by_row)
 
 

@@ -12,6 +12,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.quantized import CacheType, quantize
 from specjax.models.rope import Rotations
 
 
@@ -22,6 +23,7 @@ def attention(
     rotations: Rotations,
     mask: jax.Array | None,
     past: Sequence[Piece] = (),
+    cache_dtype: CacheType = "float",
 ) -> tuple[jax.Array, Entry]:
     """Self-attention of one layer: over ``past``, and over the call's own tokens as ``mask [B|1, T, T]`` says (without one,
     each sees itself alone).
@@ -38,21 +40,27 @@ def attention(
         rotations: of its RoPE at the tokens' positions.
         mask: which of the call's own tokens see each other.
         past: what came before.
+        cache_dtype: how the layer remembers tokens. Those of the call are seen as they will be remembered, or a token that is
+            drafted would be scored otherwise than one that is decoded.
 
     Returns:
         The attention output ``[B, T, H]``, and the call's own entry: its keys and values, or latents and rotated keys.
     """
     if config.mla is not None:
-        own = mla.entry(params, config, x, rotations)
+        own = _remembered(mla.entry(params, config, x, rotations), cache_dtype)
         pieces = [*past, (own, mask)]
         latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
     q = queries(params, config, x, rotations)
-    own = keys_values(params, config, x, rotations) if "k" in params else ()
+    own = _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
     pieces = [*past, (own, mask)] if own else past
     found = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
     return linear(params, "o", found), own
+
+
+def _remembered(entry: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
+    return tuple(map(quantize, entry)) if cache_dtype == "int8" else entry
 
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:
@@ -62,7 +70,7 @@ def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotati
     return rotations.turn_queries(_heads(params, "q_norm", config, q))
 
 
-def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> Entry:
+def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
     """The rotated keys and the values, ``[B, kv_heads, T, d]`` each, of states ``x [B, T, H]`` that have been normed."""
     k = linear(params, "k", x)
     v = k if config.keys_are_values else linear(params, "v", x)
@@ -86,7 +94,7 @@ def normed(params: Params, name: str, config: ModelConfig, x: jax.Array) -> jax.
     return rms_norm(x, params[name], config.norm_eps, config.norm_offset) if name in params else x
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"))  # traced and lowered once for all layers alike
+@partial(jax.jit, static_argnames=("config", "mesh", "cache_dtype"))  # traced and lowered once for all layers alike
 def decoder_layer(
     params: Params,
     config: ModelConfig,
@@ -96,13 +104,14 @@ def decoder_layer(
     past: Sequence[Piece] = (),
     mesh: Mesh | None = None,
     inputs: jax.Array | None = None,
+    cache_dtype: CacheType = "float",
 ) -> tuple[jax.Array, Entry]:
     """One decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
 
     ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is where ``params`` live: experts that are split over it
     are run where they lie. ``inputs [B, T, P]`` are the tokens' inputs for this layer, where the model has such.
     """
-    attended, own = attention(params, config, normed(params, "input_norm", config, x), rotations, mask, past)
+    attended, own = attention(params, config, normed(params, "input_norm", config, x), rotations, mask, past, cache_dtype)
     x = _add(config, x, normed(params, "attention_out_norm", config, attended))
     x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:

@@ -11,7 +11,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from specjax.models.cache import Entry
 from specjax.models.config import MLA, ModelConfig
 from specjax.models.params import Params
 from specjax.models.primitives import linear, rms_norm
@@ -35,7 +34,7 @@ def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotati
     return jnp.einsum("bthd,lhd->bthl", plain, to_keys), _rotate(mla, turned, rotations)
 
 
-def entry(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> Entry:
+def entry(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
     """What the layer remembers of states ``x [B, T, H]``: the latents ``[B, 1, T, kv_lora_rank]``, normed, and the rotated keys
     ``[B, 1, T, qk_rope_head_dim]``."""
     mla = _sizes(config)

@@ -26,6 +26,7 @@ from specjax.models.narrow import Narrow, schemes
 from specjax.models.narrow.weights import rows_of, widened
 from specjax.models.params import Params
 from specjax.models.primitives import capped, embedding_logits, linear, vocabulary_logits
+from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.rope import rotations
 from specjax.progress import waiting
 
@@ -78,6 +79,9 @@ class Target:
         config: the model's configuration.
         mesh: where its params live; None is the default device.
         part_of: the fingerprint of the whole target, where this is a part of one (see `part`); "" where it is whole.
+        cache_dtype: how it remembers tokens: "float", in the type of its activations; or "int8", in 8 bits, which take half
+            the memory of bfloat16 (`specjax.models.quantized`). It is then another model, nearly the same: its drafted text is
+            that of plain decoding with such a cache.
 
     Examples:
         >>> target.save_pretrained("tiny")
@@ -87,12 +91,19 @@ class Target:
         >>> output, _ = read.forward(prompts)
         >>> output.logits.shape
         (2, 6, 16)
+        >>> small = target.replace(cache_dtype="int8").new_cache(batch=2, capacity=16)
+        >>> {part.dtype.name: part.shape for part in jax.tree.leaves(small.layers[0])}
+        {'int8': (2, 2, 16, 8), 'float32': (2, 2, 16)}
     """
 
     params: Params
     config: ModelConfig = struct.field(pytree_node=False)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     part_of: str = struct.field(pytree_node=False, default="")
+    cache_dtype: CacheType = struct.field(pytree_node=False, default="float")
+
+    def __post_init__(self) -> None:
+        check_cache_type(self.cache_dtype)
 
     @classmethod
     def from_pretrained(
@@ -103,6 +114,7 @@ class Target:
         mesh: Mesh | None = None,
         layers: parts.Layers | None = None,
         weights: schemes.Weights = schemes.AS_STORED,
+        cache_dtype: CacheType = "float",
     ) -> "Target":
         """Load a Hugging Face checkpoint (a directory or a hub id) of one of the families in `specjax.models.families`.
 
@@ -120,25 +132,27 @@ class Target:
                 "float": all in ``dtype``; or how to make them narrow, layer by layer as they are read: "int8", 8 bits; "w8a8",
                 the same, and what they are multiplied with is rounded to 8 bits too; "int4", 4 bits in groups of 128 (the
                 embedding and the head 8); "fp8", FP8 (but for the embedding and the head).
+            cache_dtype: "float" or "int8", as the attribute says.
 
         Raises:
-            InputError: there is no such name for ``weights``.
+            InputError: there is no such name for ``weights`` or ``cache_dtype``.
             huggingface.CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
+        check_cache_type(cache_dtype)
         directory = huggingface.locate(path)
         config, stored = huggingface.read_config(directory), huggingface.read_part(directory)
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             if stored is not None:
                 params = huggingface.load_saved_part(directory, config, dtype, stored[0], mesh, weights)
-                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1])
+                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)
                 return part if layers is None else part.part(layers)
             if layers is not None:
                 layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
                 params, of = huggingface.load_part(directory, config, dtype, layers, mesh, weights)
-                return cls(params=params, config=config, mesh=mesh, part_of=of)
+                return cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
             params = huggingface.load_params(directory, config, dtype, mesh, weights)
-        return cls(params=params, config=config, mesh=mesh)
+        return cls(params=params, config=config, mesh=mesh, cache_dtype=cache_dtype)
 
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
@@ -208,12 +222,16 @@ class Target:
 
     @property
     def dtype(self) -> np.dtype:
-        """Data type of the activations and the cache: that of the params, but for those that are narrow."""
+        """Data type of the activations: that of the params, but for those that are narrow. A cache of floats has it too."""
         return self.params["norm"].dtype
+
+    @property
+    def _entry_dtype(self) -> DTypeLike:
+        return jnp.int8 if self.cache_dtype == "int8" else self.dtype
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
-        return KVCache.create(self._entry_parts(None), batch=batch, capacity=capacity, dtype=self.dtype, mesh=self.mesh)
+        return KVCache.create(self._entry_parts(None), batch=batch, capacity=capacity, dtype=self._entry_dtype, mesh=self.mesh)
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
@@ -221,7 +239,7 @@ class Target:
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
-        return empty_entries(self._entry_parts(layers), batch=batch, slots=slots, dtype=self.dtype, mesh=self.mesh)
+        return empty_entries(self._entry_parts(layers), batch=batch, slots=slots, dtype=self._entry_dtype, mesh=self.mesh)
 
     def _entry_parts(self, layers: tuple[int, int] | None) -> list[Parts]:
         start, stop = (0, self.config.num_layers) if layers is None else layers
@@ -335,7 +353,7 @@ class Target:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
             given = None if inputs is None else inputs[:, :, i]
-            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given)
+            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given, self.cache_dtype)
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:

@@ -31,6 +31,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.params import declare
 from specjax.models.published import parameter_count
+from specjax.models.quantized import is_part
 from specjax.models.transformer import Target
 from specjax.planning import theory
 
@@ -107,11 +108,14 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
     """Bytes that one token takes in the cache: its entry in every layer that has its own.
 
+    In 8 bits (``cache_dtype="int8"``) a number takes 1 byte, and its share of a scale of 4.
+
     Examples:
         >>> from specjax.models.published import published
         >>> from specjax.planning.roofline import cache_bytes
-        >>> cache_bytes(published("llama-3.1-8b"))
-        131072.0
+        >>> model = published("llama-3.1-8b")
+        >>> cache_bytes(model), cache_bytes(model, kv_bytes=1 + 4 / model.head_dim)
+        (131072.0, 67584.0)
     """
     return sum(map(config.entry_size, range(config.num_layers))) * kv_bytes
 
@@ -258,7 +262,8 @@ class Trained:
 
 
 def _numbers(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    """Scales of entries in 8 bits are none: they are in the bytes of a number."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree, is_leaf=is_part))
 
 
 @dataclass(frozen=True)

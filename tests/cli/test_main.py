@@ -8,8 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import specjax
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import COMMANDS, main, parse_options
@@ -46,6 +48,19 @@ def test_generate_streams_the_text_that_json_reports(capsys, tiny_pair) -> None:
     assert out == record["text"] + "\n"
     assert len(record["token_ids"]) == record["statistics"]["emitted"] == 8
     assert record["prompt"] == "def main():"
+
+
+def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
+    target = specjax.Target.from_pretrained(tiny_pair[0], cache_dtype="int8")
+    records = []
+    for options in ((), ("--drafter", "early-exit:1")):
+        code, out, _ = run(capsys, *generate_with(tiny_pair, "--cache-dtype", "int8", "--json", *options))
+        assert code == 0
+        records.append(json.loads(out))
+    assert records[0]["token_ids"] == records[1]["token_ids"]
+    prompt = np.array([records[0]["prompt_token_ids"]])
+    expected = specjax.generate(target, None, prompt, max_new_tokens=8)
+    assert records[0]["token_ids"] == expected.tokens[0, prompt.shape[1] :].tolist()
 
 
 def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from specjax import pipeline
 from specjax.cli.main import main, parse_options
-from specjax.cli.serve import ServeConfig, read_drafts, read_keys
+from specjax.cli.serve import ServeConfig, make_engine, read_drafts, read_keys
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,16 @@ def test_keys_a_line_each(tmp_path) -> None:
     (tmp_path / "keys").write_text("a-first-key\n\n  a-second-key \r\na-first-key\n")
     assert read_keys(ServeConfig(api_key_file=str(tmp_path / "keys"))) == ("a-first-key", "a-second-key")
     assert read_keys(ServeConfig()) == ()
+
+
+def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
+    def load(*_, cache_dtype, **__):
+        raise LookupError(cache_dtype)
+
+    monkeypatch.setattr(pipeline, "load", load)
+    for given in ("float", "int8"):
+        with pytest.raises(LookupError, match=given):
+            make_engine(ServeConfig(cache_dtype=given))
 
 
 def test_one_key_of_several_is_none(tmp_path, capsys) -> None:

@@ -12,6 +12,7 @@ from specjax import decoding, sharding
 from specjax.models import cache, primitives
 from specjax.models.attention import Filled, attend
 from specjax.models.cache import KVCache
+from specjax.models.quantized import quantize
 from specjax.sampling import Sampling
 from tests.conftest import SHAPES, own_programs
 from tests.evaluation.test_conformance import CASES, METHODS
@@ -58,6 +59,30 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
     text = {platform: lowered(target, drafter, platform, sampling) for platform in ("tpu", "cuda")}
     for platform, kernel in KERNELS.items():
         assert {kernel for kernel in KERNELS.values() if kernel in text[platform]} == {kernel}
+
+
+@pytest.mark.parametrize("method", ["early exit", "draft model", "moa"])
+def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> None:
+    monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
+    small, drafter = target.replace(cache_dtype="int8"), METHODS[method](SHAPES["dynamic"])
+    for platform, kernel in KERNELS.items():
+        assert kernel in lowered(small, drafter, platform, Sampling(temperature=0.7, top_p=0.9))
+
+
+@pytest.mark.parametrize("platform", KERNELS)
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("count", [1, 60])
+@pytest.mark.parametrize("dims", [(64,), (80,), (512, 64)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_attention_in_8_bits_lowers(dims, count, page, dtype, platform) -> None:
+    parts = dims if len(dims) > 1 else dims * 2
+    q = tuple(jnp.zeros((1, count, 4, d), dtype) for d in dims)
+    own, cached = (
+        tuple(quantize(jnp.zeros((rows, 2, n, d))) for d in parts) for rows, n in ((1, count), ((page and 9) or 1, page or 100))
+    )
+    table = jnp.arange(5)[None] if page else None
+    pieces = [Filled(cached, jnp.array([70]), table=table), (own, jnp.ones((1, count, count), bool))]
+    assert KERNELS[platform] in lower(partial(attend, values_part=2 - len(dims)), platform, q, pieces)
 
 
 @pytest.mark.parametrize("page", [None, 64, *(pytest.param(page, marks=pytest.mark.thorough) for page in (16, 256))])

@@ -16,6 +16,7 @@ from specjax.lowering.hlo import Program
 from specjax.lowering.topologies import find_mesh
 from specjax.models.attention import Filled, attend
 from specjax.models.published import published
+from specjax.models.quantized import quantize
 
 BATCH, SLOTS = 16, 8192
 config = replace(published("llama-3.1-8b"), num_layers=2)
@@ -44,16 +45,24 @@ widest = [(8, 8, (128,), 512, None), (1, 128, (512, 64), 60, None)]
 widest += [(8, 8, (64,), 512, None), (4, 8, (512,), 512, None), (4, 8, (512,), 16, None), (8, 7, (128,), 100, None)]
 of_pages = [(8, 4, (64,), 5, PAGE), (8, 4, (128,), 1, PAGE), (8, 8, (128,), 512, PAGE), (1, 128, (512, 64), 60, PAGE)]
 of_pages += [(4, 8, (512,), 16, PAGE)]
-for (kv_heads, group, sizes, count, page), dtype in itertools.product(widest + of_pages, (jnp.bfloat16, jnp.float32)):
-    if dtype == jnp.float32 and sizes != (512,):  # whose blocks are narrower where they would not fit
+
+
+def part(shape, dtype):
+    floats = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if dtype == jnp.int8 else dtype)
+    return shaped(jax.eval_shape(quantize, floats) if dtype == jnp.int8 else floats)
+
+
+for (kv_heads, group, sizes, count, page), kept in itertools.product(widest + of_pages, (jnp.bfloat16, jnp.float32, jnp.int8)):
+    if kept == jnp.float32 and sizes != (512,):  # whose blocks are narrower where they would not fit
         continue
+    dtype = jnp.bfloat16 if kept == jnp.int8 else kept
     q = tuple(shaped(jax.ShapeDtypeStruct((1, count, kv_heads * group, d), dtype)) for d in sizes)
     parts = sizes if len(sizes) > 1 else sizes * 2
     pieces, slots = (SLOTS // page, page) if page else (1, SLOTS)
-    entry = tuple(shaped(jax.ShapeDtypeStruct((pieces, kv_heads, slots, d), dtype)) for d in parts)
+    entry = tuple(part((pieces, kv_heads, slots, d), kept) for d in parts)
     table = shaped(jax.ShapeDtypeStruct((1, pieces), jnp.int32)) if page else None
     filled = Filled(entry, shaped(jax.ShapeDtypeStruct((1,), jnp.int32)), table=table, mesh=mesh)
-    own = tuple(shaped(jax.ShapeDtypeStruct((1, kv_heads, count, d), dtype)) for d in parts)
+    own = tuple(part((1, kv_heads, count, d), kept) for d in parts)
     mask = shaped(jax.ShapeDtypeStruct((1, count, count), bool))
     sinks = shaped(jax.ShapeDtypeStruct((kv_heads * group,), dtype))  # it takes more with them than without
     run = partial(attend, values_part=2 - len(q), cap=50.0)

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.models.attention import Filled, attend, attention_paid, by_device, gpu, tpu
 from specjax.models.attention import plain as plain_attention
+from specjax.models.quantized import Quantized, dequantize, quantize
 from specjax.sharding import make_mesh
 from tests.conftest import own_programs
 
@@ -123,12 +124,17 @@ def test_kernels_find_what_plain_attention_finds(count, window, beside, device, 
 
 def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
     """The same in pages, which lie in any order and of which some are free. NaN stands in free ones, and beyond what is filled
-    in the others. Each of so many groups of rows has its own part of the pool."""
+    in the others, and of whole numbers the largest. Each of so many groups of rows has its own part of the pool."""
     order, columns = np.random.default_rng(page), -(-SLOTS // page)
     counts = np.split(np.asarray(whole.count), groups)
     pages = len(counts[0]) * columns + 2
     table = np.full((B, columns), pages, np.int32)
-    pools = [np.full((groups * pages, part.shape[1], page, part.shape[3]), np.nan, np.float32) for part in whole.entry]
+    parts, structure = jax.tree.flatten(whole.entry)
+    spoiled = [127 if part.dtype == np.int8 else np.nan for part in parts]
+    pools = [
+        np.full((groups * pages, part.shape[1], page, *part.shape[3:]), nothing, part.dtype)
+        for part, nothing in zip(parts, spoiled, strict=True)
+    ]
     row = 0
     for group, of_group in enumerate(counts):
         free = list(order.permutation(pages))
@@ -136,11 +142,11 @@ def in_pages(whole: Filled, page: int, groups: int = 1) -> Filled:
             for column in range(-(-count // page)):
                 table[row, column] = free.pop()
                 there = slice(column * page, min((column + 1) * page, count))
-                for pool, part in zip(pools, whole.entry, strict=True):
+                for pool, part in zip(pools, parts, strict=True):
                     at = group * pages + table[row, column]
                     pool[at, :, : there.stop - there.start] = part[row, :, there]
             row += 1
-    return whole.replace(entry=tuple(map(jnp.asarray, pools)), table=jnp.asarray(table))
+    return whole.replace(entry=jax.tree.unflatten(structure, map(jnp.asarray, pools)), table=jnp.asarray(table))
 
 
 @pytest.mark.parametrize("device", ["plain", *KERNELS])
@@ -245,6 +251,71 @@ def test_on_a_mesh_the_kernel_runs_where_rows_and_heads_lie(kv_heads, beside, pa
     found = jax.jit(run)(q, [on_mesh, *others])
     assert found.sharding.shard_shape(found.shape)[1:4] == ((1, 5, GROUP) if kv_heads == KV else (1, 5, GROUP // 2))
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+# --- in 8 bits -------------------------------------------------------------------------------------------------------
+
+
+def in_8_bits(given) -> list:
+    """Pieces whose entries are quantized."""
+
+    def one(piece):
+        if isinstance(piece, Filled):
+            return piece.replace(entry=tuple(map(quantize, piece.entry)))
+        return tuple(map(quantize, piece[0])), piece[1]
+
+    return [one(piece) for piece in given]
+
+
+@pytest.mark.parametrize("device", ["plain", *KERNELS])
+@pytest.mark.parametrize(
+    ("count", "window", "beside", "group", "page", "cap"),
+    [
+        (1, None, "nothing", 4, None, None),
+        (5, 10, "scratch and own", 2, 16, 2.0),
+        (60, 10, "scratch and own", 3, None, None),
+        (5, 33, "each its own", 3, 8, None),
+        pytest.param(60, None, "each its own", 2, 32, 2.0, marks=pytest.mark.thorough),
+    ],
+)
+def test_entries_in_8_bits_are_read_as_floats_would_be(count, window, beside, group, page, cap, device, monkeypatch) -> None:
+    """Against floats that have been rounded: every form, with sinks, and of two parts; NaN in the scales of what is empty."""
+    run = by_kernels_or_plainly(device, monkeypatch)
+    given = in_8_bits(pieces(count, window)[0])
+    whole, scratch, own = given
+    if beside == "each its own":
+        own = own[0], None
+    others = [] if beside == "nothing" else [scratch, own]
+    q = jnp.asarray(normal(0, B, KV, count, group, DIM))
+    sinks = jnp.asarray(drawn_sinks(KV * group).reshape(KV, group))
+    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, Quantized))
+    beyond = jnp.arange(SLOTS) >= whole.count[:, None, None]
+    damaged = tuple(part.replace(scales=jnp.where(beyond, jnp.nan, part.scales)) for part in whole.entry)
+    read = in_pages(whole, page) if page else whole.replace(entry=whole.entry if device == "plain" else damaged)
+    for parts, values_part in (((q,), 1), ((q, 2 * q), 0)):
+        expected = plain_attention.attend_plainly(parts, floats, sinks, values_part=values_part, block=16, cap=cap)
+        found = run(parts, [read, *others], sinks, values_part=values_part, cap=cap)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [tpu, gpu])
+@pytest.mark.parametrize("page", [None, pytest.param(16, marks=pytest.mark.thorough)])
+def test_scales_lie_on_a_mesh_where_their_numbers_do(page, module) -> None:
+    whole, *others = in_8_bits(pieces(5, 10)[0])
+    q = (jnp.asarray(normal(0, B, KV, 5, GROUP, DIM)),)
+    expected = plain_attention.attend_plainly(q, [whole, *others], values_part=1, block=16)
+    on_mesh = (in_pages(whole, page, groups=2) if page else whole).replace(mesh=make_mesh(2, 2))
+    run = partial(by_device._attend_by_kernel, values_part=1, kernel=module.attend_in_kernel, interpret=True)
+    found = jax.jit(run)(q, [on_mesh, *others])
+    assert found.sharding.shard_shape(found.shape)[:2] == (B // 2, 1)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_what_is_paid_to_slots_in_8_bits() -> None:
+    whole, *others = in_8_bits(pieces(5, 10)[0])
+    floats = jax.tree.map(dequantize, [whole, *others], is_leaf=lambda node: isinstance(node, Quantized))
+    q = jnp.asarray(normal(0, B, 5, KV * GROUP, DIM) * 3)
+    np.testing.assert_allclose(attention_paid(q, whole, others), attention_paid(q, floats[0], floats[1:]), atol=1e-5)
 
 
 def test_a_query_may_see_its_own_slot_alone() -> None:

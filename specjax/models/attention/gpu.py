@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST, capped
+from specjax.models.quantized import Part, Quantized, operand
 
 BLOCK = 64
 """Slots that a program reads at a time; fewer where a value has more than 256 numbers, or a page fewer slots."""
@@ -60,11 +61,11 @@ def attend_in_kernel(
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
     splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
 
-    given = [jnp.minimum(count, slots), since, *q, *entry]
+    given = [jnp.minimum(count, slots), since, *q, *_arrays(entry)]
     if table is not None:
         given.insert(0, table)
     for other, visible in others:
-        given += [visible, *other]
+        given += [visible, *_arrays(other)]
     if sinks is not None:
         given.append(sinks)
     of_splits = (batch, kv_heads, splits, rows)
@@ -75,6 +76,7 @@ def attend_in_kernel(
             _kernel,
             parts=len(q),
             entry_parts=len(entry),
+            has_scales=isinstance(entry[0], Quantized),
             others=len(others),
             tile=tile,
             width=block,
@@ -107,6 +109,7 @@ def _kernel(
     *refs: Any,
     parts: int,
     entry_parts: int,
+    has_scales: bool,
     others: int,
     tile: int,
     width: int,
@@ -118,8 +121,9 @@ def _kernel(
 ) -> None:
     """What a tile of queries finds in one share of a row's filled slots; the last share has sinks and the other tokens too."""
     table_ref, (count_ref, since_ref, *refs) = (refs[0], refs[1:]) if in_pages else (None, refs)  # pyright: ignore
-    q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + entry_parts], refs[parts + entry_parts :]
-    others_refs, out_refs = refs[: others * (1 + entry_parts)], refs[others * (1 + entry_parts) :]
+    arrays = entry_parts * (1 + has_scales)
+    q_refs, entry_refs, refs = refs[:parts], refs[parts : parts + arrays], refs[parts + arrays :]
+    others_refs, out_refs = refs[: others * (1 + arrays)], refs[others * (1 + arrays) :]
     sinks_ref, out_refs = (out_refs[0], out_refs[1:]) if has_sinks else (None, out_refs)
     b, h, first_row, split = pl.program_id(0), pl.program_id(1), pl.program_id(2) * tile, pl.program_id(3)
     rows = q_refs[0].shape[2]
@@ -132,13 +136,12 @@ def _kernel(
         found: tuple[jax.Array, ...], refs: Any, start: Any, is_slot: jax.Array, visible: jax.Array, at: Any = b
     ) -> tuple[jax.Array, ...]:
         top, mass, total = found
-        entry = [_load(ref, (at, h), start, is_slot) for ref in refs]
-        values = entry[values_part]
-        products = [_dot(part, keys, 1) for part, keys in zip(q, entry, strict=False)]
-        scores = jnp.where(visible, capped(functools.reduce(jnp.add, products), cap), 2 * LEAST)
+        entry = _load_entry(refs, entry_parts, (at, h), start, is_slot)
+        values = operand(entry[values_part], q[0].dtype)
+        scores = jnp.where(visible, capped(_scores(q, entry), cap), 2 * LEAST)
         largest = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, shrunk = jnp.exp(scores - largest[:, None]), jnp.exp(top - largest)
-        total = total * shrunk[:, None] + _dot(weights.astype(values.dtype), values, 0)
+        total = total * shrunk[:, None] + _dot(_scaled(weights, entry[values_part]).astype(values.dtype), values, 0)
         return largest, mass * shrunk + jnp.sum(weights, axis=1), total
 
     def of_cache(block: jax.Array, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -149,7 +152,7 @@ def _kernel(
 
     def of_others(found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for i in range(others):
-            visible_ref, *entry_refs = others_refs[i * (1 + entry_parts) : (i + 1) * (1 + entry_parts)]
+            visible_ref, *entry_refs = others_refs[i * (1 + arrays) : (i + 1) * (1 + arrays)]
             there = entry_refs[0].shape[2]
             own_width = min(width, _power_of_two(there))
 
@@ -233,6 +236,14 @@ def _load(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array) -> jax
     return plt.load(ref.at[at], mask=mask, other=0.0)
 
 
+def _load_entry(refs: Any, parts: int, head: tuple[Any, Any], start: Any, is_row: jax.Array) -> list[Part]:
+    """The parts of an entry, `_load` of each ``[n, d]``; with scales ``[n]``, where there are more arrays than parts."""
+    numbers = [_load(ref, head, start, is_row) for ref in refs[:parts]]
+    of_rows = pl.ds(start, is_row.size)
+    scales = [plt.load(ref.at[*head, of_rows], mask=is_row, other=0.0) for ref in refs[parts:]]
+    return [Quantized(*pair) for pair in zip(numbers, scales, strict=True)] if scales else [*numbers]
+
+
 def _store(ref: Any, head: tuple[Any, ...], start: Any, is_row: jax.Array, values: jax.Array) -> None:
     """`_load`, the other way."""
     at, mask = _window(ref, head, start, is_row)
@@ -256,6 +267,23 @@ def _rows_and_numbers(start: Any, rows: int, numbers: Any) -> tuple[Any, Any]:
     if isinstance(numbers, pl.Slice):
         return pl.ds(start, rows), numbers
     return (start + jnp.arange(rows))[:, None], numbers[None]
+
+
+def _arrays(entry: Entry) -> list[jax.Array]:
+    """The arrays of an entry's parts, and then the scales of those in 8 bits."""
+    numbers = [part.numbers if isinstance(part, Quantized) else part for part in entry]
+    return numbers + [part.scales for part in entry if isinstance(part, Quantized)]
+
+
+def _scores(q: Sequence[jax.Array], entry: Sequence[Part]) -> jax.Array:
+    """``[rows, n]`` float32, the products of queries and keys, those of all parts added."""
+    products = [_scaled(_dot(own, operand(keys, own.dtype), 1), keys) for own, keys in zip(q, entry, strict=False)]
+    return functools.reduce(jnp.add, products)
+
+
+def _scaled(by_slot: jax.Array, part: Part) -> jax.Array:
+    """``by_slot [rows, n]``, scores or weights, times the scales of a part in 8 bits."""
+    return by_slot * part.scales[None] if isinstance(part, Quantized) else by_slot
 
 
 def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:

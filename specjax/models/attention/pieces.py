@@ -82,7 +82,7 @@ class Filled:
         def read(pool: jax.Array) -> jax.Array:
             found = by_group(read_pages, groups_of(self.mesh), pool, pages)
             # What lies in a page beyond the text is another's, NaN perhaps, and 0 times NaN is NaN.
-            return jnp.where(is_filled[:, None, :, None], found, 0)
+            return jnp.where(is_filled.reshape(len(found), 1, width, *(1,) * (found.ndim - 3)), found, 0)
 
         return jax.tree.map(read, self.entry), visible
 

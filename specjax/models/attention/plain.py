@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece
 from specjax.models.cache import Entry
 from specjax.models.primitives import LEAST, capped
+from specjax.models.quantized import Part, dequantize, operand, rescaled
 
 
 @struct.dataclass
@@ -132,30 +133,35 @@ def _attend_piece(
     q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array | None, values_part: int, cap: float | None
 ) -> Attended:
     """Grouped queries over a piece as a whole."""
-    values = entry[values_part]
     if visible is None:  # each query over its own slot
-        products = [
-            jnp.einsum("bktd,bktgd->bktg", keys, part, preferred_element_type=jnp.float32)
-            for keys, part in zip(entry, q, strict=False)
-        ]
-        score = capped(functools.reduce(jnp.add, products), cap)
-        own = jnp.broadcast_to(values[:, :, :, None].astype(jnp.float32), (*score.shape, values.shape[-1]))
+        values = dequantize(entry[values_part]).astype(jnp.float32)
+        score = capped(_products("bktd,bktgd->bktg", entry, q), cap)
+        own = jnp.broadcast_to(values[:, :, :, None], (*score.shape, values.shape[-1]))
         return Attended(top=score, mass=jnp.ones_like(score), total=own)
     scores = _scores(q, entry, visible, cap)
     top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1), LEAST))
     weights = jnp.exp(scores - top[..., None])
-    total = jnp.einsum("bktgs,bksd->bktgd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+    values = operand(entry[values_part], q[0].dtype)
+    of_values = rescaled(weights, entry[values_part], (2, 3)).astype(values.dtype)
+    total = jnp.einsum("bktgs,bksd->bktgd", of_values, values, preferred_element_type=jnp.float32)
     return Attended(top=top, mass=jnp.sum(weights, axis=-1), total=total)
+
+
+def _products(equation: str, entry: Entry, q: tuple[jax.Array, ...]) -> jax.Array:
+    """The float32 products of keys and queries, those of all parts added; the keys' slots are the third axis of what comes out,
+    and what comes after them is the queries' own."""
+
+    def product(keys: Part, part: jax.Array) -> jax.Array:
+        found = jnp.einsum(equation, operand(keys, part.dtype), part, preferred_element_type=jnp.float32)
+        return rescaled(found, keys, range(3, found.ndim))
+
+    return functools.reduce(jnp.add, [product(keys, part) for keys, part in zip(entry, q, strict=False)])
 
 
 def _scores(q: tuple[jax.Array, ...], entry: Entry, visible: jax.Array, cap: float | None) -> jax.Array:
     """``[B, kv_heads, T, G, S]`` float32 of grouped queries and all keys of a piece."""
     # Keys first: with the queries first XLA's CPU backend would transpose all keys instead of the scores.
-    products = [
-        jnp.einsum("bksd,bktgd->bkstg", keys, part, preferred_element_type=jnp.float32)
-        for keys, part in zip(entry, q, strict=False)
-    ]
-    scores = capped(functools.reduce(jnp.add, products).transpose(0, 1, 3, 4, 2), cap)
+    scores = capped(_products("bksd,bktgd->bkstg", entry, q).transpose(0, 1, 3, 4, 2), cap)
     return jnp.where(visible[:, None, :, None], scores, 2 * LEAST)
 
 

@@ -227,7 +227,7 @@ def read_depths(
     read = _take(read, places)
     between: list[tuple[Entry, ...]] = [() for _ in text]  # by layer, the entries of the depths from 1 on
     for depth, size in enumerate(sizes, 1):
-        between = [tuple(tuple(part[:, :, :size] for part in entry) for entry in entries) for entries in between]
+        between = jax.tree.map(lambda part, size=size: part[:, :, :size], between)
         past: tuple[tuple[Piece, ...], ...] = tuple(
             ((entry, read[:, :size]), *((one, None) for one in entries)) for entry, entries in zip(text, between, strict=True)
         )
