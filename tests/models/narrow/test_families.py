@@ -1,5 +1,6 @@
 """Narrow matrices in families whose tensors are fused, stacked, tied, or in blocks of FP8: made, saved, read, on a mesh."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -53,8 +54,27 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4", "w8a8", "fp8"])
-@pytest.mark.parametrize("name", MODELS)
+OFTEN = [
+    ("phi3", "int4"),
+    ("phi3", "int8"),
+    ("qwen3_moe", "int8"),
+    ("qwen3_moe", "int4"),
+    ("deepseek_v3", "fp8"),
+    ("tied", "w8a8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *OFTEN,
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in itertools.product(MODELS, ("int8", "int4", "w8a8", "fp8"))
+            if each not in OFTEN
+        ),
+    ],
+)
 def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monkeypatch, name, weights) -> None:
     tiny_target(**MODELS[name], hidden_size=32).save_pretrained(tmp_path)
     narrow = read(tmp_path, weights=weights)

@@ -71,7 +71,10 @@ def share(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", CASES)
+RARE = ("W8A8 of a matrix", "W8A16 in groups", "W8A16 packed", "W4A16 per output", "W4A8")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name in RARE)) for name in CASES])
 def test_logits_are_those_of_the_weights_that_the_library_reads(tmp_path, monkeypatch, name) -> None:
     schemes, forms = CASES[name]
     expected = logits(write(tmp_path, schemes))
