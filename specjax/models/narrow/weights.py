@@ -110,8 +110,8 @@ class Form:
         return jnp.dtype(_TYPES[self.kind])
 
     def fitting(self, inputs: int) -> "Form":
-        """The same form for a matrix of so many ``inputs``: with its own group, or half of that, and so on down to 16, whichever
-        divides them; with one group if none does."""
+        """The same form for a matrix of so many ``inputs``: with its own group, or half of that and so on down to 16, if one of
+        them divides the inputs; otherwise with one group."""
         size = self.group
         while size and inputs % size:
             size = size // 2 if size > 16 else 0
