@@ -57,29 +57,35 @@ def run_convert(config: ConvertConfig) -> None:
     if config.quantize and config.client_parts:
         raise InputError("quantize: cut the client's parts of a target first, and give the directory of these as --target")
     if narrows_target:
+        if config.to != ConvertConfig.to:
+            raise InputError(f"to={config.to!r}: is of drafters; a target is written as transformers has it: leave it out")
         write_narrow(config)
         return
     if config.client_parts:
         write_client_parts(config)
         return
     method, where = registry.resolve(config.drafter)
-    if (kind := method.trained) is None or len(kind.layouts) < 2:
+    kind = method.trained
+    if config.quantize and kind is None and method.recognises is not None:
+        raise InputError(f"drafter={config.drafter!r}: is a draft model, a whole one: give it as --target, and no --drafter")
+    if kind is None or (len(kind.layouts) < 2 and not config.quantize):
         kinds = {one.trained for one in registry.METHODS.values() if one.trained is not None and len(one.trained.layouts) > 1}
         known = "; ".join(sorted(f"{one.title} ({', '.join(one.layouts)})" for one in kinds))
         what = "no drafter that is trained for its target" if kind is None else f"{kind.title}, which is written in one layout"
         raise InputError(f"drafter={config.drafter!r}: is {what}: there is nothing to convert; several have {known}")
-    if config.to not in kind.layouts:
+    layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
+    if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
     directory = huggingface.locate(where)
     if directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(directory)
-    drafter = kind.from_pretrained(directory, dtype=dtype)
-    if config.quantize:
-        drafter = drafter.narrow(scheme_of(config))
+    weights = scheme_of(config) if config.quantize else schemes.AS_STORED
+    drafter = kind.from_pretrained(directory, dtype=dtype, weights=weights)
     with waiting(f"writing {config.output}"):
-        drafter.save_pretrained(config.output, layout=config.to, target=config.target)
-    print("; ".join(filter(None, [f"{config.output}: layout {config.to}, {dtype}", drafter.describe(config.to)])))
+        drafter.save_pretrained(config.output, layout=layout, target=config.target)
+    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, drafter.describe(layout)]
+    print("; ".join(filter(None, said)))
 
 
 # --- narrow weights --------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state, each for a token further ahead."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -104,7 +104,7 @@ class Medusa(NewestStateDrafter):
         hidden = (config.hidden_size, None)
 
         def declare_block(name: str) -> Params:  # begins as the identity
-            weight = Param((config.hidden_size,) * 2, (None, None), f"{name}.weight", "zeros", transposed=True)
+            weight = replace(matrix(name, hidden, hidden), init="zeros")
             return {"linear": weight, "linear_bias": Param((config.hidden_size,), (None,), f"{name}.bias", "zeros")}
 
         def declare_head(head: int) -> Params:

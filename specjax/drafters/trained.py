@@ -320,7 +320,7 @@ class TrainedDrafter(Drafter[State]):
     def _dtype(self) -> np.dtype:
         leaves = jax.tree.leaves(self.params, is_leaf=is_narrow)
         floats = (leaf for leaf in leaves if not is_narrow(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
-        return next(leaf.dtype for leaf in floats)
+        return next((leaf.dtype for leaf in floats), jnp.dtype(default_dtype()))
 
 
 class NewestStateDrafter(TrainedDrafter[jax.Array]):

@@ -29,7 +29,7 @@ def abstract_model(config: ModelConfig, mesh: Mesh, dtype: DTypeLike = jnp.bfloa
     """A model so configured on ``mesh``, whose params are shapes; ``weights`` as in `Target.from_pretrained`."""
     declared = params.declare(config)
     if weights != schemes.FLOATS:
-        declared = schemes.declare(declared, schemes.scheme_of(weights).form_of, mesh)
+        declared = schemes.declare(declared, schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings), mesh)
     return Target(_placed(declared, mesh, config.axis_units, dtype), config, mesh)
 
 
@@ -135,6 +135,11 @@ def bytes_of_one(tree: Any) -> int:
         return numbers // 2 if leaf.dtype == jnp.int4 else numbers * leaf.dtype.itemsize
 
     return sum(held(leaf) for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def numbers_of_one(tree: Any) -> int:
+    """Numbers that one device holds of the arrays of ``tree``."""
+    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=np.int64)) for leaf in jax.tree.leaves(tree))
 
 
 # --- the least that a step must read ---------------------------------------------------------------------------------

@@ -253,7 +253,8 @@ def _flops(setup: Setup, drafter: Drafter) -> float:
     config, batch, draft = setup.target.config, setup.batch, drafter.draft_shape
     attention = attention_work(config, batch, draft.nodes, setup.context + setup.new_tokens).flops
     of_target = (product_work(config, batch * draft.nodes).flops + attention) / setup.mesh.size
-    weights = abstract.bytes_of_draft(drafter, setup.target) / setup.target.dtype.itemsize
+    reads = drafter.drafting_reads(setup.target)
+    weights = draft.depth * abstract.numbers_of_one(reads.level) + abstract.numbers_of_one(reads.step)
     return of_target + 2.0 * weights * batch * draft.width
 
 

@@ -8,7 +8,7 @@ another shape is refused by name, for each of them would change the outputs.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -139,6 +139,7 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
             *lead, groups, outputs, size = narrow.values.stored_shape
             wanted = (outputs, groups * size) if narrow.values.is_rows else (groups * size, outputs)
             _check_shape(name, matrix, (*lead, *wanted), what, directory)
+            _check_kind(name, matrix, _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
                 matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
@@ -361,6 +362,14 @@ def _check_shape(name: str, tensor: Any, wanted: tuple[int, ...], what: str, dir
         )
 
 
+def _check_kind(name: str, tensor: Any, wanted: Sequence[str], what: str, directory: Path) -> None:
+    if (kind := tensor.get_dtype()) not in wanted:
+        raise CheckpointError(
+            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
+            "use the unquantised checkpoint"
+        )
+
+
 def _check_tensors(
     tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
 ) -> None:
@@ -370,15 +379,10 @@ def _check_tensors(
             f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
         )
     for name, param in [(name, one) for one in declared for name in one.stored_names]:
-        kind = tensors[name].get_dtype()
         _check_shape(name, tensors[name], param.stored_shape, what, directory)
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
         wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
-        if kind not in wanted:
-            raise CheckpointError(
-                f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
-                "use the unquantised checkpoint"
-            )
+        _check_kind(name, tensors[name], wanted, what, directory)
     extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))
     if extra:
         raise CheckpointError(

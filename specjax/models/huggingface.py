@@ -6,7 +6,7 @@ are read and written by `specjax.models.checkpoint`.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -481,19 +481,13 @@ def _reading(
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
     declared = family.store(declarations.declare(config, layers), prefix)
-    form_of = forms_for(directory, weights, mesh)
-
-    def form_here(param: Param) -> Form | None:
-        form = form_of(param)
-        is_looked_up = param.is_rows and not config.tie_embeddings  # and multiplied with nothing that could be rounded
-        return form if form is None or not is_looked_up else replace(form, activations=16)
-
-    declared = schemes.declare(declared, form_here, mesh)
+    form_of = schemes.of_model(forms_for(directory, weights, mesh), config.tie_embeddings)
+    declared = schemes.declare(declared, form_of, mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:
         yield declared, values
 
 
-def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> Callable[[Param], Form | None]:
+def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> schemes.FormOf:
     """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):

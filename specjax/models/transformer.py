@@ -179,7 +179,7 @@ class Target:
             (2, 14)
         """
         declared = declarations.declare(self.config, self.held if self.part_of else None)
-        form_of = schemes.scheme_of(weights).form_of
+        form_of = schemes.of_model(schemes.scheme_of(weights).form_of, self.config.tie_embeddings)
         params = schemes.make_narrow(declared, self.params, form_of, self.mesh, self.config.axis_units)
         return replace(self, params=params)
 

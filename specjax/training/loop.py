@@ -25,6 +25,7 @@ from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import schemes
 from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
@@ -193,7 +194,7 @@ def _prepare(config: TrainConfig) -> _Run:
 def _warm_start(student: Any, path: str) -> Any:
     """``student`` with the weights of an earlier one, read from ``path``. A whole model may be for longer texts now, its RoPE
     stretched."""
-    earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh)
+    earlier = type(student).from_pretrained(path, dtype=jnp.float32, mesh=student.mesh, weights=schemes.FLOATS)
     if isinstance(earlier, Target):
         earlier.check_whole()
     if isinstance(student, Target) and _is_stretched(earlier.config, student.config):

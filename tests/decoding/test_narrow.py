@@ -18,6 +18,7 @@ from specjax.models.config import ModelConfig, MoE
 from specjax.models.narrow import is_narrow
 from specjax.models.narrow.schemes import SCHEMES
 from specjax.models.transformer import Target
+from tests.conftest import compilations
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "head_dim": 16}
 PLAIN = ModelConfig(**SIZES, num_heads=4, num_kv_heads=2)
@@ -93,6 +94,15 @@ def test_a_drafter_is_saved_narrow_and_read_back(tmp_path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, read, drafter))
 
 
+def test_a_drafters_head_is_narrow_as_the_vocabulary_is() -> None:
+    drafter = specjax.Eagle3.from_pretrained(embedded("eagle3"))
+    if "lm_head" not in drafter.params:
+        drafter = specjax.Eagle3.init(target_of(PLAIN, "int8"), jax.random.key(1))
+    narrow = drafter.narrow("int4").params
+    assert narrow["fc"].form.kind == "int4" and narrow["lm_head"].form.kind == "int8"
+    assert not is_narrow(drafter.narrow("fp8").params["lm_head"])
+
+
 def test_what_is_narrow_is_not_narrowed_again() -> None:
     target = target_of(PLAIN, "int8")
     with pytest.raises(InputError, match="narrow already: load them in floats, with weights='float'"):
@@ -101,3 +111,12 @@ def test_what_is_narrow_is_not_narrowed_again() -> None:
         specjax.Target.init(PLAIN, jax.random.key(0)).narrow("int3")
     with pytest.raises(InputError, match="weights='int3': must be one of 'stored', 'float', 'int8'"):
         specjax.load("embedded", weights="int3")
+
+
+def test_a_second_call_compiles_nothing() -> None:
+    target = target_of(PLAIN, "int4")
+    drafter = specjax.DraftModel.init(target, jax.random.key(1), draft=2, num_layers=1).narrow("int8")
+    specjax.generate(target, drafter, PROMPTS, max_new_tokens=8)
+    before = compilations()
+    specjax.generate(target, drafter, PROMPTS[::-1], max_new_tokens=8)
+    assert compilations() == before

@@ -1,5 +1,7 @@
 """Products with narrow weights, against whole numbers that are added up one by one, and floats."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,15 +136,29 @@ def test_the_derivative_is_that_of_floats() -> None:
     np.testing.assert_allclose(found, pulled @ widened(weight).T, rtol=1e-5, atol=1e-5)
 
 
-def test_an_embedding_is_looked_up_and_multiplied_with() -> None:
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_an_embedding_is_looked_up_and_multiplied_with(form: Form) -> None:
     rng = np.random.default_rng(6)
-    floats = rng.normal(size=(24, 16)).astype(np.float32)
-    table = jax.tree.map(jnp.asarray, narrowed(floats.T, Form("int8")))
-    wide = np.asarray(widened(table)).T
-    np.testing.assert_array_equal(rows_of(table, jnp.array([3, 5]), jnp.float32), wide[[3, 5]])
-    x = states(2, 16)[:, None]
-    np.testing.assert_allclose(embedding_logits(x, table), x @ wide.T, rtol=1e-3, atol=1e-2)
-    np.testing.assert_array_equal(embedding_logits(x, table), vocabulary_logits(x, table))
+    floats = rng.normal(size=(24, 64)).astype(np.float32)
+    table = jax.tree.map(jnp.asarray, narrowed(floats.T, form))
+    groups = table.values.shape[0]
+    zeros = jnp.asarray(rng.integers(-3, 3, size=(groups, 24)), jnp.int8)
+    order = jnp.asarray(rng.permutation(64), jnp.int32)
+    for each in (table, replace(table, zeros=zeros), replace(table, zeros=zeros, order=order)):
+        wide = np.asarray(widened(each)).T
+        np.testing.assert_allclose(rows_of(each, jnp.array([[3, 5]]), jnp.float32), wide[[[3, 5]]], rtol=1e-6)
+        x = states(2, 64)[:, None]
+        np.testing.assert_array_equal(embedding_logits(x, each), vocabulary_logits(x, each))
+        if form.activations == 16:
+            np.testing.assert_allclose(embedding_logits(x, each), x @ wide.T, rtol=1e-3, atol=2e-2 * float(jnp.abs(x).max()))
+
+
+def test_weights_that_are_not_finite_stay_so() -> None:
+    floats = np.ones((32, 3), np.float32)
+    floats[4, 1] = np.nan
+    for form in (Form("int8"), Form("int4", group=16), Form("fp8")):
+        wide = np.asarray(widened(jax.tree.map(jnp.asarray, narrowed(floats, form))))
+        assert np.isnan(wide[4, 1]) and np.isfinite(wide[:, [0, 2]]).all()
 
 
 def test_a_cpu_converts_no_weights() -> None:

@@ -88,6 +88,8 @@ def format_config(declared: Any) -> dict[str, Any] | None:
             floats += [name.removesuffix(".weight") for name in each.stored_names if name.endswith(".weight")]
     if not modules:
         return None
+    if not any(name.endswith("lm_head") for names in (floats, *modules.values()) for name in names):
+        floats.append("lm_head")  # of a tied model: others have such a module all the same
     usual = max(modules, key=lambda form: len(modules[form]))
     groups = {}
     for number, (form, names) in enumerate(sorted(modules.items(), key=lambda item: item[0] != usual)):

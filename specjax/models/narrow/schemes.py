@@ -28,10 +28,10 @@ class Scheme:
     vocabulary: Form | None
 
     def form_of(self, param: Param) -> Form | None:
-        """That of a parameter; None: it stays as it is. Norms, biases, routers and whatever is no product do."""
+        """That of a parameter; None: it stays floats, as norms, biases and routers do."""
         if not param.is_product:
             return None
-        form = self.vocabulary if "vocab" in param.axes else self.layers
+        form = self.vocabulary if {"vocab", "draft_vocab"} & set(param.axes) else self.layers
         return None if form is None else form.fitting(param.shape[-1 if param.is_rows else -2])
 
 
@@ -66,6 +66,21 @@ def check_weights(weights: Weights) -> None:
         raise InputError(f"weights={weights!r}: must be one of {names}")
 
 
+FormOf = Callable[[Param], Form | None]
+"""How a parameter becomes narrow; None: not at all."""
+
+
+def of_model(form_of: FormOf, tied: bool) -> FormOf:
+    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with nothing: there are no
+    activations to round."""
+
+    def of_one(param: Param) -> Form | None:
+        form = form_of(param)
+        return form if form is None or tied or not param.is_rows else replace(form, activations=16)
+
+    return of_one
+
+
 def common(forms: Iterable[Form | None]) -> Form | None:
     """The form in which all of several stored matrices can be held as they are; None: there is none, or one is of floats."""
     forms = list(forms)
@@ -81,7 +96,7 @@ def _essence(form: Form) -> tuple[str, int, int]:
     return form.kind, form.group, form.activations
 
 
-def declare(declared: Any, form_of: Callable[[Param], Form | None], mesh: Mesh | None = None) -> Any:
+def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
     """``declared``, any pytree of `Param`, with a `Narrow` of declarations in place of every matrix that is given a form.
 
     A CPU has no 4-bit numbers: on one, values of 4 bits are held in int8.
@@ -96,9 +111,7 @@ def declare(declared: Any, form_of: Callable[[Param], Form | None], mesh: Mesh |
     return jax.tree.map(one, declared)
 
 
-def make_narrow(
-    declared: Any, params: Any, form_of: Callable[[Param], Form | None], mesh: Mesh | None, units: Mapping[str, int]
-) -> Any:
+def make_narrow(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
     """``params``, as ``declared`` without narrow ones, with a `Narrow` in place of every matrix that is given a form; one after
     the other. ``units`` as in `specjax.sharding.partition`."""
     targets = declare(declared, form_of, mesh)

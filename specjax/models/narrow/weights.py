@@ -172,7 +172,8 @@ def narrowed(weights: np.ndarray, form: Form) -> Narrow:
 
 
 def _scales(largest: np.ndarray, form: Form) -> np.ndarray:
-    return np.where(largest > 0, largest / np.float32(_LARGEST[form.kind]), np.float32(1)).astype(np.float32)
+    """What is not finite stays so."""
+    return np.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(np.float32)
 
 
 def _least_lossy(grouped: np.ndarray, largest: np.ndarray, form: Form) -> np.ndarray:
@@ -180,13 +181,15 @@ def _least_lossy(grouped: np.ndarray, largest: np.ndarray, form: Form) -> np.nda
     best, least = _scales(largest, form), np.full(largest.shape, np.inf, np.float32)
     for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
         scales = _scales(largest * share, form)
-        lost = np.square(_rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
+        with np.errstate(invalid="ignore"):
+            lost = np.square(_rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
         best, least = np.where(lost < least, scales, best), np.minimum(lost, least)
     return best
 
 
 def _rounded(grouped: np.ndarray, scales: np.ndarray, form: Form) -> np.ndarray:
-    numbers = grouped / scales[..., None]
+    with np.errstate(invalid="ignore"):
+        numbers = np.nan_to_num(grouped / scales[..., None])
     if form.kind == "fp8":
         return np.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
     return np.clip(np.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
@@ -206,6 +209,10 @@ def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 
 def rows_of(table: Narrow, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """``[..., in]`` the weights of the outputs ``rows`` of a narrow matrix of one group: of an embedding, those of tokens."""
-    values = table.values[0, rows].astype(jnp.float32)
-    return (values * table.scales[0, rows][..., None]).astype(dtype)
+    """``[..., in]`` the weights of the outputs ``rows`` of a narrow matrix ``[in, out]``: of an embedding, those of tokens."""
+    values = table.values[:, rows].astype(jnp.float32)  # [groups, ..., size]
+    if table.zeros is not None:
+        values = values - table.zeros[:, rows].astype(jnp.float32)[..., None]
+    weights = jnp.moveaxis(values * table.scales[:, rows][..., None], 0, -2)
+    found = weights.reshape(*rows.shape, -1)
+    return (found if table.order is None else found[..., jnp.argsort(table.order)]).astype(dtype)

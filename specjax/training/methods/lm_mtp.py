@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.config import ModelConfig
+from specjax.models.narrow import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
@@ -40,10 +41,17 @@ class ModelWithMTP:
         return self.model.mesh
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, dtype: DTypeLike | None = None, mesh: Mesh | None = None) -> "ModelWithMTP":
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: DTypeLike | None = None,
+        mesh: Mesh | None = None,
+        weights: schemes.Weights = schemes.FLOATS,
+    ) -> "ModelWithMTP":
         """Read what ``save_pretrained`` wrote."""
-        mtp = MTP.from_pretrained(Path(path) / "mtp", dtype=dtype, mesh=mesh)
-        return cls(Target.from_pretrained(path, dtype=dtype, mesh=mesh), mtp)
+        mtp = MTP.from_pretrained(Path(path) / "mtp", dtype=dtype, mesh=mesh, weights=weights)
+        return cls(Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights), mtp)
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the model, and its modules into the folder ``mtp`` in it."""
