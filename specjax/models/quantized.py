@@ -54,7 +54,7 @@ def quantize(x: Float[Array, "B heads S dim"]) -> Quantized:
         >>> part = quantize(jnp.array([[[[1.0, -0.5, 0.25, 0.1]]]]))
         >>> part.numbers.tolist()
         [[[[127, -64, 32, 13]]]]
-        >>> np.round(dequantize(part), 3).tolist()
+        >>> np.asarray(dequantize(part), float).round(3).tolist()
         [[[[1.0, -0.504, 0.252, 0.102]]]]
     """
     wide = x.astype(jnp.float32)

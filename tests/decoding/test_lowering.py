@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax import decoding, sharding
-from specjax.models import cache, primitives
+from specjax.models import cache, primitives, products
 from specjax.models.attention import Filled, attend
 from specjax.models.cache import KVCache
 from specjax.models.quantized import quantize
@@ -133,7 +133,7 @@ def test_a_product_of_one_row_is_one_of_two_on_a_gpu() -> None:
     x, params = jnp.arange(8.0)[None], {"w": jnp.ones((8, 4))}
     rows = {platform: lower(partial(primitives.linear, params, "w"), platform, x) for platform in ("cuda", "cpu")}
     assert "tensor<2x4xf32>" in rows["cuda"] and "tensor<2x4xf32>" not in rows["cpu"]
-    np.testing.assert_array_equal(primitives._product_of_two_rows(x, params["w"]), x @ params["w"])
+    np.testing.assert_array_equal(products._of_two_rows(x, params["w"]), x @ params["w"])
 
 
 @pytest.mark.parametrize("head", [None, primitives.vocabulary_logits, primitives.embedding_logits])
@@ -144,7 +144,7 @@ def test_a_product_of_one_row_is_one_of_eight_on_a_tpu(head) -> None:
     rows = {platform: lower(run, platform, x) for platform in ("tpu", "cpu")}
     assert "tensor<8x4xf32>" in rows["tpu"] and "tensor<8x4xf32>" not in rows["cpu"]
     assert "tensor<8x4xf32>" not in lower(run, "tpu", jnp.ones((3, 6)))  # more rows than one are as they are
-    np.testing.assert_array_equal(primitives._of_eight_rows(jnp.matmul, x, weight), x @ weight)
+    np.testing.assert_array_equal(products._of_eight_rows(jnp.matmul, x, weight), x @ weight)
 
 
 def test_heads_are_written_to_a_cache_one_by_one_on_a_tpu() -> None:

@@ -22,6 +22,13 @@ class Scheme:
     Attributes:
         layers: those of its layers.
         vocabulary: its embedding and its head; None: they stay floats.
+
+    Examples:
+        >>> from specjax.models.narrow import Form
+        >>> from specjax.models.narrow.schemes import Scheme
+        >>> narrow = target.narrow(Scheme(layers=Form("int4", group=16), vocabulary=None))
+        >>> narrow.params["layers"][0]["down"].form.kind, narrow.params["embed"].dtype
+        ('int4', dtype('float32'))
     """
 
     layers: Form

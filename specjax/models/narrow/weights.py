@@ -91,6 +91,11 @@ class Form:
         has_zeros: see `Narrow`.
         is_ordered: see ``order`` of `Narrow`.
         activations: see `Narrow`.
+
+    Examples:
+        >>> from specjax.models.narrow import Form
+        >>> Form("int4", group=128).bits
+        4
     """
 
     kind: Kind
