@@ -91,8 +91,8 @@ def _derivative(values: tuple[jax.Array, Narrow], tangents: tuple[jax.Array, Nar
 
 
 def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
-    """Floats by converted values. Scales and zeros come in afterwards, group by group: to multiply the weights with their scales
-    before the product would take seven times as long on a TPU v5e, by its compiler's estimate."""
+    """Floats by converted values. Scales and zeros come in afterwards, group by group: to multiply the weights with
+    their scales before the product would take seven times as long on a TPU v5e, by its compiler's estimate."""
     groups, count = weight.values.shape[0], len(x)
     if count == 1:  # see `_of_eight_rows`
         x = jax.lax.optimization_barrier(jnp.pad(x, ((0, 7), (0, 0))))

@@ -78,8 +78,8 @@ FormOf = Callable[[Param], Form | None]
 
 
 def of_model(form_of: FormOf, tied: bool) -> FormOf:
-    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with nothing, so that nothing is
-    rounded for it."""
+    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with
+    nothing, so that nothing is rounded for it."""
 
     def of_one(param: Param) -> Form | None:
         form = form_of(param)
