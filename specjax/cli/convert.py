@@ -93,8 +93,7 @@ def run_convert(config: ConvertConfig) -> None:
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
     """How weights become narrow. Raises `InputError`."""
-    if config.quantize not in schemes.SCHEMES:
-        raise InputError(f"quantize={config.quantize!r}: must be one of {', '.join(map(repr, schemes.SCHEMES))}")
+    schemes.check_weights(config.quantize, (), "quantize")
     scheme = schemes.SCHEMES[config.quantize]
     return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
 

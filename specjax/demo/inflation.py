@@ -13,7 +13,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.models import params as declarations
-from specjax.models.narrow import is_narrow
+from specjax.models.narrow import matrices_in
 from specjax.models.params import Param
 from specjax.models.transformer import Target
 
@@ -38,7 +38,7 @@ def inflate(target: Target, *, hidden_size: int, intermediate_size: int, num_lay
             f"a model of type {config.model_type!r} cannot be inflated: give one with Llama's norms, ordinary attention, no "
             "experts, and layers that are alike"
         )
-    if any(map(is_narrow, jax.tree.leaves(target.params, is_leaf=is_narrow))):
+    if matrices_in(target.params):
         raise InputError("target: has narrow weights: load it with weights='float', inflate it, and make it narrow then")
     sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_layers": num_layers}
     for name, size in sizes.items():

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from specjax import sharding
 from specjax.models.fields import CheckpointError, read_json, show
-from specjax.models.narrow import Form, float8, is_narrow, mxfp4, published, saved
+from specjax.models.narrow import Form, float8, matrices_in, mxfp4, published, saved
 from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
@@ -130,7 +130,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
 def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
     """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
     found = dict(tensors)
-    for narrow in filter(is_narrow, jax.tree.leaves(declared, is_leaf=is_narrow)):
+    for narrow in matrices_in(declared):
         for stored in narrow.values.stored_names:
             name = stored.removesuffix(":values")
             if name not in tensors:

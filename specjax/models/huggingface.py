@@ -410,15 +410,23 @@ def load_params(
     dtype: DTypeLike,
     mesh: Mesh | None = None,
     weights: schemes.Weights = schemes.AS_STORED,
+    saved_part: Layers | None = None,
 ) -> Params:
-    """Read the params in ``dtype``; with a mesh, each device reads only its own slice of every tensor. ``weights``, which of
-    them are narrow, as in `Target.from_pretrained`.
+    """Read the params of all that a checkpoint has.
+
+    Args:
+        directory: of the checkpoint.
+        config: its configuration.
+        dtype: of the params.
+        mesh: each of its devices reads only its own slice of every tensor; None is the default device.
+        weights: which of the params are narrow, as in `Target.from_pretrained`.
+        saved_part: the layers of a checkpoint that was saved as a part of a target; None: it is whole.
 
     Raises:
         CheckpointError: a file is missing or damaged, or the tensors are not those that config.json says. All of it is
             checked before any weight is read.
     """
-    with _reading(directory, config, dtype, None, mesh, weights) as (declared, values):
+    with _reading(directory, config, dtype, saved_part, mesh, weights) as (declared, values):
         return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
@@ -447,19 +455,6 @@ def load_part(
         part = _with_names(declarations.declare(config, layers), declared)
         of = fingerprint.of_stored(declared, values, config)
         return checkpoint.place(part, values, mesh, config.axis_units), of
-
-
-def load_saved_part(
-    directory: Path,
-    config: ModelConfig,
-    dtype: DTypeLike,
-    layers: Layers,
-    mesh: Mesh | None = None,
-    weights: schemes.Weights = schemes.AS_STORED,
-) -> Params:
-    """Read the params of a part that was saved as one; arguments and errors are those of `load_part`."""
-    with _reading(directory, config, dtype, layers, mesh, weights) as (declared, values):
-        return checkpoint.place(declared, values, mesh, config.axis_units)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -144,7 +143,7 @@ class Target:
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             if stored is not None:
-                params = huggingface.load_saved_part(directory, config, dtype, stored[0], mesh, weights)
+                params = huggingface.load_params(directory, config, dtype, mesh, weights, saved_part=stored[0])
                 part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)
                 return part if layers is None else part.part(layers)
             if layers is not None:
@@ -260,12 +259,9 @@ class Target:
 
         On a mesh a single one is looked up twice: XLA makes a slice of it otherwise, for which GPUs are sent the whole table.
         """
-        if isinstance(table, Narrow):
-            look_up = partial(rows_of, table, dtype=self.dtype)
-        else:
 
-            def look_up(rows: jax.Array) -> jax.Array:
-                return table[rows, columns]
+        def look_up(rows: jax.Array) -> jax.Array:
+            return rows_of(table, rows, self.dtype) if isinstance(table, Narrow) else table[rows, columns]
 
         if self.mesh is None or tokens.size > 1:
             return look_up(tokens)

@@ -64,8 +64,7 @@ def run_compile(config: CompileConfig) -> None:
     # What is refused is refused before any compiler is asked for.
     if not config.target:
         raise InputError("target='': name the model to compile, such as llama-3.1-8b")
-    if config.weights not in (known := (schemes.FLOATS, *schemes.SCHEMES)):
-        raise InputError(f"weights={config.weights!r}: must be one of {', '.join(map(repr, known))}")
+    schemes.check_weights(config.weights, (schemes.FLOATS,))
     names = ["none"] if config.drafter in ("", "none") else ["none", config.drafter]
     for name, value in {"draft": config.draft or None, "alpha": config.alpha}.items():
         if len(names) == 1 and value is not None:

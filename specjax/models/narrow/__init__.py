@@ -5,6 +5,6 @@ of floats; `schemes` says which matrices of a model become narrow, and how; `pub
 the layouts of `stored` and `mxfp4`; `saved` writes them. The products with them are in `specjax.models.products`.
 """
 
-from specjax.models.narrow.weights import Form, Narrow, is_narrow
+from specjax.models.narrow.weights import Form, Narrow, is_narrow, matrices_in
 
-__all__ = ["Form", "Narrow", "is_narrow"]
+__all__ = ["Form", "Narrow", "is_narrow", "matrices_in"]

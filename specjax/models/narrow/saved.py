@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.models.fields import CheckpointError
 from specjax.models.narrow.packing import packed
-from specjax.models.narrow.weights import BLOCK, Form, is_narrow
+from specjax.models.narrow.weights import BLOCK, Form, is_narrow, matrices_in
 from specjax.models.params import Param
 
 
@@ -23,7 +23,7 @@ def compressed(arrays: Mapping[str, np.ndarray], declared: Any) -> dict[str, np.
         CheckpointError: a matrix that compressed-tensors has no name for is narrow.
     """
     found = dict(arrays)
-    for narrow in filter(is_narrow, jax.tree.leaves(declared, is_leaf=is_narrow)):
+    for narrow in matrices_in(declared):
         for stored in narrow.values.stored_names:
             name = stored.removesuffix(":values")
             if f"{name}:values" not in found:

@@ -1,6 +1,6 @@
 """Which matrices of a model become narrow, and how."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,18 +59,15 @@ Weights = str | Scheme
 
 def scheme_of(weights: Weights) -> Scheme:
     """The scheme of that name. Raises `InputError` where there is none."""
-    if isinstance(weights, Scheme):
-        return weights
-    if weights not in SCHEMES:
-        raise InputError(f"weights={weights!r}: must be one of {', '.join(map(repr, SCHEMES))}")
-    return SCHEMES[weights]
+    check_weights(weights, ())
+    return weights if isinstance(weights, Scheme) else SCHEMES[weights]
 
 
-def check_weights(weights: Weights) -> None:
-    """Refuse, with an InputError, what names no scheme."""
-    if not isinstance(weights, Scheme) and weights not in (AS_STORED, FLOATS, *SCHEMES):
-        names = ", ".join(map(repr, (AS_STORED, FLOATS, *SCHEMES)))
-        raise InputError(f"weights={weights!r}: must be one of {names}")
+def check_weights(weights: Weights, others: Sequence[str] = (AS_STORED, FLOATS), name: str = "weights") -> None:
+    """Refuse, with an InputError, what names no scheme and is none of the ``others``; ``name`` is that of the argument."""
+    known = (*others, *SCHEMES)
+    if not isinstance(weights, Scheme) and weights not in known:
+        raise InputError(f"{name}={weights!r}: must be one of {', '.join(map(repr, known))}")
 
 
 FormOf = Callable[[Param], Form | None]
@@ -78,8 +75,8 @@ FormOf = Callable[[Param], Form | None]
 
 
 def of_model(form_of: FormOf, tied: bool) -> FormOf:
-    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with
-    nothing, so that nothing is rounded for it."""
+    """``form_of`` for a whole model. An embedding that is not ``tied`` to the head is multiplied with nothing. So no
+    activations are rounded for it."""
 
     def of_one(param: Param) -> Form | None:
         form = form_of(param)

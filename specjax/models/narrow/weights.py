@@ -6,7 +6,7 @@ groups are an axis of their own, in front: a product over one group after the ot
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from specjax.models.params import Param
 
+T = TypeVar("T")
 Kind = Literal["int8", "int4", "fp8"]
 BLOCK = 128
 """Outputs and inputs of a block of FP8 that share a scale, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
@@ -81,6 +82,11 @@ def is_narrow(value: Any) -> bool:
     return isinstance(value, Narrow)
 
 
+def matrices_in(tree: Any) -> list[Narrow]:
+    """The narrow matrices of any pytree of parameters, or of their declarations."""
+    return list(filter(is_narrow, jax.tree.leaves(tree, is_leaf=is_narrow)))
+
+
 @dataclass(frozen=True)
 class Form:
     """How a matrix is narrow.
@@ -129,8 +135,8 @@ class Form:
             param: the matrix, ``(..., in, out)``.
             dtype: of the values in memory; None: `dtype`.
         """
-        *lead, inputs, outputs = param.shape if not param.is_rows else (*param.shape[:-2], param.shape[-1], param.shape[-2])
-        *lead_axes, in_axis, out_axis = param.axes if not param.is_rows else (*param.axes[:-2], param.axes[-1], param.axes[-2])
+        *lead, inputs, outputs = _in_out(param, param.shape)
+        *lead_axes, in_axis, out_axis = _in_out(param, param.axes)
         size = self.group or inputs
         groups = inputs // size
         units = param.units if groups == 1 or in_axis is None else int(np.gcd(param.units or groups, groups))
@@ -159,6 +165,11 @@ class Form:
             bits=self.bits,
             activations=self.activations,
         )
+
+
+def _in_out(param: Param, of_axes: tuple[T, ...]) -> tuple[T, ...]:
+    """What is said of each axis of ``param``, in the order ``(..., in, out)``."""
+    return (*of_axes[:-2], of_axes[-1], of_axes[-2]) if param.is_rows else of_axes
 
 
 def narrowed(weights: np.ndarray, form: Form) -> Narrow:
@@ -215,9 +226,7 @@ def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 def rows_of(table: Narrow, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
     """``[..., in]`` the weights of the outputs ``rows`` of a narrow matrix ``[in, out]``: of an embedding, those of tokens."""
-    values = table.values[:, rows].astype(jnp.float32)  # [groups, ..., size]
-    if table.zeros is not None:
-        values = values - table.zeros[:, rows].astype(jnp.float32)[..., None]
-    weights = jnp.moveaxis(values * table.scales[:, rows][..., None], 0, -2)
-    found = weights.reshape(*rows.shape, -1)
-    return (found if table.order is None else found[..., jnp.argsort(table.order)]).astype(dtype)
+    flat = rows.reshape(-1)
+    zeros = None if table.zeros is None else table.zeros[:, flat]
+    found = replace(table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros)
+    return widened(found, dtype).T.reshape(*rows.shape, -1)

@@ -19,6 +19,7 @@ from specjax.models.narrow.weights import widened
 from specjax.models.params import Param, Within
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
+from tests.models.narrow.in_memory import Numbers
 
 EXPERTS, MLP, HIDDEN = 4, 6, 96
 UP = (EXPERTS, HIDDEN, MLP)
@@ -31,20 +32,6 @@ DECLARED = {
 UNITS = {"experts": 4, "mlp": 6}
 WHAT = "a layer of experts"
 VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-
-
-class Numbers:
-    """A tensor in memory that counts what is read of it."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self.numbers, self.read = numbers, 0
-
-    def get_shape(self) -> list[int]:
-        return list(self.numbers.shape)
-
-    def __getitem__(self, part: Any) -> np.ndarray:
-        self.read += self.numbers[part].size
-        return self.numbers[part]
 
 
 def packed(experts: int, outputs: int, blocks: int, scales: tuple[int, int] = (100, 140)) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from specjax.models.narrow import Form, is_narrow
 from specjax.models.narrow.stored import Awq, Gptq, Packed, Plain
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
+from tests.models.narrow.in_memory import Numbers
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
@@ -193,20 +194,6 @@ def test_on_a_mesh_each_device_reads_its_part(tmp_path, name) -> None:
     assert shards["o"] == ((1, 64, 32) if groups == 1 else (groups // 2, 64, GROUP))
     floats = read(tmp_path, mesh=mesh, weights="float")
     jax.tree.map(np.testing.assert_array_equal, floats.params, read(tmp_path, weights="float").params)
-
-
-class Numbers:
-    """A tensor in memory that counts what is read of it."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        self.numbers, self.read = numbers, 0
-
-    def get_shape(self) -> list[int]:
-        return list(self.numbers.shape)
-
-    def __getitem__(self, part: Any) -> np.ndarray:
-        self.read += self.numbers[part].nbytes
-        return self.numbers[part]
 
 
 def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
