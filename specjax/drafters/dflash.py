@@ -27,7 +27,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, RingCache, empty_entries
+from specjax.models.cache import Cache, Entry, KVCache, RingCache
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
@@ -230,9 +230,9 @@ class DFlash(TrainedDrafter[Cache]):
         layer = self.config.layer
         parts = [layer.entry_parts(number) for number in range(layer.num_layers)]
         if self.cache is not None:
-            slots = empty_entries(parts, batch=batch, slots=self.budget, dtype=self._dtype, mesh=self.mesh)
-            return RingCache.around(slots, self.cache.kept(self.budget))
-        return KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+            capacity = self.budget
+        cache = KVCache.create(parts, batch=batch, capacity=capacity, dtype=self._dtype, mesh=self.mesh)
+        return cache if self.cache is None else RingCache.around(cache, self.cache.kept(self.budget))
 
     def features(self, output: States) -> jax.Array:
         """``[B, T, H]`` what the layers make keys and values of, of the target's ``output``."""

@@ -6,10 +6,14 @@ of another one remembers nothing: its entry has no parts.
 
 A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized`). Here both are moved alike: slots are the
 third axis of every array.
+
+A layer with linear attention remembers committed tokens otherwise: in a `State`, one for the whole text. Drafted tokens have
+entries there too, and those of an accepted path are written into the state when they are committed.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +23,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from specjax import sharding
+from specjax.models.config import LinearAttention
 from specjax.models.quantized import Part, Quantized
+from specjax.models.states import State, empty_nodes
 
 Entry = tuple[Part, ...]
 """What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``. A head's tokens lie side by side, as attention
@@ -33,11 +39,15 @@ of R queries sees."""
 Parts = Sequence[tuple[int, int]]
 """``(heads, dim)`` of each part of a layer's entry."""
 
+Memory = Parts | LinearAttention
+"""How a layer remembers, as `ModelConfig.memory` says: by entries of these parts, or by a state of these sizes."""
+
 
 def empty_entries(
-    layers: Sequence[Parts], *, batch: int, slots: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    layers: Sequence[Memory], *, batch: int, slots: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[Entry, ...]:
-    """Zeros for ``slots`` tokens a row; ``layers`` gives the parts of each layer's entry. Of int8, parts have scales."""
+    """Zeros for ``slots`` tokens a row, committed or drafted; ``layers`` says how each layer remembers. Of int8, parts have
+    scales."""
 
     def buffer(heads: int, dim: int) -> Part:
         empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
@@ -45,7 +55,28 @@ def empty_entries(
             return empty
         return Quantized(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
 
-    return tuple(tuple(buffer(heads, dim) for heads, dim in parts) for parts in layers)
+    def entry(memory: Memory) -> Entry:
+        if isinstance(memory, LinearAttention):
+            return empty_nodes(memory, batch, slots, _of_activations(dtype), mesh)
+        return tuple(buffer(heads, dim) for heads, dim in memory)
+
+    return tuple(map(entry, layers))
+
+
+def _of_activations(dtype: DTypeLike) -> DTypeLike:
+    """The type in which a layer with a state keeps what it reads again, where entries are of ``dtype``."""
+    return jnp.float32 if jnp.dtype(dtype) == jnp.int8 else dtype
+
+
+def empty_states(
+    layers: Sequence[Memory], *, batch: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> tuple[State | None, ...]:
+    """Those of rows of which nothing has been read, by layer; None of layers that have entries. Without any, ``()``."""
+    of_layers = [
+        State.zeros(memory, batch, _of_activations(dtype), mesh) if isinstance(memory, LinearAttention) else None
+        for memory in layers
+    ]
+    return tuple(of_layers) if any(of_layers) else ()
 
 
 def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
@@ -113,17 +144,21 @@ class KVCache:
 
     Attributes:
         layers: one `Entry` of ``S`` slots a layer, whose parts may differ by layer. A tuple of separate buffers and not
-            one stacked array: XLA updates those in place in a donated loop, and copies the stacked one.
+            one stacked array: XLA updates those in place in a donated loop, and copies the stacked one. ``()`` of a layer that
+            has a state.
         length: ``[B]`` int32, the number of committed tokens of each row.
+        states: by layer, the state of those that have one, and None of the others; ``()`` where no layer has. A smaller
+            ``length`` does not roll them back.
     """
 
     layers: tuple[Entry, ...]
     length: jax.Array
+    states: tuple[State | None, ...] = ()
 
     @classmethod
     def create(
         cls,
-        layers: Sequence[Parts],
+        layers: Sequence[Memory],
         *,
         batch: int,
         capacity: int,
@@ -131,8 +166,12 @@ class KVCache:
         mesh: Mesh | None = None,
     ) -> "KVCache":
         """An empty cache of ``capacity`` slots a row for ``batch`` rows; ``layers`` as in `empty_entries`."""
-        entries = empty_entries(layers, batch=batch, slots=capacity, dtype=dtype, mesh=mesh)
-        return cls(layers=entries, length=jnp.zeros(batch, jnp.int32))
+        parts = [() if isinstance(memory, LinearAttention) else memory for memory in layers]
+        return cls(
+            layers=empty_entries(parts, batch=batch, slots=capacity, dtype=dtype, mesh=mesh),
+            length=jnp.zeros(batch, jnp.int32),
+            states=empty_states(layers, batch=batch, dtype=dtype, mesh=mesh),
+        )
 
     @property
     def capacity(self) -> int:
@@ -150,25 +189,48 @@ class KVCache:
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
         """The cache of the layers of those numbers alone, in that order."""
-        return replace(self, layers=tuple(self.layers[layer] for layer in layers))
+        return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
 
-    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
+    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "KVCache":
         """Commit the first ``count [B]`` of each row's ``new`` entries, ``n`` a row.
 
         What does not fit is dropped, never clamped onto live slots.
 
         Args:
-            new: by layer.
+            new: by layer. Of a layer with a state it may be the state after those tokens.
             count: 0 leaves a row as it is.
             after: ``[B, …]`` any array whose first element in each row was worked out from everything that was read of this
                 cache: the write waits for it. A wrong one costs time alone, see `_known_after`.
         """
         count = _known_after(count, after)
-        step = jnp.arange(slots_of(new))[None]
+        entries, states = committed(self.states, new, count)
+        step = jnp.arange(slots_of(entries))[None]
         # Beyond `count` the destination is out of range, where a scatter in drop mode writes nothing.
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
-        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
-        return KVCache(layers=layers, length=self.length + count)
+        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries)
+        return KVCache(layers=layers, length=self.length + count, states=states)
+
+
+def _chosen(values: tuple[Any, ...], layers: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(values[layer] for layer in layers) if values else ()
+
+
+def committed(
+    states: tuple[State | None, ...], new: Sequence[Entry | State], count: Int[Array, " B"]
+) -> tuple[tuple[Entry, ...], tuple[State | None, ...]]:
+    """What of ``new`` goes into slots, ``()`` of layers with a state; and the ``states`` after the first ``count [B]``."""
+    if not states:
+        return tuple(new), ()  # pyright: ignore[reportReturnType]
+    entries: list[Entry] = []
+    after: list[State | None] = []
+    for state, own in zip(states, new, strict=True):
+        if isinstance(own, State):
+            entries.append(())
+            after.append(own)
+        else:
+            entries.append(own if state is None else ())
+            after.append(None if state is None else state.append(own, count))
+    return tuple(entries), tuple(after)
 
 
 @struct.dataclass
@@ -184,6 +246,7 @@ class PagedCache:
         table: ``[B, n]`` int32, the pages of each row in order. What is not used is ``pages``, which is out of range: never -1,
             which is the last page.
         length: ``[B]`` int32, the number of committed tokens of each row.
+        states: as in `KVCache`: they have a row axis, and are in no page.
         groups: static. On a mesh whose data axis splits the rows in groups, each group has its own part of every pool, and
             counts the pages in it from 0.
 
@@ -202,6 +265,7 @@ class PagedCache:
     layers: tuple[Entry, ...]
     table: jax.Array
     length: jax.Array
+    states: tuple[State | None, ...] = ()
     groups: int = struct.field(pytree_node=False, default=1)
 
     @classmethod
@@ -224,6 +288,7 @@ class PagedCache:
             layers=jax.tree.map(pool, cache.layers),
             table=jnp.full((batch, -(-cache.capacity // page)), pages, jnp.int32),
             length=jnp.zeros(batch, jnp.int32),
+            states=cache.states,
             groups=groups,
         )
 
@@ -253,25 +318,26 @@ class PagedCache:
 
     def of_layers(self, layers: Sequence[int]) -> "PagedCache":
         """As `KVCache.of_layers`."""
-        return replace(self, layers=tuple(self.layers[layer] for layer in layers))
+        return replace(self, layers=_chosen(self.layers, layers), states=_chosen(self.states, layers))
 
     def gather(self, positions: Int[Array, "B *heads n"]) -> tuple[Entry, ...]:
         """As `KVCache.gather`."""
         pages, places = self._places(_by_head(positions))
         return jax.tree.map(lambda pool: by_group(_gather_paged, self.groups, pool, pages, places), self.layers)
 
-    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
+    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "PagedCache":
         """As `KVCache.append`. What a row has no page for is dropped."""
         count = _known_after(count, after)
-        step = jnp.arange(slots_of(new))[None]
+        entries, states = committed(self.states, new, count)
+        step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
         pages, places = self._places(positions)
         number = jax.tree.leaves(self.layers)[0].shape[0]  # out of range, where a scatter in drop mode writes nothing
         pages = jnp.where((step < count[:, None]) & (positions < self.capacity), pages, number)
         layers = jax.tree.map(
-            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, places, values), self.layers, tuple(new)
+            lambda pool, values: by_group(_set_paged, self.groups, pool, pages, places, values), self.layers, entries
         )
-        return replace(self, layers=layers, length=self.length + count)
+        return replace(self, layers=layers, length=self.length + count, states=states)
 
     def _places(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The page of each of the ``positions [B, …]``, and its place there."""
@@ -336,18 +402,20 @@ class RingCache:
         length: ``[B]`` int32, the number of tokens that each row has been given so far.
         base: ``[B]`` int32, the position of the first token in the ring, at least ``kept``.
         kept: static, slots that stay.
+        states: as in `KVCache`; they have seen all tokens.
     """
 
     layers: tuple[Entry, ...]
     length: jax.Array
     base: jax.Array
     kept: int = struct.field(pytree_node=False)
+    states: tuple[State | None, ...] = ()
 
     @classmethod
-    def around(cls, empty: tuple[Entry, ...], kept: int) -> "RingCache":
-        """A cache of the slots of ``empty`` entries, by layer, of which the first ``kept`` stay."""
-        batch = jax.tree.leaves(empty)[0].shape[0]
-        return cls(layers=empty, length=jnp.zeros(batch, jnp.int32), base=jnp.full(batch, kept, jnp.int32), kept=kept)
+    def around(cls, empty: KVCache, kept: int) -> "RingCache":
+        """A cache of the slots of an ``empty`` one, of which the first ``kept`` stay."""
+        base = jnp.full_like(empty.length, kept)
+        return cls(layers=empty.layers, length=empty.length, base=base, kept=kept, states=empty.states)
 
     @property
     def slots(self) -> int:
@@ -374,18 +442,19 @@ class RingCache:
         # A ring that is not full yet: the slot's first token is still to come.
         return jnp.where(slot < self.kept, slot, jnp.where(newest < base, newest + ring, newest))
 
-    def append(self, new: Sequence[Entry], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
+    def append(self, new: Sequence[Entry | State], count: Int[Array, " B"], after: jax.Array) -> "RingCache":
         """Give it the first ``count [B]`` of each row's ``new`` entries; arguments as in `KVCache.append`.
 
         Of more than the ring can hold, the newest stay.
         """
         count = _known_after(count, after)
-        step = jnp.arange(slots_of(new))[None]
+        entries, states = committed(self.states, new, count)
+        step = jnp.arange(slots_of(entries))[None]
         positions = self.length[:, None] + step
         is_newest = step >= count[:, None] - (self.slots - self.kept)
         slots = jnp.where((step < count[:, None]) & ((positions < self.kept) | is_newest), self.slot_of(positions), self.slots)
-        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, tuple(new))
-        return replace(self, layers=layers, length=self.length + count)
+        layers = jax.tree.map(lambda buffer, values: _set_slots(buffer, slots, values), self.layers, entries)
+        return replace(self, layers=layers, length=self.length + count, states=states)
 
 
 Cache = KVCache | PagedCache | RingCache

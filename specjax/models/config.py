@@ -99,6 +99,7 @@ class MoE:
         experts_per_token: how many of them a token goes to, k.
         intermediate_size: of one expert.
         shared_experts: how many more every token goes to; they are stored as one MLP of their sizes together.
+        shared_gated: what the shared experts give is multiplied by a gate of each token.
         scoring: what the router's numbers become: a softmax over all experts, or a sigmoid of each.
         normalise: the weights of a token's k experts are divided by their sum.
         scale: and multiplied by this.
@@ -127,6 +128,7 @@ class MoE:
     experts_per_token: int
     intermediate_size: int
     shared_experts: int = 0
+    shared_gated: bool = False
     scoring: Scoring = "softmax"
     normalise: bool = False
     scale: float = 1.0
@@ -155,6 +157,69 @@ class MoE:
                 f"experts_per_token={self.experts_per_token}: a token can choose among {self.groups_kept * size} experts only "
                 f"(num_experts={self.num_experts}, groups={self.groups}, groups_kept={self.groups_kept})"
             )
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """Layers that do not look back at tokens, but keep a state of fixed size: the gated delta rule (Yang et al. 2024, arXiv
+    2412.06464), as Qwen3-Next and Qwen3.5 have it. See `specjax.models.linear_attention`.
+
+    Attributes:
+        key_heads: heads of queries and keys.
+        value_heads: heads of values, each with a state; as many to every head of keys.
+        key_dim: numbers in a head's query and key.
+        value_dim: numbers in a head's value.
+        kernel: tokens, its own among them, over which the short convolution before the rule goes.
+        by_key_head: how the projections are stored. One matrix makes queries, keys, values and output gates, and another the
+            two gates of the rule, in both of which lies side by side what belongs to a head of keys (Qwen3-Next). If not, there
+            is one for queries, keys and values, one after the other, and one for each of the gates (Qwen3.5).
+
+    Examples:
+        >>> from specjax.models.config import LinearAttention
+        >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
+        >>> linear.state_size, linear.entry_size  # numbers of a row's state, and of a drafted token
+        (524288, 14368)
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+    by_key_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.kernel < 2:
+            raise InputError(f"kernel={self.kernel}: the convolution goes over at least 2 tokens")
+        if self.value_heads % self.key_heads:
+            raise InputError(
+                f"value_heads={self.value_heads} is not a multiple of key_heads={self.key_heads}: each head of keys serves an "
+                "equal group of value heads"
+            )
+
+    @property
+    def group(self) -> int:
+        """Value heads to a head of keys."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def convolved(self) -> tuple[tuple[int, int], ...]:
+        """``(heads, dim)`` of what goes through the convolution: queries, keys and values."""
+        return ((self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim))
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a row's state, but for the few tokens that the convolution looks back at."""
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that are remembered of a drafted token: its key, its update, its decay, and what was convolved."""
+        own = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+        return own + sum(heads * dim for heads, dim in self.convolved)
 
 
 @dataclass(frozen=True)
@@ -205,7 +270,8 @@ class ModelConfig:
     bend scores and logits into that range, ``cap * tanh(x / cap)``. With ``sinks`` every query head has a logit that takes part
     in its softmax, and has no value (gpt-oss). With ``layer_scalars`` what a layer gives is multiplied by a number of its own.
     ``per_layer_inputs``: every layer is given so many numbers of each token, from an embedding of ``per_layer_vocab_size``
-    tokens (Gemma 4's E2B and E4B); 0: none.
+    tokens (Gemma 4's E2B and E4B); 0: none. ``gated_attention``: what a head of queries finds is multiplied by a gate of its
+    own (Qwen3.5). The ``linear_layers`` have ``linear`` attention, which keeps a state, in place of the ordinary one.
 
     Examples:
         >>> from dataclasses import replace
@@ -255,6 +321,9 @@ class ModelConfig:
     mla: MLA | None = None
     moe: MoE | None = None
     layers: tuple[Layer, ...] = ()
+    gated_attention: bool = False
+    linear: LinearAttention | None = None
+    linear_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -279,11 +348,24 @@ class ModelConfig:
             raise InputError(f"rope.query_growth={self.rope.query_growth}: must be 0 with latent attention")
         if self.layers:
             self._check_layers()
+        if self.linear_layers:
+            self._check_linear()
         if self.per_layer_inputs and self.per_layer_vocab_size < self.vocab_size:
             raise InputError(
                 f"per_layer_vocab_size={self.per_layer_vocab_size}: must be at least vocab_size={self.vocab_size}: every token "
                 "has inputs for each layer"
             )
+
+    def _check_linear(self) -> None:
+        if self.linear is None:
+            raise InputError(f"linear_layers={self.linear_layers}: linear must say of what sizes they are")
+        if not set(self.linear_layers) < set(range(self.num_layers)):
+            raise InputError(
+                f"linear_layers={self.linear_layers}: must be layers from 0 to {self.num_layers - 1}, and not all of them: a "
+                "layer with ordinary attention is needed"
+            )
+        if self.mla is not None or self.layers or set(self.linear_layers) & set(self.windowed_layers):
+            raise InputError("linear_layers: cannot be combined with latent attention, layers that differ, or windows of them")
 
     def _check_layers(self) -> None:
         if self.mla is not None:
@@ -317,8 +399,9 @@ class ModelConfig:
 
     def first(self, count: int) -> "ModelConfig":
         """The configuration of the first ``count`` layers alone."""
-        windowed = tuple(layer for layer in self.windowed_layers if layer < count)
-        return replace(self, num_layers=count, windowed_layers=windowed, layers=self.layers[:count])
+        windowed, linear = ([i for i in layers if i < count] for layers in (self.windowed_layers, self.linear_layers))
+        kinds = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
+        return replace(self, num_layers=count, layers=self.layers[:count], **kinds)
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens, up to its own, a query of the layer of that number sees; None: all."""
@@ -333,12 +416,21 @@ class ModelConfig:
         source = self.layers[layer].entries_of if self.layers else None
         return layer if source is None else source
 
+    def is_linear(self, layer: int) -> bool:
+        """Whether the layer of that number has linear attention."""
+        return layer in self.linear_layers
+
+    def memory(self, layer: int) -> "tuple[tuple[int, int], ...] | LinearAttention":
+        """How the layer of that number remembers: by entries of each token, of which these are the parts, as `entry_parts`; or
+        by a state of fixed size, whose sizes these are."""
+        return self.linear if self.linear is not None and self.is_linear(layer) else self.entry_parts(layer)
+
     def entry_parts(self, layer: int) -> tuple[tuple[int, int], ...]:
         """``(heads, dim)`` of each array that the layer of that number remembers of a token (see `specjax.models.cache`): keys
-        and values, or the latent and the rotated key; nothing where it reads the entries of another layer."""
+        and values, or the latent and the rotated key; nothing where it reads the entries of another layer, or keeps a state."""
         if self.mla is not None:
             return ((1, self.mla.kv_lora_rank), (1, self.mla.qk_rope_head_dim))
-        if self.entries_of(layer) != layer:
+        if self.entries_of(layer) != layer or self.is_linear(layer):
             return ()
         own = self.of_layer(layer)
         return ((own.num_kv_heads, own.head_dim), (own.num_kv_heads, own.head_dim))

@@ -258,7 +258,7 @@ def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> M
     Raises:
         CheckpointError: the layer has latent attention or experts, or is one of several kinds.
     """
-    if config.mla is not None or config.moe is not None or config.layers:
+    if config.mla is not None or config.moe is not None or config.layers or config.linear_layers:
         raise CheckpointError(
             f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
             "whose config.json is that of a dense model"
@@ -320,8 +320,8 @@ def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
     if kinds is None and family.whole_every:
         every = fields.get("sliding_window_pattern") or family.whole_every
         kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
-    if others := sorted(set(kinds or ()) - {FULL, WINDOWED}):
-        raise CheckpointError(f"layer_types has {show(others[0])}: only {FULL!r} and {WINDOWED!r} are supported")
+    if others := sorted(set(kinds or ()) - set(family.kinds)):
+        raise CheckpointError(f"layer_types has {show(others[0])}: only {' and '.join(map(repr, family.kinds))} are supported")
     if kinds is not None and len(kinds) != layers:
         raise CheckpointError(f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
     return kinds
@@ -475,7 +475,7 @@ def _reading(
         left_over += [name for name in stored if not name.startswith((prefix, "lm_head"))]
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
-    declared = family.store(declarations.declare(config, layers), prefix)
+    declared = family.store(declarations.declare(config, layers), prefix, stored)
     form_of = schemes.of_model(forms_for(directory, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:

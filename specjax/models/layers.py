@@ -4,16 +4,19 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.models import mla, moe
 from specjax.models.attention import Piece, attend
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
+from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.params import Params
 from specjax.models.primitives import activate, linear, mlp, rms_norm
 from specjax.models.quantized import CacheType, quantize
 from specjax.models.rope import Rotations
+from specjax.models.states import State
 
 
 def attention(
@@ -52,11 +55,11 @@ def attention(
         latents = attend(mla.queries(params, config, x, rotations), pieces, scale=mla.scale(config), values_part=0)
         return linear(params, "o", mla.head_values(params, config, latents)), own
 
-    q = queries(params, config, x, rotations)
+    q, gate = _gated_queries(params, config, x, rotations)
     own = _remembered(keys_values(params, config, x, rotations), cache_dtype) if "k" in params else ()
     pieces = [*past, (own, mask)] if own else past
     found = attend(q, pieces, scale=config.attention_scale, sinks=params.get("sinks"), cap=config.score_cap)
-    return linear(params, "o", found), own
+    return linear(params, "o", found if gate is None else found * jax.nn.sigmoid(gate)), own
 
 
 def _remembered(entry: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
@@ -65,9 +68,19 @@ def _remembered(entry: tuple[jax.Array, ...], cache_dtype: CacheType) -> Entry:
 
 def queries(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> jax.Array:
     """``[B, T, heads, d]`` the rotated queries of ordinary attention, of states ``x [B, T, H]`` that have been normed."""
+    return _gated_queries(params, config, x, rotations)[0]
+
+
+def _gated_queries(
+    params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations
+) -> tuple[jax.Array, jax.Array | None]:
+    """`queries`, and where the model has such the gates ``[B, T, heads * d]`` of what they find."""
     # Without the barrier XLA rearranges the weights for a TPU, at every call of the decoding loop: a second copy of them.
     q = jax.lax.platform_dependent(linear(params, "q", x), tpu=jax.lax.optimization_barrier, default=lambda q: q)
-    return rotations.turn_queries(_heads(params, "q_norm", config, q))
+    gate = None
+    if config.gated_attention:  # beside the query of each head its gate
+        q, gate = (half.reshape(*x.shape[:2], -1) for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1))
+    return rotations.turn_queries(_heads(params, "q_norm", config, q)), gate
 
 
 def keys_values(params: Params, config: ModelConfig, x: jax.Array, rotations: Rotations) -> tuple[jax.Array, jax.Array]:
@@ -105,13 +118,21 @@ def decoder_layer(
     mesh: Mesh | None = None,
     inputs: jax.Array | None = None,
     cache_dtype: CacheType = "float",
-) -> tuple[jax.Array, Entry]:
+    context: Context | None = None,
+) -> tuple[jax.Array, Entry | State]:
     """One decoder layer: the residual stream ``[B, T, H]`` after it, and the rest as in `attention`.
+
+    A layer with linear attention is given a ``context``, which takes the place of rotations, mask and past; see
+    `specjax.models.linear_attention`.
 
     ``config`` is the layer's own (`ModelConfig.of_layer`). ``mesh`` is where ``params`` live: experts that are split over it
     are run where they lie. ``inputs [B, T, P]`` are the tokens' inputs for this layer, where the model has such.
     """
-    attended, own = attention(params, config, normed(params, "input_norm", config, x), rotations, mask, past, cache_dtype)
+    entering = normed(params, "input_norm", config, x)
+    if context is not None:
+        attended, own = linear_attention(params, config, entering, context)
+    else:
+        attended, own = attention(params, config, entering, rotations, mask, past, cache_dtype)
     x = _add(config, x, normed(params, "attention_out_norm", config, attended))
     x = _add(config, x, normed(params, "mlp_out_norm", config, _mixed(params, config, x, mesh)))
     if inputs is not None:

@@ -45,7 +45,10 @@ def mixture(
     experts = {name.removeprefix("experts_"): value for name, value in params.items() if name.startswith("experts_")}
     run = partial(_route_and_run, config) if mesh is None else partial(_run_split, mesh, config)
     y = run(x, x if routed is None else routed, routing, experts).astype(x.dtype)
-    return y + mlp(params, x, "shared_") if moe.shared_experts else y
+    if not moe.shared_experts:
+        return y
+    shared = mlp(params, x, "shared_")
+    return y + (jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared)
 
 
 @shape_checked

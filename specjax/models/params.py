@@ -22,6 +22,9 @@ from specjax.models.config import ModelConfig
 
 Params = dict[str, Any]
 
+Init = Literal["normal", "ones", "zeros", "log_rates"]
+"""How a new model's parameter starts; ``log_rates`` are logarithms of numbers from 0 to 16, evenly drawn (Mamba-2's)."""
+
 
 @dataclass(frozen=True)
 class Within:
@@ -77,7 +80,7 @@ class Param:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     name: str
-    init: Literal["normal", "ones", "zeros"] = "normal"
+    init: Init = "normal"
     stddev: float = 0.02
     transposed: bool = False
     dtype: str | None = None
@@ -146,6 +149,8 @@ class Param:
         dtype = self.dtype or dtype
         if self.init == "normal":
             return (self.stddev * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
+        if self.init == "log_rates":
+            return jnp.log(jax.random.uniform(key, self.shape, jnp.float32, 0.01, 16.0)).astype(dtype)
         return jnp.full(self.shape, 1.0 if self.init == "ones" else 0.0, dtype)
 
 
@@ -207,9 +212,15 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
         prefix: starts their Hugging Face names.
         index: the number of the layer in the model, which decides whether it has experts, and in what it differs from others.
     """
-    has_entries, is_sparse, config = config.entries_of(index) == index, config.is_sparse(index), config.of_layer(index)
-    attention = _declare_attention if config.mla is None else _declare_latent_attention
-    layer = {**_declare_norms(config, prefix), **attention(config, f"{prefix}self_attn.")}
+    has_entries, is_sparse, is_linear = config.entries_of(index) == index, config.is_sparse(index), config.is_linear(index)
+    config = config.of_layer(index)
+    if is_linear:
+        attention = _declare_linear_attention(config, f"{prefix}linear_attn.")
+    elif config.mla is None:
+        attention = _declare_attention(config, f"{prefix}self_attn.")
+    else:
+        attention = _declare_latent_attention(config, f"{prefix}self_attn.")
+    layer = {**_declare_norms(config, prefix), **attention}
     has_both = is_sparse and config.moe is not None and config.moe.beside_mlp
     if is_sparse:
         layer |= _declare_experts(config, f"{prefix}mlp.")
@@ -218,12 +229,16 @@ def declare_layer(config: ModelConfig, prefix: str, index: int = 0) -> dict[str,
     if has_both or not is_sparse:
         layer |= _declare_mlp(config, f"{prefix}mlp.")
     inputs = ("q", "k", "v") if config.mla is None else ("q_a", "kv_a")
-    biased = inputs * config.qkv_bias + ("o",) * config.output_bias + ("gate", "up", "down") * config.mlp_bias
+    biased = ("gate", "up", "down") * config.mlp_bias
+    if not is_linear:
+        biased += inputs * config.qkv_bias + ("o",) * config.output_bias
     for weight in biased:
         if (declared := layer.get(weight)) is not None:
             name = declared.name.removesuffix("weight") + "bias"
             layer[f"{weight}_bias"] = Param(declared.shape[1:], declared.axes[1:], name, "zeros", units=declared.units)
-    layer |= _declare_head_norms(config, f"{prefix}self_attn.") | _declare_beside(config, prefix)
+    if not is_linear:
+        layer |= _declare_head_norms(config, f"{prefix}self_attn.")
+    layer |= _declare_beside(config, prefix)
     missing = ("v", "v_bias") * config.keys_are_values
     if not has_entries:  # its queries meet another layer's keys and values
         missing = ("k", "v", "k_bias", "v_bias", "k_norm")
@@ -284,11 +299,55 @@ def _declare_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
     hidden = (config.hidden_size, None)
     count, kv_count = config.num_heads, config.num_kv_heads
     heads, kv_heads = (count * config.head_dim, "heads"), (kv_count * config.head_dim, "kv_heads")
+    queries = (heads[0] * (2 if config.gated_attention else 1), "heads")
     return {
-        "q": matrix(f"{prefix}q_proj", hidden, heads, units=count),
+        "q": matrix(f"{prefix}q_proj", hidden, queries, units=count),
         "k": matrix(f"{prefix}k_proj", hidden, kv_heads, units=kv_count),
         "v": matrix(f"{prefix}v_proj", hidden, kv_heads, units=kv_count),
         "o": matrix(f"{prefix}o_proj", heads, hidden, _residual_stddev(config), units=count),
+    }
+
+
+def _declare_linear_attention(config: ModelConfig, prefix: str) -> dict[str, Param]:
+    """Gated DeltaNet's: matrices, and for each head of values how fast it forgets. All is split over a mesh by heads of keys,
+    with the heads of values that belong to them."""
+    sizes = config.linear
+    assert sizes is not None
+    hidden, units = (config.hidden_size, None), sizes.key_heads
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+
+    def made(name: str, size: int, is_product: bool = True) -> Param:
+        return matrix(f"{prefix}{name}", hidden, (size, "kv_heads"), units=units, is_product=is_product)
+
+    def of_heads(name: str, init: Init) -> Param:  # decays are products of many factors near 1: kept in float32
+        return Param((sizes.value_heads,), ("kv_heads",), f"{prefix}{name}", init, dtype="float32", units=units)
+
+    def kernel(name: str, size: int) -> Param:
+        shape, axes = (size, 1, sizes.kernel), ("kv_heads", None, None)
+        return Param(shape, axes, f"{prefix}conv_{name}.weight", stddev=0.3, units=units)
+
+    if sizes.by_key_head:
+        projections = {
+            "qkvz": made("in_proj_qkvz", 2 * (keys + values)),
+            "gates": made("in_proj_ba", 2 * sizes.value_heads, is_product=False),
+        }
+    else:
+        projections = {
+            "q": made("q_proj", keys),
+            "k": made("k_proj", keys),
+            "v": made("v_proj", values),
+            "z": made("in_proj_z", values),
+            "beta": made("in_proj_b", sizes.value_heads, is_product=False),
+            "alpha": made("in_proj_a", sizes.value_heads, is_product=False),
+        }
+    return projections | {
+        "conv_q": kernel("q", keys),
+        "conv_k": kernel("k", keys),
+        "conv_v": kernel("v", values),
+        "log_rate": of_heads("A_log", "log_rates"),
+        "rate_bias": of_heads("dt_bias", "ones"),
+        "norm": norm(f"{prefix}norm", sizes.value_dim),
+        "o": matrix(f"{prefix}out_proj", (values, "kv_heads"), hidden, _residual_stddev(config), units=units),
     }
 
 
@@ -355,6 +414,8 @@ def _declare_experts(config: ModelConfig, prefix: str) -> dict[str, Param]:
         layer["shared_gate"] = matrix(f"{prefix}shared_experts.gate_proj", (hidden, None), shared)
         layer["shared_up"] = matrix(f"{prefix}shared_experts.up_proj", (hidden, None), shared)
         layer["shared_down"] = matrix(f"{prefix}shared_experts.down_proj", shared, (hidden, None), stddev)
+        if moe.shared_gated:
+            layer["shared_scale"] = matrix(f"{prefix}shared_expert_gate", (hidden, None), (1, None), is_product=False)
     return layer
 
 

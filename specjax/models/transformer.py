@@ -18,9 +18,10 @@ from specjax.errors import InputError
 from specjax.models import fingerprint, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
-from specjax.models.cache import Cache, Entry, KVCache, Parts, RingCache, empty_entries
+from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
+from specjax.models.linear_attention import Context, Lineage
 from specjax.models.narrow import Narrow, schemes
 from specjax.models.narrow.weights import rows_of, widened
 from specjax.models.params import Params
@@ -230,19 +231,20 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
-        return KVCache.create(self._entry_parts(None), batch=batch, capacity=capacity, dtype=self._entry_dtype, mesh=self.mesh)
+        memories = self._memories(None)
+        return KVCache.create(memories, batch=batch, capacity=capacity, dtype=self._entry_dtype, mesh=self.mesh)
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
-        return RingCache.around(self.new_scratch(batch, slots), kept)
+        return RingCache.around(self.new_cache(batch, slots), kept)
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
-        return empty_entries(self._entry_parts(layers), batch=batch, slots=slots, dtype=self._entry_dtype, mesh=self.mesh)
+        return empty_entries(self._memories(layers), batch=batch, slots=slots, dtype=self._entry_dtype, mesh=self.mesh)
 
-    def _entry_parts(self, layers: tuple[int, int] | None) -> list[Parts]:
+    def _memories(self, layers: tuple[int, int] | None) -> list[Memory]:
         start, stop = (0, self.config.num_layers) if layers is None else layers
-        return [self.config.entry_parts(layer) for layer in range(start, stop)]
+        return [self.config.memory(layer) for layer in range(start, stop)]
 
     # --- slices of the model, for drafters that run a part of it ---
 
@@ -295,7 +297,8 @@ class Target:
         mask: jax.Array | np.ndarray | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
         taps: Sequence[int] = (),
-    ) -> tuple[jax.Array, jax.Array, tuple[Entry, ...]]:
+        commit: Int[Array, " B"] | None = None,
+    ) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
         """Run a slice of the layers over T tokens a row. Only reads the cache.
 
         Args:
@@ -310,14 +313,18 @@ class Target:
                 token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
                 cache, but that layers with a window see all of them that the mask shows.
             taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
+            commit: so many of each row's tokens are sure to be committed, and no others: layers with a state then give the
+                state after them, and nothing for each token, which for a long prompt would take far more memory. The tokens
+                must be a chain. None: which are committed is decided later.
 
         Returns:
             The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs of the n ``taps``; and each
-            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none.
+            layer's entries of the call's own tokens, ``[B, heads, T, dim]`` each part; ``()`` of a layer that has none. With
+            ``commit``, of a layer with a state its `State`.
 
         Raises:
             InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target; or
-                ``tokens`` are needed, and not given.
+                ``tokens`` are needed, and not given; or ``commit`` is given for tokens that are no chain.
         """
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
@@ -330,6 +337,7 @@ class Target:
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
+        contexts = self._contexts(cache, (start, stop), batch, mask, scratch, commit)
         mask = jnp.asarray(mask)
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
@@ -340,22 +348,48 @@ class Target:
                 tapped.append(x)
             source = self._source(start + i, start) - start
             past: list[Piece] = []
-            window = self.config.window_of(start + i)
-            if cache is not None:
+            window, has_state = self.config.window_of(start + i), contexts[i] is not None
+            if cache is not None and not has_state:
                 past.append(self.cache_piece(cache, source, positions, window))
-            past += [(entries[source], visible) for entries, visible in scratch]
+            if not has_state:
+                past += [(entries[source], visible) for entries, visible in scratch]
             visible = mask if window is None else mask & (positions[:, :, None] - positions[:, None] < window)
             if source < i:
                 past.append((new[source], visible))
             turn, layer = turns[config.rope, config.head_dim], self.params["layers"][start + i]
             given = None if inputs is None else inputs[:, :, i]
-            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given, self.cache_dtype)
+            x, own = decoder_layer(layer, config, x, turn, visible, past, self.mesh, given, self.cache_dtype, contexts[i])
             x = self._constrain(x, None)
             new.append(own)
         if stop in taps:
             tapped.append(x)
         recorded = jnp.stack(tapped, axis=2) if tapped else jnp.zeros((batch, count, 0, x.shape[-1]), x.dtype)
         return x, recorded, tuple(new)
+
+    def _contexts(
+        self,
+        cache: Cache | None,
+        layers: tuple[int, int],
+        batch: int,
+        mask: jax.Array | np.ndarray,
+        scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]],
+        commit: jax.Array | None,
+    ) -> list[Context | None]:
+        """What each layer with a state is given, of the arguments of `run`; None of the others."""
+        if cache is not None:
+            states = cache.states
+        else:
+            states = empty_states(self._memories(layers), batch=batch, dtype=self.dtype, mesh=self.mesh)
+        if not any(states):
+            return [None] * (layers[1] - layers[0])
+        assert self.config.linear is not None
+        lineage = Lineage.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
+        if commit is not None and not lineage.is_chain:
+            raise InputError("commit: the tokens are no chain, and layers with a state can take no others: leave it out")
+        return [
+            None if state is None else Context(state, [entries[i] for entries, _ in scratch], lineage, commit)
+            for i, state in enumerate(states)
+        ]
 
     def _inputs(self, tokens: jax.Array | None, layers: tuple[int, int]) -> jax.Array | None:
         """`layer_inputs`, where the model has such."""
@@ -427,7 +461,7 @@ class Target:
 
     # --- the whole model ---
 
-    def read(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[States, tuple[Entry, ...]]:
+    def read(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[States, tuple[Any, ...]]:
         """Read T tokens a row, and leave the cache as it is.
 
         Args:
@@ -441,7 +475,7 @@ class Target:
         x, taps, new = self.run(self.embed(tokens), cache, tokens=tokens, **options)
         return States(hidden=self.norm(x), taps=taps), new
 
-    def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Entry, ...]]:
+    def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
         """`read`, and what the head makes of it: the logits after each token."""
         states, new = self.read(tokens, cache, **options)
         return Output(hidden=states.hidden, taps=states.taps, logits=self.head(states.hidden)), new
@@ -450,8 +484,9 @@ class Target:
         self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
     ) -> tuple[States, Cache]:
         """`read`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
-        states, new = self.read(tokens, cache, **options)
-        return states, _append(cache, new, count, states)
+        count = jnp.full(tokens.shape[0], tokens.shape[1]) if count is None else count
+        states, new = self.read(tokens, cache, commit=count, **options)
+        return states, cache.append(new, count, after=states.hidden)
 
     @overload
     def forward(
@@ -467,18 +502,15 @@ class Target:
         self, tokens: Int[Array, "B T"], cache: Cache | None = None, count: jax.Array | None = None, **options: Any
     ) -> tuple[Output, Any]:
         """`score`, and commit as in `commit`; without a cache nothing is committed."""
-        output, new = self.score(tokens, cache, **options)
-        return output, None if cache is None else _append(cache, new, count, output)
+        if cache is None:
+            return self.score(tokens, **options)[0], None
+        count = jnp.full(tokens.shape[0], tokens.shape[1]) if count is None else count
+        output, new = self.score(tokens, cache, commit=count, **options)
+        return output, cache.append(new, count, after=output.hidden)
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)
         return sharding.constrain(x, axes, self.config.axis_units, self.mesh)
-
-
-def _append(cache: Cache, new: tuple[Entry, ...], count: jax.Array | None, states: States) -> Cache:
-    """``cache`` with the first ``count [B]`` entries of a call that came to ``states``; None: all."""
-    count = jnp.full_like(cache.length, states.hidden.shape[1]) if count is None else count
-    return cache.append(new, count, after=states.hidden)
 
 
 def default_dtype() -> DTypeLike:

@@ -94,7 +94,7 @@ def test_appending_copies_no_buffer(page) -> None:
 
 
 def ring(slots: int = 6, kept: int = 2) -> RingCache:
-    return RingCache.around(empty_entries([PARTS] * 2, batch=B, slots=slots), kept)
+    return RingCache.around(KVCache.create([PARTS] * 2, batch=B, capacity=slots), kept)
 
 
 @pytest.mark.parametrize("parts", [[(1, 1, 1)] * 17, [(3, 1, 2)] * 9, [(17, 5, 0)], [(11, 2, 9), (12, 3, 12)]])

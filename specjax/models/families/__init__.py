@@ -14,7 +14,9 @@ from specjax.models.families.olmo3 import OLMO3
 from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
 from specjax.models.families.qwen3 import QWEN3
+from specjax.models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from specjax.models.families.qwen3_moe import QWEN3_MOE
+from specjax.models.families.qwen3_next import QWEN3_NEXT
 from specjax.models.families.seed_oss import SEED_OSS
 from specjax.models.families.smollm3 import SMOLLM3
 
@@ -24,6 +26,11 @@ FAMILIES: dict[str, Family] = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_text": QWEN3_5_TEXT,
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE_TEXT,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "deepseek_v3": DEEPSEEK_V3,
     "mimo": MIMO,
     "gemma2": GEMMA2,
@@ -44,12 +51,11 @@ FAMILIES: dict[str, Family] = {
 }
 """By the ``model_type`` of config.json."""
 
-_KEEPS_A_STATE = "it has layers that keep a state, which cannot be taken back when a drafted token is rejected"
+_KEEPS_A_STATE = "it has layers that keep a state of another kind than Qwen3.5's"
 _MIXES_STREAMS = "it has several residual streams (AltUp) and a residual of low rank (LAuReL), which are not made here"
 _OTHER_EXPERTS = "its experts are routed or stored in a way that is not made here"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _KEEPS_A_STATE),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "falcon_h1", "jamba", "bamba", "zamba2", "nemotron_h"), _KEEPS_A_STATE),
     **dict.fromkeys(("granitemoehybrid", "lfm2", "lfm2_moe", "recurrent_gemma", "kimi_linear", "rwkv"), _KEEPS_A_STATE),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _MIXES_STREAMS),

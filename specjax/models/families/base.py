@@ -29,12 +29,14 @@ class Fused:
             is then one of all experts.
         interleaved: the parts take turns, and do not lie one behind the other.
         transposed: as in `Param`; None: as declared.
+        axis: of the tensor, along which the parts lie; None: that of what they give, the last one as it is used.
     """
 
     name: str
     parts: tuple[str, ...]
     interleaved: bool = False
     transposed: bool | None = None
+    axis: int | None = None
 
     def store(self, params: Mapping[str, Param]) -> dict[str, Param]:
         """``params``, by their declared names, as parts of such tensors where they are any."""
@@ -42,14 +44,15 @@ class Fused:
         for first in [name for name in params if name.endswith(self.parts[0])]:
             prefix = first.removesuffix(self.parts[0])
             whole = [params[prefix + part] for part in self.parts if prefix + part in params]
-            size, start = sum(param.shape[-1] for param in whole), 0
+            along = -1 if self.axis is None else self.axis
+            size, start = sum(param.shape[along] for param in whole), 0
             for i, param in enumerate(whole):
                 transposed = param.transposed if self.transposed is None else self.transposed
-                axis = len(param.shape) - (2 if transposed else 1)
+                axis = len(param.shape) - (2 if transposed else 1) if self.axis is None else self.axis
                 place = (i, len(whole)) if self.interleaved else (start, 1)
                 within = None if len(whole) == 1 else Within(axis, size, *place)
                 found[param.name] = replace(param, name=prefix + self.name, within=within, transposed=transposed)
-                start += param.shape[-1]
+                start += param.shape[along]
         return found
 
 
@@ -75,6 +78,7 @@ class Family:
         defaults: what transformers takes where config.json leaves a field out.
         switches: the fields of `ModelConfig` that are alike in all its models, such as ``{"qk_norm": True}``.
         biases: fields of config.json, and the switches of `ModelConfig` that each decides. What is not here is not read.
+        kinds: of layers, as ``layer_types`` names them.
         windows: which of its layers may have a sliding window: none; all, or none; any, by ``layer_types`` or
             ``max_window_layers``.
         whole_every: where ``layer_types`` is left out, one layer of so many sees the whole text, and the others have a window;
@@ -93,6 +97,8 @@ class Family:
             published files differ. The first is written.
         names: parts of the names of tensors, as `specjax.models.params` declares them, and what stands in their place.
         fused: tensors that hold several parameters.
+        fused_where_stored: likewise, in those checkpoints that have them; others, and those that are written, have the
+            parameters one by one.
         left_over: of a configuration, the patterns (``*`` matches anything) of the names of tensors that are no part of the
             target: modules that predict further tokens, say.
         modules_follow: ``num_nextn_predict_layers`` such modules are numbered on from the last layer, as if they were layers.
@@ -103,6 +109,7 @@ class Family:
     defaults: Mapping[str, Any]
     switches: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
     windows: Literal["none", "all", "any"] = "none"
     window_switch: str | None = None
     whole_every: int | None = None
@@ -117,6 +124,7 @@ class Family:
     prefixes: tuple[str, ...] = (PREFIX,)
     names: Mapping[str, str] = field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
+    fused_where_stored: tuple[Fused, ...] = ()
     left_over: Callable[[ModelConfig], tuple[str, ...]] = _none
     modules_follow: bool = False
 
@@ -139,14 +147,20 @@ class Family:
         there = [prefix for prefix in self.prefixes if f"{prefix}embed_tokens.weight" in stored]
         return (there or self.prefixes)[0]
 
-    def store(self, declared: Params, prefix: str | None = None) -> Params:
-        """The declarations of a model, as parts of the tensors that its checkpoints have. ``prefix`` stands in place of
-        ``model.``; None: the first of its own."""
+    def store(self, declared: Params, prefix: str | None = None, names: Collection[str] = ()) -> Params:
+        """The declarations of a model, as parts of the tensors that its checkpoints have.
+
+        Args:
+            declared: as `specjax.models.params` declares them.
+            prefix: stands in place of ``model.``; None: the first of its own.
+            names: of the tensors of the checkpoint that is read.
+        """
         prefix = self.prefixes[0] if prefix is None else prefix
         beside = prefix.removesuffix(PREFIX) if prefix.endswith(f".{PREFIX}") else ""  # where the head is
         params, tree = jax.tree.flatten(declared)
         stored = {param.name: param for param in params}
-        for each in self.fused:
+        there = [each for each in self.fused_where_stored if any(name.endswith(each.name) for name in names)]
+        for each in (*self.fused, *there):
             stored |= each.store(stored)
 
         def renamed(param: Param) -> Param:

@@ -1,9 +1,12 @@
 """What families with experts have in common."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from specjax.models.config import MoE
-from specjax.models.fields import Field, whole
+from specjax.errors import InputError
+from specjax.models.config import ModelConfig, MoE
+from specjax.models.families.base import Fused
+from specjax.models.fields import Field, flag, whole
 
 FIELDS: dict[str, Field] = {
     "num_experts_per_tok": whole(1, 100_000),
@@ -19,3 +22,61 @@ def format_experts(moe: MoE) -> dict[str, Any]:
         "moe_intermediate_size": moe.intermediate_size,
         "norm_topk_prob": moe.normalise,
     }
+
+
+DENSE_FIELDS: dict[str, Field] = {
+    "decoder_sparse_step": whole(1, 10_000, default=1),
+    "mlp_only_layers": Field(
+        "a list of layers, counted from 0",
+        lambda value: type(value) is list and all(type(layer) is int and 0 <= layer < 10_000 for layer in value),
+        default=None,
+    ),
+}
+"""Those that say which layers have none, in families where some may not."""
+
+
+def dense_layers(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers without experts, by `DENSE_FIELDS`."""
+    dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
+    return tuple(layer for layer in range(fields["num_hidden_layers"]) if layer in dense or (layer + 1) % step)
+
+
+# --- Qwen's, with one more expert that every token goes to, through a gate ------------------------------------------------
+
+SHARED_FIELDS: dict[str, Field] = {
+    **FIELDS,
+    "num_experts": whole(1, 100_000),
+    "norm_topk_prob": flag(default=True),
+    "shared_expert_intermediate_size": whole(1, 10_000_000),
+}
+SHARED_DEFAULTS = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+SHARED_NAMES = {"mlp.shared_experts.": "mlp.shared_expert."}
+FUSED = (
+    Fused("mlp.experts.gate_up_proj", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    Fused("mlp.experts.down_proj", ("mlp.experts.{}.down_proj.weight",)),
+)
+"""Tensors of all experts, as some files have them; others have one for each expert."""
+
+
+def parse_shared(fields: Mapping[str, Any], dense_layers: tuple[int, ...] = ()) -> MoE:
+    """The experts that `SHARED_FIELDS` say."""
+    size, shared = fields["moe_intermediate_size"], fields["shared_expert_intermediate_size"]
+    if shared % size:
+        raise InputError(f"shared_expert_intermediate_size={shared}: must be a multiple of moe_intermediate_size={size}")
+    return MoE(
+        num_experts=fields["num_experts"],
+        experts_per_token=fields["num_experts_per_tok"],
+        intermediate_size=size,
+        normalise=fields["norm_topk_prob"],
+        shared_experts=shared // size,
+        shared_gated=True,
+        dense_layers=dense_layers,
+    )
+
+
+def format_shared(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that `parse_shared` reads."""
+    if (moe := config.moe) is None:
+        return {}
+    own = {"num_experts": moe.num_experts, "shared_expert_intermediate_size": moe.shared_experts * moe.intermediate_size}
+    return format_experts(moe) | own

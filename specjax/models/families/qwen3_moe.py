@@ -12,23 +12,17 @@ _FIELDS: dict[str, Field] = {
     **experts.FIELDS,
     "num_experts": whole(1, 100_000),
     "norm_topk_prob": flag(default=False),
-    "decoder_sparse_step": whole(1, 10_000, default=1),
-    "mlp_only_layers": Field(
-        "a list of layers, counted from 0",
-        lambda value: type(value) is list and all(type(layer) is int and 0 <= layer < 10_000 for layer in value),
-        default=None,
-    ),
+    **experts.DENSE_FIELDS,
 }
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    dense, step = fields["mlp_only_layers"] or (), fields["decoder_sparse_step"]
     moe = MoE(
         num_experts=fields["num_experts"],
         experts_per_token=fields["num_experts_per_tok"],
         intermediate_size=fields["moe_intermediate_size"],
         normalise=fields["norm_topk_prob"],
-        dense_layers=tuple(layer for layer in range(fields["num_hidden_layers"]) if layer in dense or (layer + 1) % step),
+        dense_layers=experts.dense_layers(fields),
     )
     return {"moe": moe}
 

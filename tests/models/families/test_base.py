@@ -55,7 +55,8 @@ def test_a_family_may_call_its_tensors_otherwise_and_bring_others(tmp_path, monk
 def test_each_line_of_the_table_is_the_family_of_that_model_type() -> None:
     others = {name: family.model_type for name, family in FAMILIES.items() if name != family.model_type}
     gemma4 = dict.fromkeys(("gemma4", "gemma4_unified", "gemma4_unified_text"), "gemma4_text")
-    assert others == {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"} | gemma4
+    qwen = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+    assert others == {"mimo": "qwen2", "gemma3": "gemma3_text", "mistral3": "ministral3"} | gemma4 | qwen
     assert not FAMILIES.keys() & REFUSED.keys()
 
 

@@ -83,6 +83,8 @@ NESTED = {  # model of the zoo, model type, and how the names of the text model'
     "gemma3 of transformers 4": ("gemma3", "language_model.model.", "language_model."),
     "gemma4": ("gemma4", "model.language_model.", ""),
     "gemma4 E2B": ("gemma4", "model.language_model.", ""),
+    "qwen3_5": ("qwen3_5", "model.language_model.", ""),
+    "qwen3_5_moe": ("qwen3_5_moe", "model.language_model.", ""),
     "ministral3": ("mistral3", "model.language_model.", ""),
     "ministral3 of transformers 4": ("mistral3", "language_model.model.", "language_model."),
 }
@@ -162,7 +164,7 @@ REFUSALS = [
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs a rope type with original_max_position"),
     ("seed_oss", {"attention_out_bias": 1}, "attention_out_bias=1: must be true or false"),
     ("gpt_oss", {"model_type": "gemma3n"}, "model_type='gemma3n' is not supported: it has several residual streams"),
-    ("gpt_oss", {"model_type": "granitemoehybrid"}, "it has layers that keep a state, which cannot be taken back"),
+    ("gpt_oss", {"model_type": "granitemoehybrid"}, "it has layers that keep a state of another kind"),
 ]
 
 

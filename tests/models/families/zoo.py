@@ -37,6 +37,20 @@ _GEMMA4 = _SIZES | {
     "final_logit_softcapping": 3.0,
 }
 
+_HYBRID = _SIZES | {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_SHARED_EXPERT = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 24,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", _SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
@@ -129,6 +143,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES
         | {"rope_parameters": _YARN | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
     ),
+    "qwen3_5": ("Qwen3_5Text", _HYBRID),
+    "qwen3_5 with biases": (
+        "Qwen3_5Text",
+        _HYBRID | {"attention_bias": True, "layer_types": ["linear_attention", _FULL] * 2, "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _SHARED_EXPERT),
+    "qwen3_next": ("Qwen3Next", _HYBRID | _SHARED_EXPERT | {"mlp_only_layers": [1]}),
     "seed_oss": ("SeedOss", _SIZES),
     "seed_oss with other biases": (
         "SeedOss",

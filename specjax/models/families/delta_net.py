@@ -1,0 +1,79 @@
+"""What families have in common in which most layers have linear attention: Gated DeltaNet beside full attention with gates."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.errors import InputError
+from specjax.models.config import LinearAttention, ModelConfig
+from specjax.models.families.base import Fused
+from specjax.models.families.ropes import FULL
+from specjax.models.fields import Field, flag, number, whole
+
+LINEAR = "linear_attention"
+"""The kind of layers that keep a state, as ``layer_types`` names it."""
+
+FIELDS: dict[str, Field] = {
+    "linear_conv_kernel_dim": whole(2, 1000),
+    "linear_key_head_dim": whole(1, 100_000),
+    "linear_value_head_dim": whole(1, 100_000),
+    "linear_num_key_heads": whole(1, 100_000),
+    "linear_num_value_heads": whole(1, 100_000),
+    "full_attention_interval": whole(1, 10_000, default=4),
+    "partial_rotary_factor": number(0.01, 1),
+    "attn_output_gate": Field("left out, or true", lambda value: value is True, default=True),
+    "use_cache": flag(default=True),
+}
+"""The fields of config.json that all of them have."""
+
+DEFAULTS: dict[str, Any] = {
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+SWITCHES: dict[str, Any] = {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True}
+
+CONVOLUTION = Fused("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight"), axis=0)
+"""One tensor for what goes over queries, keys and values."""
+
+
+def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
+    """The fields of `ModelConfig` that all of them have."""
+    kinds, interval = fields["layer_types"], fields["full_attention_interval"]
+    if kinds is None:
+        kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
+    turned = fields["head_dim"] * (
+        (fields["rope_parameters"] or {}).get("partial_rotary_factor") or fields["partial_rotary_factor"]
+    )
+    if int(turned) < 2 or int(turned) % 2:
+        raise InputError(f"partial_rotary_factor: turns {int(turned)} of a head's {fields['head_dim']} numbers: must be even")
+    linear = LinearAttention(
+        key_heads=fields["linear_num_key_heads"],
+        value_heads=fields["linear_num_value_heads"],
+        key_dim=fields["linear_key_head_dim"],
+        value_dim=fields["linear_value_head_dim"],
+        kernel=fields["linear_conv_kernel_dim"],
+        by_key_head=by_key_head,
+    )
+    return {"linear": linear, "linear_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)}
+
+
+def format_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of config.json that `parse` reads."""
+    sizes = config.linear
+    if sizes is None:
+        return {}
+    return {
+        "layer_types": [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)],
+        "partial_rotary_factor": config.rope.turned,
+        "linear_conv_kernel_dim": sizes.kernel,
+        "linear_key_head_dim": sizes.key_dim,
+        "linear_value_head_dim": sizes.value_dim,
+        "linear_num_key_heads": sizes.key_heads,
+        "linear_num_value_heads": sizes.value_heads,
+    }

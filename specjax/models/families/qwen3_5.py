@@ -1,0 +1,79 @@
+"""Qwen3.5 and 3.6 (Qwen team, 2026), their text part: three layers of linear attention to one of full attention, dense or with
+experts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from specjax.models.config import ModelConfig
+from specjax.models.families import delta_net, experts
+from specjax.models.families.base import PREFIX, Family, Fused
+from specjax.models.families.ropes import FULL
+
+_NESTED = "model.language_model."
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return delta_net.parse(fields, by_key_head=False)
+
+
+def _parse_sparse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return _parse(fields) | {"moe": experts.parse_shared(fields)}
+
+
+def _format_sparse(config: ModelConfig) -> dict[str, Any]:
+    return delta_net.format_fields(config) | experts.format_shared(config)
+
+
+QWEN3_5_TEXT = Family(
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    defaults={
+        **delta_net.DEFAULTS,
+        "vocab_size": 248_320,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+    },
+    switches=delta_net.SWITCHES,
+    biases={"attention_bias": ("qkv_bias", "output_bias")},
+    kinds=(FULL, delta_net.LINEAR),
+    turns_parts=True,
+    fields=delta_net.FIELDS,
+    parse=_parse,
+    format=delta_net.format_fields,
+    prefixes=(PREFIX, _NESTED),
+    fused=(
+        delta_net.CONVOLUTION,
+        Fused("linear_attn.in_proj_qkv.weight", tuple(f"linear_attn.{name}_proj.weight" for name in "qkv")),
+    ),
+    left_over=lambda _: ("mtp.*",),
+)
+
+QWEN3_5 = replace(QWEN3_5_TEXT, nested="text_config", prefixes=(_NESTED,))
+"""With a model that sees beside it, which is left unread."""
+
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_5_TEXT,
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    defaults={
+        **QWEN3_5_TEXT.defaults,
+        **experts.SHARED_DEFAULTS,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    fields={**delta_net.FIELDS, **experts.SHARED_FIELDS},
+    parse=_parse_sparse,
+    format=_format_sparse,
+    names=experts.SHARED_NAMES,
+    fused_where_stored=experts.FUSED,
+)
+
+QWEN3_5_MOE = replace(QWEN3_5_MOE_TEXT, nested="text_config", prefixes=(_NESTED,))

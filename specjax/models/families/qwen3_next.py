@@ -1,0 +1,50 @@
+"""Qwen3-Next (Qwen team, 2025): three layers of linear attention to one of full attention, and many small experts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.models.config import ModelConfig
+from specjax.models.families import delta_net, experts
+from specjax.models.families.base import Family
+from specjax.models.families.ropes import FULL
+
+
+def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
+    dense = experts.dense_layers(fields)
+    moe = experts.parse_shared(fields, dense_layers=dense) if len(dense) < fields["num_hidden_layers"] else None
+    return delta_net.parse(fields, by_key_head=True) | {"moe": moe}
+
+
+def _format(config: ModelConfig) -> dict[str, Any]:
+    dense = config.moe.dense_layers if config.moe is not None else range(config.num_layers)
+    beside = {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
+    return delta_net.format_fields(config) | experts.format_shared(config) | beside
+
+
+QWEN3_NEXT = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    defaults={
+        **delta_net.DEFAULTS,
+        **experts.SHARED_DEFAULTS,
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+    },
+    switches=delta_net.SWITCHES,
+    biases={"attention_bias": ("qkv_bias", "output_bias")},
+    kinds=(FULL, delta_net.LINEAR),
+    turns_parts=True,
+    fields={**delta_net.FIELDS, **experts.SHARED_FIELDS, **experts.DENSE_FIELDS},
+    parse=_parse,
+    format=_format,
+    names=experts.SHARED_NAMES,
+    fused=(delta_net.CONVOLUTION,),
+    fused_where_stored=experts.FUSED,
+    left_over=lambda _: ("mtp.*",),
+)
