@@ -38,6 +38,7 @@ _GEMMA4 = _SIZES | {
 }
 
 _HYBRID = _SIZES | {
+    "initializer_range": 0.12,
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
