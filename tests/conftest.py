@@ -56,7 +56,7 @@ import specjax
 from specjax import progress
 from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
-from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 
 # Tracing makes very many small objects and little garbage: with Python's own thresholds, looking for it takes 5% of the time.
@@ -135,6 +135,16 @@ def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
     params = jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, model.params)
     return model.replace(params=params)
 
+
+HYBRID = {  # changes of `tiny_config`: like Qwen3.5, a layer with linear attention before one with full attention
+    "model_type": "qwen3_5_text",
+    "num_layers": 2,
+    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=12, value_dim=16),
+    "linear_layers": (0,),
+    "gated_attention": True,
+    "qk_norm": True,
+    "norm_offset": 1.0,
+}
 
 MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     "deepseek_v3": {

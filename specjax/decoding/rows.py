@@ -180,16 +180,30 @@ def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
     return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
 
 
-def fresh_border(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> Any:
-    """What `admit` is given for a text of which nothing has been read: `Drafter.at_border` of an empty state.
+@struct.dataclass
+class Border:
+    """What is known at the end of a chunk of a prompt beside its pages, for a text that goes on from there.
+
+    Attributes:
+        states: the target's, of layers that keep one (`specjax.models.cache.KVCache`), with a row for each group.
+        drafter: what `Drafter.at_border` keeps.
+    """
+
+    states: Any
+    drafter: Any
+
+
+def fresh_border(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> Border:
+    """What `admit` is given for a text of which nothing has been read.
 
     Arguments as of `empty`. On a mesh it has a row for each group, as what `read_chunk` returns.
     """
 
     @jax.jit
-    def make(target: Target, drafter: Drafter) -> Any:
-        own = to_pages(drafter.start(target, groups_of(target.mesh), capacity), pages, page, target)
-        return _without_pools(drafter.at_border(own))
+    def make(target: Target, drafter: Drafter) -> Border:
+        groups = groups_of(target.mesh)
+        own = to_pages(drafter.start(target, groups, capacity), pages, page, target)
+        return Border(target.new_cache(groups, capacity).states, _without_pools(drafter.at_border(own)))
 
     return make(target, drafter)
 
@@ -202,7 +216,7 @@ def admit(
     row: ArrayLike,
     text: Text,
     cached: ArrayLike,
-    border: Any,
+    border: Border,
     group: ArrayLike = 0,
 ) -> DecodeState:
     """Give a ``row`` to a ``text``. It is done, as far as `decode_rows` goes, until its prompt has been read.
@@ -215,7 +229,7 @@ def admit(
         text: the text.
         cached: how many of its tokens have been read already, for another text, whose pages are in this row's table. The token
             after them is the same in both texts, too: drafters pair a token with the one after it.
-        border: what the drafter knew of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
+        border: what was known of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
         group: whose row of ``border`` it is; 0 without a mesh.
 
     Examples:
@@ -252,17 +266,17 @@ def admit(
         keys=jax.random.wrap_key_data(text.key, impl="threefry2x32") if text.key.dtype == jnp.uint32 else text.key,
         eos=text.eos,
         sampling=replace(state.sampling, **settings),
-        cache=replace(cache, layers=(), table=cache.table[0], length=cached),  # pyright: ignore[reportArgumentType]
+        cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
         accepted=jnp.zeros(capacity, bool),
         min_lengths=text.min_length,
     )
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
-    own = drafter.from_border(fresh, kept)
+    own = drafter.from_border(fresh, kept.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
         own = drafter.predict(own, *(jnp.asarray(leaf, jnp.int32)[None] for leaf in (text.prediction, text.predicted)))
-    one = replace(one, drafter=_without_pools(own))
+    one = replace(one, cache=replace(one.cache, states=kept.states), drafter=_without_pools(own))
     return put_rows(state, one, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
 
 
@@ -279,7 +293,7 @@ def read_chunk(
     width: int,
     logprobs: int | None = None,
     teller: Drafter | None = None,
-) -> tuple[DecodeState, Any, Logprobs | None, dict[str, jax.Array]]:
+) -> tuple[DecodeState, Border, Logprobs | None, dict[str, jax.Array]]:
     """Read the next tokens of a prompt: of one row, or on a mesh of one row of each group.
 
     Args:
@@ -296,7 +310,7 @@ def read_chunk(
         teller: a drafter that drafts for this text elsewhere, and must be told of its tokens.
 
     Returns:
-        The state; what the drafter knows at the end of the chunk, for `admit`; where they are asked for, the log-probabilities
+        The state; what is known at the end of the chunk, for `admit`; where they are asked for, the log-probabilities
         ``[G, width]`` of the token that comes after each of the chunk's; and of each of the chunk's tokens what `Drafter.tell`
         of the ``teller`` gives, ``[G, width, …]``: nothing without one.
 
@@ -347,13 +361,13 @@ def read_chunk(
     tokens, following = at(places), at(places + 1)
     asked = drafter.taps(target.config), () if teller is None else teller.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
-    output, new = target.read(tokens, part.cache, taps=taps)
+    output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
     told = {} if teller is None else teller.tell(target, _with_taps(output, taps, asked[1]), new)
     output = _with_taps(output, taps, asked[0])
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
     own = drafter.absorb(target, part.drafter, committed)
-    border = _without_pools(drafter.at_border(own))
+    border = Border(cache.states, _without_pools(drafter.at_border(own)))
     own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
     said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
@@ -658,9 +672,16 @@ def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
     def one(node: Any) -> Any:
         if not _is_paged(node):
             return function(node)
-        return replace(node, table=function(node.table), length=function(node.length))
+        return replace(
+            node, table=function(node.table), length=function(node.length), states=jax.tree.map(function, node.states)
+        )
 
     return jax.tree.map(one, tree, is_leaf=_is_paged)
+
+
+def _of_rows(cache: PagedCache) -> dict[str, Any]:
+    """What of a cache has a row axis."""
+    return {"table": cache.table, "length": cache.length, "states": cache.states}
 
 
 def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Tree:
@@ -670,8 +691,12 @@ def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.A
     def one(node: Any, new: Any) -> Any:
         if not _is_paged(node):
             return put(node, new)
-        table, length = put(node.table, new.table), put(node.length, new.length)
-        return replace(node, layers=new.layers or node.layers, table=table, length=length)
+        table, length, states = (
+            put(node.table, new.table),
+            put(node.length, new.length),
+            jax.tree.map(put, node.states, new.states),
+        )
+        return replace(node, layers=new.layers or node.layers, table=table, length=length, states=states)
 
     return jax.tree.map(one, tree, part, is_leaf=_is_paged)
 

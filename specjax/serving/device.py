@@ -172,14 +172,18 @@ class Device:
         widths = self.sizes.widths
         return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[number]) else widths
 
-    def shares_prefixes(self) -> bool:
-        """Whether what a drafter keeps at the end of a chunk takes less memory than the chunk itself.
+    def most_borders(self) -> int | None:
+        """How many borders of prompts are kept in each group of rows; None: all.
 
-        So it is but for a draft model with a small cache of its own (`Streaming`), all of which would have to be kept.
+        A border usually takes less memory than the chunk before it. The states of a target with linear attention take more, and
+        so does a draft model's small cache (`Streaming`): then as many are kept as fill a quarter of what the pages take, and
+        at least one for each row.
         """
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self.groups
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
-        return kept <= pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
+        if kept <= pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page):
+            return None
+        return max(self.sizes.rows // self.groups, pool // 4 // kept)
 
     # --- what the engine asks for ----------------------------------------------------------------------------------------
 

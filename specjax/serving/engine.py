@@ -195,7 +195,7 @@ class Engine:
             tails=sizes.read_widths[:1],
             shards=self._groups,
             max_waiting=max_waiting,
-            shares_prefixes=self._device.shares_prefixes(),
+            borders=self._device.most_borders(),
         )
         made_up = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None, 2, ())
         self._choice = DraftChoice(choices, self._device.warm_up(made_up))

@@ -8,6 +8,10 @@ ChunkKey = tuple[int, ...]
 """The tokens of a chunk, and the one after it."""
 
 
+DROPPED = object()
+"""Stands where a border was."""
+
+
 @dataclass(eq=False)
 class Prefix:
     """A whole chunk of a prompt that has been read: its pages are never written again, and any number of rows may hold them.
@@ -19,7 +23,8 @@ class Prefix:
         above: the chunk before it; None for a first one.
         key: what it is known by, below ``above``.
         pages: its own, in order.
-        border: what the drafter knew at its end; for whoever goes on from there.
+        border: what was known at its end beside its pages; for whoever goes on from there. `DROPPED`: nobody can, for it took
+            too much memory.
         holders: rows that hold it.
         below: the chunks that extend it.
         used: when it was last taken or given up, by the pool's own clock.
@@ -37,7 +42,8 @@ class Prefix:
 class PagePool:
     """The pages of one pool, and its prefixes.
 
-    A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages.
+    A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages. Borders
+    are not in pages: where they are large, as the states of a target with linear attention are, only the newest are kept.
 
     Attributes:
         total: pages.
@@ -53,9 +59,10 @@ class PagePool:
         True
     """
 
-    def __init__(self, total: int) -> None:
-        """A pool of ``total`` free pages."""
+    def __init__(self, total: int, borders: int | None = None) -> None:
+        """A pool of ``total`` free pages, whose prefixes keep so many ``borders``; None: all."""
         self.total = total
+        self._borders = borders
         self._free = list(range(total))[::-1]
         self._first: dict[ChunkKey, Prefix] = {}
         self._clock = 0
@@ -85,7 +92,8 @@ class PagePool:
         self._free.extend(pages)
 
     def find(self, tokens: Sequence[int], chunk: int, most: int) -> list[Prefix]:
-        """The longest chain of prefixes that ``tokens`` begin with, of at most ``most`` tokens in all."""
+        """The longest chain of prefixes that ``tokens`` begin with, of at most ``most`` tokens in all, whose last has its
+        border."""
         chain: list[Prefix] = []
         known = self._first
         for end in range(chunk, most + 1, chunk):
@@ -94,6 +102,8 @@ class PagePool:
                 break
             chain.append(prefix)
             known = prefix.below
+        while chain and chain[-1].border is DROPPED:
+            chain.pop()
         return chain
 
     def hold(self, prefix: Prefix) -> None:
@@ -108,14 +118,17 @@ class PagePool:
 
     def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], border: Any) -> Prefix | None:
         """Make a row's own ``pages`` a prefix, which that row holds. None where there is one of this ``key``: they stay its
-        own."""
+        own, and that one has a border again."""
         known = self._first if above is None else above.below
         if key in known:
+            known[key].border = border
+            self._drop_borders()
             return None
         prefix = Prefix(above, key, pages, border)
         known[key] = prefix
         self._prefixes.add(prefix)
         self.hold(prefix)
+        self._drop_borders()
         return prefix
 
     def forget_prefixes(self) -> None:
@@ -123,6 +136,14 @@ class PagePool:
         while unheld := [prefix for prefix in self._prefixes if not prefix.holders and not prefix.below]:
             for prefix in unheld:
                 self._drop(prefix)
+
+    def _drop_borders(self) -> None:
+        """Of the prefixes that were used longest ago, as many as there are too many."""
+        if self._borders is None:
+            return
+        kept = sorted((prefix for prefix in self._prefixes if prefix.border is not DROPPED), key=lambda prefix: prefix.used)
+        for prefix in kept[: len(kept) - self._borders]:
+            prefix.border = DROPPED
 
     def _touch(self, prefix: Prefix) -> None:
         self._clock += 1

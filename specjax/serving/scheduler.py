@@ -143,7 +143,7 @@ class Scheduler:
         tails: Sequence[int] = (),
         shards: int = 1,
         max_waiting: int | None = None,
-        shares_prefixes: bool = True,
+        borders: int | None = None,
     ) -> None:
         """All rows and pages free.
 
@@ -156,12 +156,12 @@ class Scheduler:
             tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
             max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
-            shares_prefixes: whether chunks of prompts are kept for others.
+            borders: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
-        self._max_waiting, self._shares = max_waiting, shares_prefixes
-        self._pools = [PagePool(pages) for _ in range(shards)]
+        self._max_waiting = max_waiting
+        self._pools = [PagePool(pages, borders) for _ in range(shards)]
         self._rows: list[_Row | None] = [None] * rows
         self._waiting: list[Ticket] = []
         self._submitted = 0
@@ -247,13 +247,13 @@ class Scheduler:
         return [read for read in reads if read is not None]
 
     def was_read(self, read: Read, border: Any) -> None:
-        """The engine has read it. ``border`` is what the drafter knows now; it is kept with the chunk for others."""
+        """The engine has read it. ``border`` is what is known now beside its pages; it is kept with the chunk for others."""
         row = self._rows[read.row]
         if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
             return
         row.read = read.start + read.count
         # Another prompt may have read the same chunk meanwhile. Then this one, and those after it, stay the row's own.
-        if self._shares and read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
+        if read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
             key = tuple(read.ticket.tokens[read.start : row.read + 1])
             count = self._chunk // self._page

@@ -27,7 +27,7 @@ from specjax.sampling import Sampling, make_key, perturbed, position_keys, posit
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError, Handle, News, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
-from tests.conftest import compilations, tiny_target
+from tests.conftest import HYBRID, compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
 VOCABULARY, PAGE, CHUNK, CAPACITY = 11, 8, 16, 64
@@ -766,6 +766,23 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         gate.open()
         check_text(target, request, handle)
         check_text(target, Request((1, 2, 3), MOST), other)
+
+
+def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_states() -> None:
+    hybrid = tiny_target(**HYBRID)
+    random = np.random.default_rng(4)
+    beginning = random.integers(0, VOCABULARY, 2 * CHUNK).tolist()
+    prompts = [(*beginning, 5, i) for i in range(6)] + [(*beginning[:CHUNK], 7, i, i) for i in range(4)]
+    requests = [Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts)]
+    with plain_engine(hybrid, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
+        assert engine._device.most_borders() is not None  # a state is larger than a chunk of this small model
+        for handle in submit_together(engine, requests):
+            handle.result(PATIENCE)
+        handles = submit_together(engine, requests)  # in other rows, and now all find what the first ones read
+        for request, handle in zip(requests, handles, strict=True):
+            check_text(hybrid, request, handle)
+        check_at_rest(engine)
+        assert engine.statistics.prompt_tokens_shared >= 6 * 2 * CHUNK + 4 * CHUNK
 
 
 def test_who_is_put_back_is_counted_and_goes_on(target) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.serving.pages import PagePool, Prefix
+from specjax.serving.pages import DROPPED, PagePool, Prefix
 
 CHUNK = 2
 
@@ -114,3 +114,20 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     pool.forget_prefixes()
     assert (pool.find([1, 2, 3], CHUNK, most=2), pool.find([9, 9, 9], CHUNK, most=2)) == ([], [held])
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
+
+
+def test_only_the_newest_borders_are_kept_and_a_chain_ends_with_one() -> None:
+    pool = PagePool(4, borders=2)
+    first = registered(pool, [1, 2, 3])
+    second = registered(pool, [3, 4, 5], above=first)
+    third = registered(pool, [5, 6, 7], above=second)
+    assert [prefix.border is DROPPED for prefix in (first, second, third)] == [True, False, False]
+    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == [first, second, third]
+    assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == []  # from the end of the first nobody can go on
+    # Who reads the first chunk anew brings its border back, and that of the next one goes, which was used longest ago.
+    again = pool.take(1)
+    assert again is not None
+    pool.hold(first)
+    assert pool.register(None, (1, 2, 3), tuple(again), border="new") is None
+    assert [prefix.border is DROPPED for prefix in (first, second, third)] == [False, True, False]
+    assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == [first]
