@@ -64,6 +64,11 @@ class CompressedCache(Drafter[RingCache]):
                 f"CompressedCache(scheme={self.scheme}): the target ({target.config.model_type}) remembers latents, which are "
                 "small already, and not keys and values: give a target with ordinary attention, or another drafter"
             )
+        if target.config.linear_layers:
+            raise InputError(
+                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) keep a state, of which "
+                "no part can be left out: give a target with ordinary attention, or another drafter"
+            )
 
     def start(self, target: Target, batch: int, capacity: int) -> RingCache:
         return target.new_ring(batch, self.budget, self.scheme.kept(self.budget))

@@ -168,7 +168,7 @@ class DraftModel(Drafter[DraftModelState]):
         """A random draft model that fits ``target``; consumes ``key``.
 
         ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers, and as
-        many more as it takes for the last to read the whole text, where any layer does.
+        many more as it takes for the last to read the whole text, where any layer does. Of a hybrid that is one with attention.
         """
         config = replace(target.config.first(sizes.get("num_layers", _quarter(target.config))), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
@@ -286,7 +286,8 @@ class DraftModel(Drafter[DraftModelState]):
 def _quarter(config: ModelConfig) -> int:
     """How many of the first layers a draft model has, unless it is told."""
     least = max(1, config.num_layers // 4)
-    whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in config.windowed_layers]
+    not_whole = {*config.windowed_layers, *config.linear_layers}
+    whole = [layer + 1 for layer in range(least - 1, config.num_layers) if layer not in not_whole]
     return whole[0] if whole else least
 
 

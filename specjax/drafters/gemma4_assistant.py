@@ -394,7 +394,7 @@ def _sources(config: ModelConfig) -> tuple[int | None, int]:
     """The target's layers whose entries an assistant reads: those of its last layer with a window, if any has one, and of its
     last full one; of its last layer, if all have windows."""
     windowed = [layer for layer in range(config.num_layers) if layer in config.windowed_layers]
-    full = [layer for layer in range(config.num_layers) if layer not in config.windowed_layers]
+    full = [layer for layer in range(config.num_layers) if layer not in (*config.windowed_layers, *config.linear_layers)]
     if not full:
         return None, config.entries_of(windowed[-1])
     return config.entries_of(windowed[-1]) if windowed else None, config.entries_of(full[-1])

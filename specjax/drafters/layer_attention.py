@@ -76,6 +76,11 @@ def _sizes_read(target: ModelConfig) -> tuple[int, int, int]:
             "target: layer self-attention reads keys and values, and this target remembers latents (MLA): give one with "
             "ordinary attention"
         )
+    if target.linear_layers:
+        raise InputError(
+            "target: layer self-attention reads the keys and values of all layers, and some of this target keep a state in "
+            "their place: give a target with ordinary attention, or a drafter without layer self-attention"
+        )
     parts = [target.entry_parts(layer) for layer in range(target.num_layers)]
     if other := [layer for layer, own in enumerate(parts) if own != parts[0]]:
         raise InputError(
