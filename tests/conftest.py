@@ -56,7 +56,7 @@ import specjax
 from specjax import progress
 from specjax.drafters import MTP, Eagle3
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
-from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 
 # Tracing makes very many small objects and little garbage: with Python's own thresholds, looking for it takes 5% of the time.
@@ -177,6 +177,16 @@ LAYERED = {  # changes of `tiny_config`: layers that differ in heads, sizes, RoP
         "windowed_layers": (0, 2),
         "layers": (Layer(), Layer(**_WIDE), Layer(num_heads=2, entries_of=0), Layer(entries_of=1, **_WIDE)),
     },
+}
+
+HYBRID = {  # changes of `tiny_config`: two layers that keep a state, and one with attention
+    "model_type": "qwen3_5_text",
+    "num_layers": 3,
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "gated_attention": True,
+    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    "linear_layers": (0, 2),
 }
 
 SHAPES = {  # one of every kind; tests that share a target, a shape of draft and the shapes of prompts share compiled programs

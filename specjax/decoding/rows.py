@@ -347,7 +347,7 @@ def read_chunk(
     tokens, following = at(places), at(places + 1)
     asked = drafter.taps(target.config), () if teller is None else teller.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
-    output, new = target.read(tokens, part.cache, taps=taps)
+    output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
     told = {} if teller is None else teller.tell(target, _with_taps(output, taps, asked[1]), new)
     output = _with_taps(output, taps, asked[0])
     cache = part.cache.append(new, counts, after=output.hidden)

@@ -141,7 +141,7 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         return drafter.absorb(target, state, Committed(tokens=tokens, following=following, **read))
 
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
-        output, new = target.read(tokens, taps=taps)
+        output, new = target.read(tokens, taps=taps, commit=committed)
         cache = cache.append(new, committed, after=output.hidden)
         state = absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
         return cache, drafter.prompts_read(target, state, tokens, cache)
@@ -156,7 +156,7 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         cache, state = carry
         tokens, following, number = part
         count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
-        output, new = target.read(tokens, cache, taps=taps)
+        output, new = target.read(tokens, cache, taps=taps, commit=count)
         written = cache.append(new, count, after=output.hidden)
         return (written, absorb(state, tokens, following, output=output, entries=new, count=count, cache=written)), None
 

@@ -102,18 +102,18 @@ def read_tree(
     found = found * jnp.tile(jnp.exp(log_g), 2)[..., None]
     if before is not None:
         node, visible = before
-        left = _left(log_g, grouped(node.log_g), visible)
-        likeness = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(left, (2, 1))
-        found = found + _product("bhrti,bhriv->bhrtv", likeness, grouped(node.u))
+        decays = _decays(log_g, grouped(node.log_g), visible)
+        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(decays, (2, 1))
+        found = found + _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
     known, y = found[..., :count, :], found[..., count:, :]
     u = beta[..., None] * (v - known)
     if mask is None or count == 1:
         y = y + jnp.sum(q * k, axis=-1)[:, :, None, :, None] * u
     else:
-        left = _left(log_g, log_g, mask)
-        likeness = _product("bhtk,bhik->bhti", both, k)[:, :, None]
-        u = _solve(likeness[..., :count, :] * left * beta[..., None], u)
-        y = y + _product("bhrti,bhriv->bhrtv", likeness[..., count:, :] * left, u)
+        decays = _decays(log_g, log_g, mask)
+        similar = _product("bhtk,bhik->bhti", both, k)[:, :, None]
+        u = _solve(similar[..., :count, :] * decays * beta[..., None], u)
+        y = y + _product("bhrti,bhriv->bhrtv", similar[..., count:, :] * decays, u)
     return _joined(y), Node(k, _joined(u), _joined(log_g))
 
 
@@ -188,7 +188,7 @@ def _product(sum_over: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(sum_over, left, right, precision=_EXACT)
 
 
-def _left(at: jax.Array, since: jax.Array, visible: jax.Array) -> jax.Array:
+def _decays(at: jax.Array, since: jax.Array, visible: jax.Array) -> jax.Array:
     """``[B, heads, r, T, n]`` what is left, at each of T tokens, of what each of n others wrote; 0 of those it does not see."""
     return jnp.exp(jnp.where(visible[:, None, None], at[..., :, None] - since[..., None, :], -jnp.inf))
 
