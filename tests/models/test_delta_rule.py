@@ -23,7 +23,7 @@ def drawn(rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int
         return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
     of_values = rows, HEADS * GROUP, count
-    rate = np.geomspace(1e-3, 3.0, HEADS * GROUP)[None, :, None]
+    rate = np.geomspace(1e-3, 10.0, HEADS * GROUP)[None, :, None]
     given = (
         rng.normal(size=(rows, HEADS * GROUP, dk, dv)),
         unit(rows, HEADS, count, dk) * dk**-0.5,
@@ -149,16 +149,15 @@ def test_a_tree_level_by_level_is_as_each_of_its_paths() -> None:
 
 
 def test_a_tree_below_drafted_tokens_is_as_each_of_its_paths() -> None:
-    """A call of several tokens that see each other, and tokens that were read before: not all of them, and in any order."""
+    """A call of several tokens that see each other, and of those read before each sees its own path, or nothing."""
     rng = np.random.default_rng(6)
     state, tokens = drawn(rng, 2, 24)
     paths, border, unused = paths_of(random_tree(rng, 24)), 11, 3
     mask = mask_of(paths)
     _, node = READ(state, part(tokens, 0, border), mask[None, :border, :border])
-    order = rng.permutation(border)
     # Slots of which no token sees anything may hold any number.
-    slots = Node(*(np.concatenate([x[:, :, order], np.full_like(x[:, :, :unused], 7.0)], 2) for x in map(np.asarray, node)))
-    seen = np.pad(mask[border:, :border][:, order], ((0, 0), (0, unused)))[None]
+    slots = Node(*(np.concatenate([x, np.full_like(x[:, :, :unused], 7.0)], 2) for x in map(np.asarray, node)))
+    seen = np.pad(mask[border:, :border], ((0, 0), (0, unused)))[None]
     y, _ = READ(state, part(tokens, border, 24), mask[None, border:, border:], (slots, seen))
     assert near(y, by_paths(state, tokens, paths)[0][:, :, border:])
 
@@ -171,13 +170,12 @@ def test_a_chain_is_as_token_by_token(length) -> None:
     state, tokens = drawn(np.random.default_rng(length), 2, length)
     expected, states = by_token(state, tokens)
     y, node, after = jax.jit(read_chain)(state, tokens)
-    assert y.shape == expected.shape and node.k.shape[2] == node.u.shape[2] == node.log_g.shape[2] == length
+    assert y.shape == expected.shape and node.k.shape[2] == node.u.shape[2] == node.log_alpha.shape[2] == length
     assert near(y, expected) and near(after, states[:, :, -1])
-    assert near(node.log_g, np.cumsum(np.asarray(tokens.log_alpha, np.float64), axis=-1), 1e-3)
     some = np.array([length, length // 2])
     for row, count in enumerate(some):
         written = WRITE(state, node, some)[row]
-        assert near(written, states[row, :, count - 1] if count else state[row], 1e-4)
+        assert near(written, states[row, :, count - 1] if count else state[row])
 
 
 @pytest.mark.parametrize("length", [64, 200])
@@ -191,7 +189,7 @@ def test_rows_count_as_many_of_their_tokens_as_they_are_told(length) -> None:
     np.testing.assert_array_equal(written[0], state[0])
     for row, count in enumerate(counts[1:], start=1):
         assert near(y[row, :, :count], expected[row, :, :count])
-        assert near(after[row], states[row, :, count - 1]) and near(written[row], states[row, :, count - 1], 1e-4)
+        assert near(after[row], states[row, :, count - 1]) and near(written[row], states[row, :, count - 1])
 
 
 def test_what_does_not_count_leaves_no_trace() -> None:
@@ -247,7 +245,7 @@ def test_over_a_long_text_few_digits_are_lost(length) -> None:
 
     exact, of_rounding = error(y, after, expected), error(coarse, coarse_after, expected)
     print(f"{length} tokens, output and state: float32 {exact}, bfloat16 {of_rounding}")
-    assert max(exact) < 1e-5 and max(error(coarse, coarse_after, same)) < 1e-5
+    assert max(exact) < 2e-6 and max(error(coarse, coarse_after, same)) < 1e-5
     assert max(of_rounding) < 2e-2
     early, late = np.array_split(np.abs(coarse - expected[0]), 2, axis=2)
     assert late.mean() < 1.5 * early.mean()
@@ -270,8 +268,9 @@ def test_wrong_readings_are_far_from_the_oracle() -> None:
 
     siblings_seen, _ = READ(state, tokens, np.tril(np.ones((1, 12, 12), bool)))
     assert not near(siblings_seen, expected, far)
-    decay_of_each_alone = path._replace(log_g=tokens.log_alpha[:, :, np.array(paths[longest])])
-    assert not near(WRITE(state, decay_of_each_alone), states[:, :, longest], far)
+    assert not near(WRITE(state, path._replace(log_alpha=0 * path.log_alpha)), states[:, :, longest], far)  # nothing forgotten
+    last_alone = np.where(np.arange(len(paths[longest])) < len(paths[longest]) - 1, 0, path.log_alpha)  # not along the path
+    assert not near(WRITE(state, path._replace(log_alpha=last_alone)), states[:, :, longest], far)
     assert not near(WRITE(state, node), states[:, :, longest], far)  # the rejected ones too
 
 

@@ -85,7 +85,7 @@ def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
         alone = generated(hybrid, DRAFTERS[name](), PROMPTS[[row, row]], LENGTHS[[row, row]])
         np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
         of_row, in_batch = (jax.tree.map(lambda x, r=r: x[r], s.cache.states) for s, r in ((alone, 0), (together, row)))
-        jax.tree.map(np.testing.assert_array_equal, of_row, in_batch)
+        check_states(of_row, in_batch)  # to the bit where passes have the same width, which a row's neighbours may widen
 
 
 def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> None:
@@ -99,17 +99,16 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
     check_states(drafted.cache.states, at_once(target, drafted.tokens, drafted.cache.length).states)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.thorough)])
 def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     hybrid.save_pretrained(tmp_path)
     mesh = sharding.make_mesh(*shape)
     split = specjax.Target.from_pretrained(tmp_path, dtype=np.float32, mesh=mesh)
-    for name in ("lookup", "static tree"):
-        one, two = generated(hybrid, DRAFTERS[name]()), generated(split, DRAFTERS[name]())
-        np.testing.assert_array_equal(one.tokens, two.tokens)
-        check_states(two.cache.states, one.cache.states)
-        table = two.cache.states[0].table
-        assert table.sharding.shard_shape(table.shape) == (2 // shape[0], 4 // shape[1], 8, 6)
+    one, two = (generated(target, DRAFTERS["static tree"]()) for target in (hybrid, split))
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    check_states(two.cache.states, one.cache.states)
+    table = two.cache.states[0].table
+    assert table.sharding.shard_shape(table.shape) == (2 // shape[0], 4 // shape[1], 8, 6)
 
 
 def test_generating_again_compiles_nothing(hybrid) -> None:
@@ -123,9 +122,8 @@ def test_generating_again_compiles_nothing(hybrid) -> None:
 
 
 def random_entry(rng: np.random.Generator, sizes: LinearAttention, count: int):
-    """Of a path: nothing of it grows again, as of any."""
     entry = [rng.normal(size=part.shape).astype(np.float32) for part in empty_nodes(sizes, 3, count, jnp.float32)]
-    entry[2] = -np.cumsum(np.abs(entry[2]), axis=2)
+    entry[2] = -np.abs(entry[2])  # logarithms of shares
     return entry
 
 
