@@ -41,10 +41,13 @@ class Lineage:
     def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Lineage":
         """Of a call's ``mask [B|1, T, T]`` and of what it sees of each piece of scratch, as `Target.run` is given them."""
         count = mask.shape[1]
-        known = mask if isinstance(mask, np.ndarray) else None
-        if not drafted and known is not None and np.array_equal(known[0], np.tril(np.ones((count, count), bool))):
-            return cls(None, None, None, is_chain=True)
         alone = np.eye(count, dtype=bool)[None]
+
+        def is_known_as(kind: np.ndarray) -> bool:
+            return isinstance(mask, np.ndarray) and np.array_equal(mask, np.broadcast_to(kind, mask.shape))
+
+        if not drafted and is_known_as(np.tril(np.ones((count, count), bool))):
+            return cls(None, None, None, is_chain=True)
         seen = [jnp.asarray(alone if visible is None else visible) for visible in drafted]
         rows = max([mask.shape[0], *(visible.shape[0] for visible in seen)])
         above, own = ([jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in xs] for xs in (seen, [jnp.asarray(mask)]))
@@ -53,8 +56,7 @@ class Lineage:
         before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
         places = jnp.where(before, jnp.arange(before.shape[2]), -1)
         newest = jax.lax.top_k(places, kernel - 1)[0][..., ::-1]
-        is_alone = known is not None and np.array_equal(known[0], alone[0])
-        return cls(None if is_alone else own[0], joined, newest, is_chain=False)
+        return cls(None if is_known_as(alone) else own[0], joined, newest, is_chain=False)
 
 
 @struct.dataclass
