@@ -69,6 +69,8 @@ def _section(hint: Any, value: Any, source: str, name: str) -> type | None:
         if not isinstance(tag, str) or tag not in tagged:
             raise ConfigError(f"{source}: {name}.name={tag!r}: must be one of {', '.join(tagged)}")
         return tagged[tag]
+    if get_origin(hint) in (Union, types.UnionType) and value is not None:  # a section that may be left out
+        hint = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), hint)
     return hint if dataclasses.is_dataclass(hint) and isinstance(value, Mapping) else None  # pyright: ignore
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from specjax.models.config import LinearAttention, ModelConfig
-from specjax.models.delta_rule import Node, Tokens, read_chain, read_tree
+from specjax.models.delta_rule import Node, Tokens, read_chain, read_documents, read_tree
 from specjax.models.params import Params
 from specjax.models.primitives import linear, rms_norm
 from specjax.models.states import State
@@ -29,13 +29,17 @@ class Lineage:
         drafted: ``[B|1, T, R]`` bool, which of the tokens that were drafted before. None: there are none.
         newest: ``[B|1, T, kernel - 1]`` the places of the newest tokens before it on its path, the newest last, among: the
             kernel - 1 of the state, the R, the T. None in a chain.
-        is_chain: static. Each token has all others before it on its path, and nothing was drafted before.
+        documents: ``[B, T]`` the number of each token's document. It has those before it of its own on its path, and no state
+            is given. None: all are of one.
+        is_chain: static. Each token has all others before it on its path, but those of other documents, and nothing was drafted
+            before.
     """
 
     own: jax.Array | None
     drafted: jax.Array | None
     newest: jax.Array | None
-    is_chain: bool = struct.field(pytree_node=False)
+    documents: jax.Array | None = None
+    is_chain: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
     def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Lineage":
@@ -56,7 +60,7 @@ class Lineage:
         before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
         places = jnp.where(before, jnp.arange(before.shape[2]), -1)
         newest = jax.lax.top_k(places, kernel - 1)[0][..., ::-1]
-        return cls(None if is_known_as(alone) else own[0], joined, newest, is_chain=False)
+        return cls(None if is_known_as(alone) else own[0], joined, newest)
 
 
 @struct.dataclass
@@ -103,6 +107,8 @@ def _follow(
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
     """What the rule comes to, and the entry or the state that stays."""
     state, lineage = context.state, context.lineage
+    if lineage.documents is not None:
+        return read_documents(tokens, lineage.documents), ()
     if lineage.is_chain:
         y, node, table = read_chain(state.table, tokens, context.count)
         if context.count is None:
@@ -154,6 +160,10 @@ def _convolved(weight: jax.Array, past: jax.Array, own: jax.Array, lineage: Line
     slots = jnp.concatenate([past.astype(own.dtype), own], axis=2)
     if lineage.newest is None:
         before = [slots[:, :, place : place + count] for place in range(kernel - 1)]
+        if (documents := lineage.documents) is not None:
+            shifted = [jnp.pad(documents, ((0, 0), (kernel - 1 - place, 0)))[:, :count] for place in range(kernel - 1)]
+            same = [(other == documents)[:, None, :, None] for other in shifted]
+            before = [jnp.where(is_own, token, 0.0) for is_own, token in zip(same, before, strict=True)]
     else:
         at = jnp.broadcast_to(lineage.newest, (batch, count, kernel - 1)).reshape(batch, 1, -1, 1)
         found = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, kernel - 1, dim)

@@ -295,6 +295,7 @@ class Target:
         layers: tuple[int, int] | None = None,
         positions: jax.Array | None = None,
         mask: jax.Array | np.ndarray | None = None,
+        documents: Int[Array, "B T"] | None = None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]] = (),
         taps: Sequence[int] = (),
         commit: Int[Array, " B"] | None = None,
@@ -309,6 +310,8 @@ class Target:
             layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
+            documents: the number of the document that each token belongs to: these lie end to end, and do not see each other.
+                In place of a ``mask``, of a cache and of scratch. There are then no entries of layers with a state.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
                 token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
                 cache, but that layers with a window see all of them that the mask shows.
@@ -339,6 +342,9 @@ class Target:
             mask = np.tril(np.ones((1, count, count), bool))
         contexts = self._contexts(cache, (start, stop), batch, mask, scratch, commit)
         mask = jnp.asarray(mask)
+        if documents is not None:
+            mask = mask & (documents[:, :, None] == documents[:, None])
+            contexts = [each and replace(each, lineage=replace(each.lineage, documents=documents)) for each in contexts]
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
         turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}

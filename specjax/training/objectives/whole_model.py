@@ -1,11 +1,14 @@
 """What the methods share whose student is a whole model: its sizes, and its random weights."""
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import jax
 
 from specjax.config import ConfigError
-from specjax.models.config import ModelConfig, Rope
+from specjax.errors import InputError
+from specjax.models.config import LinearAttention, ModelConfig, Rope
+from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
 from specjax.training.contract import Given
 from specjax.training.tokenizer import END_OF_TEXT
@@ -13,8 +16,13 @@ from specjax.training.tokenizer import END_OF_TEXT
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model to train from random weights; the vocabulary is the tokenizer's."""
+    """The sizes of a model to train from random weights; the vocabulary is the tokenizer's.
 
+    A ``qwen3_5_text`` is a hybrid: its ``linear_layers`` keep a state, of the sizes that ``linear`` says, and its others have
+    attention with gates.
+    """
+
+    model_type: Literal["llama", "qwen3_5_text"] = "llama"
     hidden_size: int = 192
     intermediate_size: int = 512
     num_layers: int = 12
@@ -23,6 +31,8 @@ class ModelSizes:
     head_dim: int = 32
     max_positions: int = 1024
     rope: Rope = Rope()
+    linear: LinearAttention | None = None
+    linear_layers: tuple[int, ...] = ()
 
     def check(self, window: int) -> None:
         """Refuse sizes that cannot read ``window`` tokens."""
@@ -33,6 +43,19 @@ class ModelSizes:
                 f"method.model.rope.kind={self.rope.kind}: needs method.model.rope.original_max_positions, the number "
                 "of positions that are stretched"
             )
+        if (self.model_type == "llama") != (not self.linear_layers):
+            raise ConfigError(
+                f"method.model.model_type={self.model_type!r}, method.model.linear_layers={list(self.linear_layers)}: layers that "
+                "keep a state are a qwen3_5_text's, which needs some; a llama has none"
+            )
+        try:
+            self._config(vocab_size=1)
+        except InputError as error:
+            raise ConfigError(f"method.model: {error}") from None
+
+    def _config(self, **vocabulary: Any) -> ModelConfig:
+        switches = FAMILIES[self.model_type].switches
+        return ModelConfig(**vars(self), **switches, **vocabulary, tie_embeddings=True)
 
     def init(self, key: jax.Array, given: Given) -> Target:
         """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""
@@ -45,4 +68,4 @@ class ModelSizes:
             }
         else:  # whose vocabulary may be padded beyond its tokenizer's
             vocabulary = {name: getattr(target.config, name) for name in ("vocab_size", "bos_token_id", "eos_token_ids")}
-        return Target.init(ModelConfig(**vars(self), **vocabulary, tie_embeddings=True), key, mesh=given.mesh)
+        return Target.init(self._config(**vocabulary), key, mesh=given.mesh)

@@ -26,8 +26,7 @@ def first_tokens(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
 
 def score(model: Target, batch: Batch, taps: Sequence[int] = ()) -> tuple[Output, tuple[Entry, ...]]:
     """What ``model`` gives at the T inputs of ``batch``, and what its layers remember of them; ``taps`` as in `Target.run`."""
-    mask = document_mask(batch["segments"][:, :-1])
-    return model.score(batch["tokens"][:, :-1], mask=mask, taps=taps)
+    return model.score(batch["tokens"][:, :-1], documents=batch["segments"][:, :-1], taps=taps)
 
 
 def forward(model: Target, batch: Batch, taps: Sequence[int] = ()) -> Output:
