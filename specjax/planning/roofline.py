@@ -386,8 +386,8 @@ class Pair:
         return self.verify_time(batch, context, 0)
 
     def verify_time(self, batch: int, context: int, gamma: int) -> float:
-        """T_V(B, S, gamma): seconds of a forward over the chain and its root, gamma + 1 tokens a row, and of what committing them
-        takes."""
+        """T_V(B, S, gamma): seconds of a forward over the chain and its root, gamma + 1 tokens a row, and of what committing
+        them takes."""
         return self._forward(self.target, batch, gamma + 1, context) + self._commit(self.target, batch, gamma + 1)
 
     def draft_time(self, batch: int, context: int) -> float:

@@ -159,8 +159,8 @@ def without_casts(model):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_more_digits_are_lost_than_by_transformers(tmp_path, seed) -> None:
-    """With larger weights than the zoo's a few logits differ by more than 1e-4. Against its float64 ours are on average as near as
-    its own in float32."""
+    """With larger weights than the zoo's a few logits differ by more than 1e-4. Against its float64 ours are on average as near
+    as its own in float32."""
     from transformers import AutoModelForCausalLM
 
     kind, fields = zoo.MODELS["qwen3_5"]
