@@ -95,6 +95,22 @@ def read_tree(
 
     Returns:
         What each comes to, ``[B, h, T, dv]``; and what is to be remembered of them.
+
+    Examples:
+        A root and two children, all with one key. Each replaces what the table says of it.
+
+        >>> from specjax.models.delta_rule import Tokens, read_tree, write
+        >>> same, gate = jnp.ones((1, 1, 3, 1)), jnp.ones((1, 1, 3))
+        >>> values = jnp.array([5.0, 7.0, 9.0]).reshape(1, 1, 3, 1)
+        >>> tokens = Tokens(q=same, k=same, v=values, beta=gate, log_alpha=0 * gate)
+        >>> mask = jnp.array([[[True, False, False], [True, True, False], [True, False, True]]])
+        >>> empty = jnp.zeros((1, 1, 1, 1))
+        >>> y, node = read_tree(empty, tokens, mask)
+        >>> y.ravel().tolist(), node.u.ravel().tolist()  # the children do not see each other: 7 - 5, 9 - 5
+        ([5.0, 7.0, 9.0], [5.0, 2.0, 4.0])
+        >>> path = jax.tree.map(lambda part: part[:, :, jnp.array([0, 2])], node)
+        >>> write(empty, path).item()  # the root and its second child are accepted
+        9.0
     """
     q, k, v, beta, log_alpha = tokens
     count, heads = q.shape[2], q.shape[1]
