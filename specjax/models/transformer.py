@@ -310,8 +310,8 @@ class Target:
             layers: the slice: from the first number up to, and without, the second; None is all layers.
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
-            documents: the number of the document that each token belongs to: these lie end to end, and do not see each other.
-                In place of a ``mask``, of a cache and of scratch. There are then no entries of layers with a state.
+            documents: the numbers of the documents that the tokens belong to, which lie end to end and do not see each other.
+                In place of a ``mask``, a cache and scratch; layers with a state then give nothing for a token.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
                 token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
                 cache, but that layers with a window see all of them that the mask shows.

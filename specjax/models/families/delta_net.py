@@ -12,6 +12,9 @@ from specjax.models.fields import Field, flag, number, whole
 LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
 
+MODULES = "mtp."
+"""How the names of the tensors of modules begin that predict further tokens."""
+
 FIELDS: dict[str, Field] = {
     "linear_conv_kernel_dim": whole(2, 1000),
     "linear_key_head_dim": whole(1, 100_000),
@@ -60,17 +63,19 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
         kernel=fields["linear_conv_kernel_dim"],
         by_key_head=by_key_head,
     )
-    return {"linear": linear, "linear_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)}
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    return {"linear": linear, "linear_layers": layers} if layers else {}
 
 
 def format_fields(config: ModelConfig) -> dict[str, Any]:
     """The fields of config.json that `parse` reads."""
-    sizes = config.linear
-    if sizes is None:
-        return {}
-    return {
+    said = {
         "layer_types": [LINEAR if config.is_linear(layer) else FULL for layer in range(config.num_layers)],
         "partial_rotary_factor": config.rope.turned,
+    }
+    if (sizes := config.linear) is None:  # as in a module of one layer
+        return said
+    return said | {
         "linear_conv_kernel_dim": sizes.kernel,
         "linear_key_head_dim": sizes.key_dim,
         "linear_value_head_dim": sizes.value_dim,

@@ -49,7 +49,7 @@ QWEN3_5_TEXT = Family(
         delta_net.CONVOLUTION,
         Fused("linear_attn.in_proj_qkv.weight", tuple(f"linear_attn.{name}_proj.weight" for name in "qkv")),
     ),
-    left_over=lambda _: ("mtp.*",),
+    left_over=lambda _: (f"{delta_net.MODULES}*",),
 )
 
 QWEN3_5 = replace(QWEN3_5_TEXT, nested="text_config", prefixes=(_NESTED,))

@@ -46,5 +46,5 @@ QWEN3_NEXT = Family(
     names=experts.SHARED_NAMES,
     fused=(delta_net.CONVOLUTION,),
     fused_where_stored=experts.FUSED,
-    left_over=lambda _: ("mtp.*",),
+    left_over=lambda _: (f"{delta_net.MODULES}*",),
 )

@@ -45,8 +45,8 @@ class ModelSizes:
             )
         if (self.model_type == "llama") != (not self.linear_layers):
             raise ConfigError(
-                f"method.model.model_type={self.model_type!r}, method.model.linear_layers={list(self.linear_layers)}: layers "
-                "that keep a state are a qwen3_5_text's, which needs some; a llama has none"
+                f"method.model.model_type={self.model_type!r} with method.model.linear_layers={list(self.linear_layers)}: a "
+                "qwen3_5_text has some layers that keep a state, and a llama has none"
             )
         try:
             self._config(vocab_size=1)
