@@ -153,7 +153,7 @@ def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -
 def test_modules_of_models_that_see(tmp_path, name, nested) -> None:
     published = Published.make(name)
     published.save(tmp_path, nested=nested, one_by_one=True)
-    tokens, q, target, drafter = drafted_by(tmp_path, KNOWN[1:2])
+    tokens, q, target, _ = drafted_by(tmp_path, KNOWN[1:2])
     np.testing.assert_allclose(q[0], published.expected(KNOWN[1], tokens[0].tolist()), atol=2e-5)
     assert isinstance(load_drafter(str(tmp_path), Chain(2), target.config), MTP)
     raw = json.loads((tmp_path / "config.json").read_text())
