@@ -34,6 +34,7 @@ from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
+from specjax.progress import track
 
 SHAPES: dict[str, DraftShape] = {
     "chain of 5": Chain(5),
@@ -128,37 +129,39 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
     hidden, mlp, layers = config.inflate
     inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
     rows = []
-    for temperature in config.temperature:
-        for shape_name, shape in SHAPES.items():
-            shaped = {
-                name: [replace(drafter, draft=shape) for drafter in seeds]  # pyright: ignore[reportArgumentType]
-                for name, seeds in drafters.items()
-            }
-            timed: dict[str, Drafter | None] = {"plain": None}
-            timed |= {
-                f"{name}/{seed}": OnInflated.of(drafter, target)
-                for name, seeds in shaped.items()
-                for seed, drafter in enumerate(seeds)
-            }
-            measured = speeds(inflated, timed, prompts[: config.timed], config, temperature) if config.timed else {}
-            for name, seeds in shaped.items():
-                found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
-                lengths = [each.acceptance_length for each in found]
-                of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else []
-                rows.append(
-                    {
-                        "method": name,
-                        "draft": shape_name,
-                        "temperature": temperature,
-                        "seeds": len(seeds),
-                        "acceptance_length": mean(lengths),
-                        "lengths": lengths,
-                        "first": mean(each.by_position[0] or 0.0 for each in found),
-                        "tokens_per_second": mean(of_seeds) if measured else None,
-                        "speeds": of_seeds,
-                        "speedup": mean(of_seeds) / median(measured["plain"]) if measured else None,
-                    }
-                )
+    settings = {f"{shape}, T = {temperature:g}": (temperature, shape) for temperature in config.temperature for shape in SHAPES}
+    for setting in track(list(settings), "measuring all drafters: {}"):
+        temperature, shape_name = settings[setting]
+        shape = SHAPES[shape_name]
+        shaped = {
+            name: [replace(drafter, draft=shape) for drafter in seeds]  # pyright: ignore[reportArgumentType]
+            for name, seeds in drafters.items()
+        }
+        timed: dict[str, Drafter | None] = {"plain": None}
+        timed |= {
+            f"{name}/{seed}": OnInflated.of(drafter, target)
+            for name, seeds in shaped.items()
+            for seed, drafter in enumerate(seeds)
+        }
+        measured = speeds(inflated, timed, prompts[: config.timed], config, temperature) if config.timed else {}
+        for name, seeds in shaped.items():
+            found = [acceptance(target, drafter, prompts, config.new_tokens, temperature) for drafter in seeds]
+            lengths = [each.acceptance_length for each in found]
+            of_seeds = [median(measured[f"{name}/{seed}"]) for seed in range(len(seeds))] if measured else []
+            rows.append(
+                {
+                    "method": name,
+                    "draft": shape_name,
+                    "temperature": temperature,
+                    "seeds": len(seeds),
+                    "acceptance_length": mean(lengths),
+                    "lengths": lengths,
+                    "first": mean(each.by_position[0] or 0.0 for each in found),
+                    "tokens_per_second": mean(of_seeds) if measured else None,
+                    "speeds": of_seeds,
+                    "speedup": mean(of_seeds) / median(measured["plain"]) if measured else None,
+                }
+            )
     return rows
 
 

@@ -189,6 +189,16 @@ LAYERED = {  # changes of `tiny_config`: layers that differ in heads, sizes, RoP
     },
 }
 
+HYBRID = {  # changes of `tiny_config`: two layers that keep a state, and one with attention
+    "model_type": "qwen3_5_text",
+    "num_layers": 3,
+    "qk_norm": True,
+    "norm_offset": 1.0,
+    "gated_attention": True,
+    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=8, value_dim=6),
+    "linear_layers": (0, 2),
+}
+
 SHAPES = {  # one of every kind; tests that share a target, a shape of draft and the shapes of prompts share compiled programs
     "chain": Chain(3),
     "adaptive": Chain(3, stop_below=0.3),

@@ -29,7 +29,8 @@ class Committed:
         tokens: ``[B, T]``.
         following: ``[B, T]`` the token after each: the next of ``tokens``, and after the last the row's new root.
         output: the target's at each token: ``hidden [B, T, H]`` and the asked ``taps [B, T, n, H]``.
-        entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part.
+        entries: what each of the target's layers remembers of the tokens, ``[B, heads, T, dim]`` each part. Of a prompt a layer
+            with a state gives the state after the tokens instead (see `specjax.models.states.State`).
         count: ``[B]`` how many of them count.
         cache: the target's, in pages or not, in which they are the newest ``count`` entries. To be read, not kept.
 

@@ -218,8 +218,24 @@ class LinearAttention:
     @property
     def entry_size(self) -> int:
         """Numbers that are remembered of a drafted token: its key, its update, its decay, and what was convolved."""
-        own = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
-        return own + sum(heads * dim for heads, dim in self.convolved)
+        return self._update_size + self._convolved_size
+
+    def state_bytes(self, number_bytes: float) -> float:
+        """Bytes of a row's state, with the tokens that the convolution looks back at; ``number_bytes`` are those of a number of
+        the activations, and all else is float32."""
+        return 4 * self.state_size + (self.kernel - 1) * self._convolved_size * number_bytes
+
+    def node_bytes(self, number_bytes: float) -> float:
+        """Bytes of what is remembered of a drafted token, likewise."""
+        return 4 * self._update_size + self._convolved_size * number_bytes
+
+    @property
+    def _update_size(self) -> int:
+        return self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+
+    @property
+    def _convolved_size(self) -> int:
+        return sum(heads * dim for heads, dim in self.convolved)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ may be a chain or a tree; ``anc(n)`` are the ancestors of n, and g_n is the prod
     y_n  =  g_n S0^T q_n + sum_a (g_n / g_a) (k_a . q_n) u_a                                    a in anc(n) and n
 
 Ancestors stand before their descendants, so that the first line is a system of equations with a triangular matrix. The state
-is read once, whatever the number of tokens, and never written: what has to be remembered of a token is k, u and g, which is
+is read once, whatever the number of tokens, and never written: what has to be remembered of a token is k, u and alpha, which is
 a hundredth of a state. Of the path that is accepted they are then written into the state::
 
     S  =  g_m S0 + sum_a (g_m / g_a) k_a u_a^T                                                  m its end, a in anc(m) and m
 
-All of it is float32, and g is kept as its logarithm: of long texts it is too small a number.
+All of it is float32. The logarithm of a share g_n / g_a is the sum of those of the alphas between the two. As the difference of
+two longer sums it would lose digits: where a head forgets all at some tokens, and hardly anything at others, the sums grow to
+thousands, and a small difference of two of them is known to a ten-thousandth.
 """
 
 from typing import NamedTuple
@@ -28,13 +30,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 CHUNK = 64
 """Tokens of a chain that are read at once: the system of equations grows with their square."""
 
-_SMALL = 16
-"""Equations of a system that is solved one by one."""
+_FORGOTTEN = -1e9
+"""The logarithm of a share that is nothing: its power is 0."""
 
 _EXACT = jax.lax.Precision.HIGHEST
 """Of products: "float32" on an accelerator is less by default."""
@@ -64,12 +67,12 @@ class Node(NamedTuple):
     Attributes:
         k: ``[B, heads, n, dk]`` as in `Tokens`.
         u: ``[B, heads * r, n, dv]`` their updates.
-        log_g: ``[B, heads * r, n]`` the logarithm of what is left of the state at each, its own alpha among what was lost.
+        log_alpha: ``[B, heads * r, n]`` as in `Tokens`.
     """
 
     k: jax.Array
     u: jax.Array
-    log_g: jax.Array
+    log_alpha: jax.Array
 
 
 def read_tree(
@@ -77,19 +80,34 @@ def read_tree(
     tokens: Tokens,
     mask: Bool[Array, "b T T"] | None,
     before: tuple[Node, Bool[Array, "b T R"]] | None = None,
-    from_state: Bool[Array, "B T"] | None = None,
 ) -> tuple[jax.Array, Node]:
     """Read T tokens that see each other as ``mask`` says.
 
     Args:
         state: S0.
-        tokens: those before which they stand come first.
+        tokens: ancestors before their descendants.
         mask: which of the tokens each of them has on its path, itself among them. None: itself alone.
-        before: tokens that were read since S0, and which of them each has on its path.
-        from_state: whose text the state is of; to others it is empty. None: all of them.
+        before: tokens that were read since S0, ancestors before their descendants too; and which of them each of ``tokens`` has
+            on its path.
 
     Returns:
         What each comes to, ``[B, h, T, dv]``; and what is to be remembered of them.
+
+    Examples:
+        A root and two children, all with one key. Each replaces what the table says of it.
+
+        >>> from specjax.models.delta_rule import Tokens, read_tree, write
+        >>> same, gate = jnp.ones((1, 1, 3, 1)), jnp.ones((1, 1, 3))
+        >>> values = jnp.array([5.0, 7.0, 9.0]).reshape(1, 1, 3, 1)
+        >>> tokens = Tokens(q=same, k=same, v=values, beta=gate, log_alpha=0 * gate)
+        >>> mask = jnp.array([[[True, False, False], [True, True, False], [True, False, True]]])
+        >>> empty = jnp.zeros((1, 1, 1, 1))
+        >>> y, node = read_tree(empty, tokens, mask)
+        >>> y.ravel().tolist(), node.u.ravel().tolist()  # the children do not see each other: 7 - 5, 9 - 5
+        ([5.0, 7.0, 9.0], [5.0, 2.0, 4.0])
+        >>> path = jax.tree.map(lambda part: part[:, :, jnp.array([0, 2])], node)
+        >>> write(empty, path).item()  # the root and its second child are accepted
+        9.0
     """
     q, k, v, beta, log_alpha = tokens
     count, heads = q.shape[2], q.shape[1]
@@ -99,29 +117,24 @@ def read_tree(
 
     v, beta, log_alpha = grouped(v), grouped(beta), grouped(log_alpha)
     both = jnp.concatenate([k, q], axis=2)  # one reading of the state serves keys and queries
-    log_g = log_alpha if mask is None else _product("bti,bhri->bhrt", mask.astype(jnp.float32), log_alpha)
-    if before is not None:
-        # What is left of the state only shrinks along a path: at its newest token it is least.
-        newest = jnp.where(before[1][:, None, None], grouped(before[0].log_g)[:, :, :, None], 0.0)
-        log_g = log_g + jnp.min(newest, axis=-1)
-    found = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
-    share = jnp.exp(log_g) if from_state is None else jnp.where(from_state[:, None, None], jnp.exp(log_g), 0.0)
-    found = found * jnp.tile(share, 2)[..., None]
+    shares, log_g = (None, log_alpha) if mask is None else _shares(log_alpha, mask)
+    found = 0.0
     if before is not None:
         node, visible = before
-        left = _left(log_g, grouped(node.log_g), visible)
-        likeness = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(left, (2, 1))
-        found = found + _product("bhrti,bhriv->bhrtv", likeness, grouped(node.u))
+        of_drafted, log_g = _shares(grouped(node.log_alpha), visible, log_g)
+        similar = _product("bhtk,bhik->bhti", both, node.k)[:, :, None] * jnp.tile(of_drafted, (2, 1))
+        found = _product("bhrti,bhriv->bhrtv", similar, grouped(node.u))
+    of_state = _product("bhtk,bhrkv->bhrtv", both, grouped(state))
+    found = found + of_state * jnp.tile(jnp.exp(log_g), 2)[..., None]
     known, y = found[..., :count, :], found[..., count:, :]
     u = beta[..., None] * (v - known)
-    if mask is None or count == 1:
+    if shares is None:
         y = y + jnp.sum(q * k, axis=-1)[:, :, None, :, None] * u
     else:
-        left = _left(log_g, log_g, mask)
-        likeness = _product("bhtk,bhik->bhti", both, k)[:, :, None]
-        u = _solve(likeness[..., :count, :] * left * beta[..., None], u)
-        y = y + _product("bhrti,bhriv->bhrtv", likeness[..., count:, :] * left, u)
-    return _joined(y), Node(k, _joined(u), _joined(log_g))
+        similar = _product("bhtk,bhik->bhti", both, k)[:, :, None]
+        u = _solve(similar[..., :count, :] * shares * beta[..., None], u)
+        y = y + _product("bhrti,bhriv->bhrtv", similar[..., count:, :] * shares, u)
+    return _joined(y), Node(k, _joined(u), tokens.log_alpha)
 
 
 def read_chain(
@@ -145,16 +158,13 @@ def read_chain(
     size = min(length, CHUNK)
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 
-    def read(carry: tuple[jax.Array, jax.Array], tokens: Tokens) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Node]]:
-        state, log_before = carry
+    @jax.checkpoint  # pyright: ignore[reportUntypedFunctionDecorator]  # in training a chunk is read again instead of kept
+    def read(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, tuple[jax.Array, Node]]:
         y, node = read_tree(state, tokens, mask)
-        after = write(state, node)
-        node = node._replace(log_g=node.log_g + log_before[..., None])
-        return (after, node.log_g[..., -1]), (y, node)
+        return write(state, node), (y, node)
 
-    start = state, jnp.zeros(state.shape[:2], jnp.float32)
     if length <= CHUNK:
-        (after, _), (y, node) = read(start, tokens)
+        after, (y, node) = read(state, tokens)
         return y, node, after
     missing = -length % CHUNK
 
@@ -165,57 +175,35 @@ def read_chain(
     def join(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1, *x.shape[4:])[:, :, :length]
 
-    (after, _), parts = jax.lax.scan(read, start, jax.tree.map(split, tokens))
+    after, parts = jax.lax.scan(read, state, jax.tree.map(split, tokens))
     y, node = jax.tree.map(join, parts)
     return y, node, after
 
 
 def read_documents(tokens: Tokens, documents: Int[Array, "B T"]) -> jax.Array:
-    """``[B, h, T, dv]`` what T tokens come to each of which has those before it of its own document on its path, `CHUNK` at a
-    time. ``documents`` has their numbers, and they lie end to end."""
-    batch, heads, length, value_dim = tokens.v.shape
-    size = min(length, CHUNK)
-    missing = -length % size
+    """``[B, h, T, dv]`` what T tokens come to each of which has those before it of its own document on its path.
 
-    def split(x: jax.Array) -> jax.Array:  # [B, …, T] -> [chunks, B, …, size], where T is the third axis, or of two the last
-        axis = min(2, x.ndim - 1)
-        padded = jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
-        return jnp.moveaxis(padded.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
-
-    @jax.checkpoint  # pyright: ignore[reportUntypedFunctionDecorator]
-    def read(carry: tuple[jax.Array, jax.Array], chunk: tuple[Tokens, jax.Array]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        (state, document), (tokens, documents) = carry, chunk
-        alike = documents[:, :, None] == documents[:, None]
-        goes_on, last = documents == document[:, None], documents[:, -1]
-        y, node = read_tree(state, tokens, alike & np.tril(np.ones((size, size), bool)), from_state=goes_on)
-        state = jnp.where(goes_on[:, -1, None, None, None], state, 0.0)
-        return (_written(state, node, alike[:, -1][:, None, None], node.log_g[..., -1]), last), y
-
-    start = jnp.zeros((batch, heads, tokens.k.shape[3], value_dim), jnp.float32), documents[:, 0]
-    _, y = jax.lax.scan(read, start, (jax.tree.map(split, tokens), split(documents)))
-    return jnp.moveaxis(y, 0, 2).reshape(batch, heads, -1, value_dim)[:, :, :length]
+    ``documents`` has their numbers, and they lie end to end: a document's first token forgets all that was before.
+    """
+    begins = jnp.pad(documents[:, 1:] != documents[:, :-1], ((0, 0), (1, 0)))[:, None]
+    tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))
+    empty = jnp.zeros((*tokens.v.shape[:2], tokens.k.shape[3], tokens.v.shape[3]), jnp.float32)
+    return read_chain(empty, tokens)[0]
 
 
 def write(state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None) -> Float[Array, "B h dk dv"]:
     """The state after the first ``count`` tokens of a ``path`` below it, in order; None: all."""
-    if count is None:
-        return _written(state, path, None, path.log_g[..., -1])
-    counts = (jnp.arange(path.k.shape[2])[None] < count[:, None])[:, None]
-    # At the newest it is least.
-    return _written(state, path, counts[:, None], jnp.min(jnp.where(counts, path.log_g, 0.0), axis=-1))
-
-
-def _written(state: jax.Array, path: Node, counts: jax.Array | None, log_end: jax.Array) -> jax.Array:
-    """The state after those of a ``path`` that count, ``[B, 1, 1, n]``; ``log_end [B, h]`` says what is left of it at the last
-    of them."""
-    heads, length = path.k.shape[1:3]
-    log_g = path.log_g.reshape(path.log_g.shape[0], heads, -1, length)
-    since = log_end.reshape(*log_g.shape[:3], 1) - log_g
-    weights = jnp.exp(since if counts is None else jnp.where(counts, since, -jnp.inf))
-    # What does not count may be of any size, and must not come in as 0 times that.
-    u = jnp.where(weights[..., None] > 0, path.u.reshape(*log_g.shape, -1) * weights[..., None], 0.0)
-    written = _product("bhnk,bhrnv->bhrkv", path.k, u)
-    return jnp.exp(log_end)[..., None, None] * state + _joined(written)
+    length, log_alpha, u = path.k.shape[2], path.log_alpha, path.u
+    visible = jnp.ones((1, 1, length), bool)
+    if count is not None:
+        visible = jnp.arange(length)[None, None] < count[:, None, None]
+        # What does not count may be of any size, and must not come in as 0 times that.
+        u = jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], u, 0.0)
+    # As one token at the end of the path sees it, of one value head to each of the heads that are counted here.
+    shares, log_g = _shares(log_alpha[:, :, None], visible)
+    weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], path.k.shape[1], -1, *u.shape[2:])
+    written = _product("bhnk,bhrnv->bhrkv", path.k, weighed)
+    return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(written)
 
 
 def _joined(x: jax.Array) -> jax.Array:
@@ -227,24 +215,43 @@ def _product(sum_over: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(sum_over, left, right, precision=_EXACT)
 
 
-def _left(at: jax.Array, since: jax.Array, visible: jax.Array) -> jax.Array:
-    """``[B, heads, r, T, n]`` what is left, at each of T tokens, of what each of n others wrote; 0 of those it does not see."""
-    return jnp.exp(jnp.where(visible[:, None, None], at[..., :, None] - since[..., None, :], -jnp.inf))
+def _shares(
+    log_alpha: Float[Array, "B heads r n"], visible: Bool[Array, "b T n"], log_own: ArrayLike = 0.0
+) -> tuple[jax.Array, jax.Array]:
+    """What is left at each of T tokens of what n others wrote, of which it sees some.
+
+    Args:
+        log_alpha: of the n, ancestors before their descendants.
+        visible: which of them each token sees: those on its path.
+        log_own: ``[B, heads, r, T]`` what is forgotten behind all of them.
+
+    Returns:
+        The shares ``[B, heads, r, T, n]``, 0 of those that are not seen; and the logarithm of what is left of the state before
+        them, ``[B, heads, r, T]``.
+    """
+    count = log_alpha.shape[-1]
+    seen = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
+    if count <= CHUNK:  # a product with few rows is faster than a running sum
+        behind = _product("bhrtj,ji->bhrti", seen, jnp.tril(jnp.ones((count, count)), -1))
+    else:
+        behind = jnp.pad(jax.lax.cumsum(seen, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),))
+    log_own = jnp.asarray(log_own)
+    shares = jnp.exp(jnp.where(visible[:, None, None], behind + log_own[..., None], -jnp.inf))
+    return shares, jnp.sum(seen, axis=-1) + log_own
 
 
 def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r T dv"]) -> Float[Array, "B heads r T dv"]:
     """``u`` with ``u + lower u = right``, where ``lower`` is what lies below the diagonal of ``matrix``.
 
-    Larger systems are inverted by products: on a CPU the other way is a call of a library's for each head, whose threads and
-    XLA's wait for each other, and took 0.7 s where this takes 7 ms. The inverse of two neighbouring blocks A and B on the
-    diagonal, and of what stands below A, makes one of twice the size::
+    It is inverted by products. `jax.lax.linalg.triangular_solve` is a call of a library's for each head on a CPU, whose threads
+    and XLA's wait for each other: for 16 tokens it took 0.3 to 0.7 s where this takes 0.3 ms. On a TPU it is a program of its
+    own between the others. The inverse of two neighbouring blocks A and B on the diagonal, and of what stands below A, makes
+    one of twice the size::
 
         (A    )^-1     (    A^-1           )
         (C   B)     =  (-B^-1 C A^-1   B^-1)
     """
     count = right.shape[-2]
-    if count <= _SMALL:
-        return jax.lax.linalg.triangular_solve(matrix, right, left_side=True, lower=True, unit_diagonal=True)
     place = np.arange(count)
     apart = np.where(place[:, None] > place[None], place[:, None] ^ place[None], 0)
     inverse, size = jnp.broadcast_to(jnp.eye(count), matrix.shape), 1

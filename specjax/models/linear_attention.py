@@ -16,7 +16,7 @@ from flax import struct
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.delta_rule import Node, Tokens, read_chain, read_documents, read_tree
 from specjax.models.params import Params
-from specjax.models.primitives import linear, rms_norm
+from specjax.models.primitives import apart, linear, rms_norm
 from specjax.models.states import State
 
 
@@ -45,10 +45,13 @@ class Lineage:
     def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Lineage":
         """Of a call's ``mask [B|1, T, T]`` and of what it sees of each piece of scratch, as `Target.run` is given them."""
         count = mask.shape[1]
-        known = mask if isinstance(mask, np.ndarray) else None
-        if not drafted and known is not None and np.array_equal(known[0], np.tril(np.ones((count, count), bool))):
-            return cls(None, None, None, is_chain=True)
         alone = np.eye(count, dtype=bool)[None]
+
+        def is_known_as(kind: np.ndarray) -> bool:
+            return isinstance(mask, np.ndarray) and np.array_equal(mask, np.broadcast_to(kind, mask.shape))
+
+        if not drafted and is_known_as(np.tril(np.ones((count, count), bool))):
+            return cls(None, None, None, is_chain=True)
         seen = [jnp.asarray(alone if visible is None else visible) for visible in drafted]
         rows = max([mask.shape[0], *(visible.shape[0] for visible in seen)])
         above, own = ([jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in xs] for xs in (seen, [jnp.asarray(mask)]))
@@ -57,8 +60,7 @@ class Lineage:
         before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
         places = jnp.where(before, jnp.arange(before.shape[2]), -1)
         newest = jax.lax.top_k(places, kernel - 1)[0][..., ::-1]
-        is_alone = known is not None and np.array_equal(known[0], alone[0])
-        return cls(None if is_alone else own[0], joined, newest)
+        return cls(None if is_known_as(alone) else own[0], joined, newest)
 
 
 @struct.dataclass
@@ -128,7 +130,7 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
 
     if not sizes.by_key_head:
         counts = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads, "z": sizes.value_heads}
-        parts = [heads(linear(params, name, x), count) for name, count in counts.items()]
+        parts = [heads(apart(linear(params, name, x)), count) for name, count in counts.items()]
         return (*parts, linear(params, "beta", x), linear(params, "alpha", x))
     joined = heads(linear(params, "qkvz", x), sizes.key_heads)
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, sizes.group * sizes.value_dim])

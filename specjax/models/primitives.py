@@ -61,7 +61,12 @@ def _logits(x: jax.Array, head: jax.Array | Narrow, is_rows: bool = False) -> ja
 def mlp(params: Params, x: jax.Array, prefix: str = "", activation: Activation = "silu") -> jax.Array:
     """The gated MLP, ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202); ``prefix`` starts its names."""
     gated = activate(linear(params, f"{prefix}gate", x), activation) * linear(params, f"{prefix}up", x)
-    return linear(params, f"{prefix}down", gated)
+    return linear(params, f"{prefix}down", apart(gated) if x.ndim == 3 and x.shape[1] > 1 else gated)
+
+
+def apart(x: jax.Array) -> jax.Array:
+    """``x``, which a TPU's compiler works out by itself."""
+    return jax.lax.platform_dependent(x, tpu=jax.lax.optimization_barrier, default=lambda x: x)
 
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:

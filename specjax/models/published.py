@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from specjax.errors import InputError
-from specjax.models.config import MLA, Layer, ModelConfig, MoE, Rope
+from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.params import declare
 
@@ -48,6 +48,15 @@ _MISTRAL = _family("mistral", vocab_size=32768, max_positions=32768, rope=Rope(t
 
 _128_EXPERTS = MoE(num_experts=128, experts_per_token=8, intermediate_size=768, normalise=True)
 _QWEN_3_MOE = _family("qwen3_moe", **_QWEN, vocab_size=151936, max_positions=40960, moe=_128_EXPERTS)
+_QWEN_HYBRID: dict[str, Any] = {"norm_eps": 1e-6, "rope": Rope(theta=1e7, turned=0.25), "max_positions": 262144}
+_QWEN_3_5 = _family("qwen3_5_text", **_QWEN_HYBRID, vocab_size=248320)
+_shared_expert = partial(MoE, intermediate_size=512, shared_experts=1, shared_gated=True, normalise=True)
+_QWEN_3_5_MOE = _family(
+    "qwen3_5_moe_text", **_QWEN_HYBRID, vocab_size=248320, moe=_shared_expert(num_experts=256, experts_per_token=8)
+)
+_QWEN_3_NEXT = _family(
+    "qwen3_next", **_QWEN_HYBRID, vocab_size=151936, moe=_shared_expert(num_experts=512, experts_per_token=10)
+)
 _DEEPSEEK_V3 = _family(
     "deepseek_v3",
     vocab_size=129280,
@@ -158,6 +167,13 @@ def _without_positions(config: ModelConfig, every: int) -> ModelConfig:
     return replace(config, layers=tuple(Layer() if one else Layer(rope=Rope(kind="none")) for one in turned))
 
 
+def _hybrid(config: ModelConfig, value_heads: int = 32, by_key_head: bool = False, **changes: Any) -> ModelConfig:
+    """``config`` with linear attention in three layers of four (Qwen3-Next, Qwen3.5)."""
+    sizes = LinearAttention(key_heads=16, value_heads=value_heads, key_dim=128, value_dim=128, by_key_head=by_key_head)
+    linear = tuple(layer for layer in range(config.num_layers) if (layer + 1) % 4)
+    return replace(config, linear=sizes, linear_layers=linear, **changes)
+
+
 def _keys_are_values(kv_heads: int) -> Layer:
     return replace(_GEMMA_4_FULL, num_kv_heads=kv_heads, keys_are_values=True)
 
@@ -184,6 +200,11 @@ PUBLISHED: dict[str, ModelConfig] = {
     "qwen3-14b": _sized(_QWEN_3, 5120, 17408, 40, 40, 8, 128),
     "qwen3-32b": _sized(_QWEN_3, 5120, 25600, 64, 64, 8, 128),
     "qwen3-30b-a3b": _sized(_QWEN_3_MOE, 2048, 6144, 48, 32, 4, 128),
+    "qwen3-next-80b-a3b": _hybrid(_sized(_QWEN_3_NEXT, 2048, 5120, 48, 16, 2, 256), by_key_head=True),
+    "qwen3.5-4b": _hybrid(_sized(_QWEN_3_5, 2560, 9216, 32, 16, 4, 256), tie_embeddings=True),
+    "qwen3.5-9b": _hybrid(_sized(_QWEN_3_5, 4096, 12288, 32, 16, 4, 256)),
+    "qwen3.5-27b": _hybrid(_sized(_QWEN_3_5, 5120, 17408, 64, 24, 4, 256), value_heads=48),
+    "qwen3.5-35b-a3b": _hybrid(_sized(_QWEN_3_5_MOE, 2048, 5632, 40, 16, 2, 256)),
     "deepseek-v3": _sized(_DEEPSEEK_V3, 7168, 18432, 61, 128, 128, 64),
     "gemma-2-2b": _gemma(_sized(_GEMMA_2, 2304, 9216, 26, 8, 4, 256), 2, attention_scale=256**-0.5),
     "gemma-2-9b": _gemma(_sized(_GEMMA_2, 3584, 14336, 42, 16, 8, 256), 2, attention_scale=256**-0.5),

@@ -28,7 +28,7 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.models.cache import Entry
-from specjax.models.config import ModelConfig
+from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.params import declare
 from specjax.models.published import parameter_count
 from specjax.models.quantized import is_part
@@ -86,7 +86,8 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
 
     Latent attention reads latents and rotated keys, and a head multiplies with all of those, with the latents twice. A layer
     with a window reads no more of S than that. A layer that reads another one's entries reads them once more. The T tokens' own
-    keys and values are left out: they are few beside S.
+    keys and values are left out: they are few beside S. A layer with linear attention reads its state instead, whatever S is,
+    and multiplies each token's key and query with it; what committing takes is `commit_work`.
 
     Examples:
         >>> from specjax.models.published import published
@@ -94,15 +95,40 @@ def attention_work(config: ModelConfig, batch: int, tokens: int, context: int, k
         >>> work = attention_work(published("llama-3.1-8b"), batch=1, tokens=1, context=32_768)
         >>> round(work.bytes / 1e9, 1)  # gigabytes
         4.3
+        >>> work = attention_work(published("qwen3.5-9b"), batch=1, tokens=1, context=32_768)
+        >>> round(work.bytes / 1e9, 1)  # a layer of four looks back
+        1.1
     """
     products, numbers = 0, 0
     for layer in range(config.num_layers):
+        if config.linear is not None and config.is_linear(layer):
+            continue
         source = config.entries_of(layer)
         (_, keys), (_, last) = config.entry_parts(source)
         seen = min(context, config.window_of(layer) or context)
         products += seen * config.of_layer(layer).num_heads * (keys + last if config.mla is None else 2 * keys + last)
         numbers += seen * config.entry_size(source)
-    return Work(2.0 * batch * tokens * products, batch * numbers * kv_bytes)
+    states = sum(sizes.state_size for sizes in _linear_layers(config))
+    flops = 2.0 * batch * tokens * (products + 2 * states)
+    return Work(flops, batch * (numbers * kv_bytes + state_bytes(config)))
+
+
+def commit_work(config: ModelConfig, batch: int, tokens: int) -> Work:
+    """Writing T tokens of each of B rows into the states of layers with linear attention, once it is known which are accepted.
+
+    A state is read and written once more than a pass reads it, whatever the number of tokens. Keys and values are written too:
+    they are few, and left out.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import commit_work
+        >>> round(commit_work(published("qwen3.5-9b"), batch=1, tokens=5).bytes / 1e6)  # megabytes
+        103
+        >>> commit_work(published("llama-3.1-8b"), batch=1, tokens=5)
+        Work(flops=0.0, bytes=0.0)
+    """
+    states = sum(sizes.state_size for sizes in _linear_layers(config))
+    return Work(2.0 * batch * tokens * states, 2.0 * batch * state_bytes(config))
 
 
 def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
@@ -118,6 +144,41 @@ def cache_bytes(config: ModelConfig, kv_bytes: float = 2.0) -> float:
         (131072.0, 67584.0)
     """
     return sum(map(config.entry_size, range(config.num_layers))) * kv_bytes
+
+
+def state_bytes(config: ModelConfig, number_bytes: float = 2.0) -> float:
+    """Bytes of a row's states, in all layers with linear attention together: of a whole text, however long.
+
+    They are float32, but for what the newest tokens gave to the convolutions, whose numbers take ``number_bytes``.
+
+    Examples:
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import state_bytes
+        >>> state_bytes(published("qwen3.5-9b")), state_bytes(published("llama-3.1-8b"))
+        (51511296.0, 0.0)
+    """
+    return sum((sizes.state_bytes(number_bytes) for sizes in _linear_layers(config)), 0.0)
+
+
+def node_bytes(config: ModelConfig, number_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
+    """Bytes that are remembered of one drafted token until it is accepted or not, in all layers: its entries.
+
+    Examples:
+        What a copy of the states for each of 60 drafted tokens would take, and what their entries in those layers take of it:
+
+        >>> from specjax.models.published import published
+        >>> from specjax.planning.roofline import cache_bytes, node_bytes, state_bytes
+        >>> model = published("qwen3.5-9b")
+        >>> copies, entries = 60 * state_bytes(model), 60 * (node_bytes(model) - cache_bytes(model))
+        >>> round(copies / 1e9, 2), f"{entries / copies:.2%}"
+        (3.09, '1.91%')
+    """
+    return cache_bytes(config, kv_bytes) + sum(sizes.node_bytes(number_bytes) for sizes in _linear_layers(config))
+
+
+def _linear_layers(config: ModelConfig) -> list[LinearAttention]:
+    """The sizes of each layer with linear attention."""
+    return [config.linear for layer in range(config.num_layers) if config.linear is not None and config.is_linear(layer)]
 
 
 def forward_time(
@@ -322,11 +383,12 @@ class Pair:
 
     def target_time(self, batch: int, context: int) -> float:
         """T_T(B, S): seconds of a decoding step."""
-        return self._forward(self.target, batch, 1, context)
+        return self.verify_time(batch, context, 0)
 
     def verify_time(self, batch: int, context: int, gamma: int) -> float:
-        """T_V(B, S, gamma): seconds of a forward over the chain and its root, gamma + 1 tokens a row."""
-        return self._forward(self.target, batch, gamma + 1, context)
+        """T_V(B, S, gamma): seconds of a forward over the chain and its root, gamma + 1 tokens a row, and of what committing
+        them takes."""
+        return self._forward(self.target, batch, gamma + 1, context) + self._commit(self.target, batch, gamma + 1)
 
     def draft_time(self, batch: int, context: int) -> float:
         """T_D(B, K) + T_select(B, S, K): seconds of a drafting step (equation 3; K = S where the cache is not compressed)."""
@@ -335,20 +397,22 @@ class Pair:
         return self._forward(self.draft_config, batch, 1, self._kept(context)) + self._selection_time(batch, context)
 
     def once_time(self, batch: int, context: int) -> float:
-        """Seconds of what the drafter does once for all levels of a draft: nothing, if it is a model."""
+        """Seconds of what the drafter does once for all levels of a draft: if it is a model, it commits what was accepted."""
         if isinstance(self.drafter, Trained):
             return self.drafter.step_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
-        return 0.0
+        return self._commit(self.draft_config, batch, 1)
 
     def memory(self, batch: int, context: int) -> float:
-        """Bytes of the weights (a target that drafts for itself has one set) and of both caches."""
+        """Bytes of the weights (a target that drafts for itself has one set) and of both caches, their states among them."""
         weights, caches = parameter_count(self.target), batch * context * cache_bytes(self.target, self.kv_bytes)
+        caches += batch * state_bytes(self.target)
         if isinstance(self.drafter, Trained):
             weights += self.drafter.parameters
             caches += self.drafter.kept(batch, context) * self.kv_bytes
         elif self.drafter is not None or self.draft_cache is not None:
             weights += 0 if self.drafter is None else parameter_count(self.drafter)
             caches += batch * self._kept(context) * cache_bytes(self.draft_config, self.kv_bytes)
+            caches += batch * state_bytes(self.draft_config)
         return weights * self.weight_bytes + caches
 
     def fits(self, batch: int, context: int) -> bool:
@@ -357,6 +421,9 @@ class Pair:
 
     def _forward(self, config: ModelConfig, batch: int, tokens: int, context: int) -> float:
         return forward_time(config, self.chip, batch, tokens, context, self.weight_bytes, self.kv_bytes)
+
+    def _commit(self, config: ModelConfig, batch: int, tokens: int) -> float:
+        return commit_work(config, batch, tokens).seconds(self.chip)
 
     def _kept(self, context: int) -> int:
         return context if self.draft_cache is None else min(context, self.draft_cache)

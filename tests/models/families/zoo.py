@@ -39,6 +39,7 @@ _GEMMA4 = _SIZES | {
 
 _HYBRID = _SIZES | {
     "initializer_range": 0.12,
+    "max_position_embeddings": 1024,
     "head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

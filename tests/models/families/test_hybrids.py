@@ -1,0 +1,396 @@
+"""Families in which most layers keep a state: their texts against transformers', how they are published, what is refused."""
+
+import json
+import sys
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import specjax
+from specjax.cli.main import main
+from specjax.decoding.state import PREFILL_CHUNK
+from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
+from specjax.models import huggingface
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import Target
+from specjax.sampling import Sampling
+from tests.conftest import HYBRID, SHAPES, tiny_target
+from tests.models.families import zoo
+
+NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+LENGTHS = (63, 64, 65, 130)  # about a border of the rule's chunks, and beyond the next
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """By name: a model of the zoo, with the directory it was saved to, and its greedy texts of some prompts."""
+
+    @cache
+    def of(name: str) -> SimpleNamespace:
+        directory = tmp_path_factory.mktemp("zoo")
+        model = zoo.save(name, directory)
+        return SimpleNamespace(directory=directory, model=model, target=Target.from_pretrained(directory, dtype=np.float32))
+
+    return of
+
+
+@cache
+def prompts_of(lengths: tuple[int, ...]) -> np.ndarray:
+    """Rows that repeat themselves a little, padded at the end."""
+    rng = np.random.default_rng(0)
+    rows = [np.resize(rng.integers(0, zoo.VOCABULARY, 23), length) for length in lengths]
+    return np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows])
+
+
+_said: dict[tuple[str, tuple[int, ...]], list[list[int]]] = {}
+
+
+def said_by_transformers(one: SimpleNamespace, name: str, lengths: tuple[int, ...]) -> list[list[int]]:
+    """Its greedy text after each prompt, each read alone."""
+    import torch
+
+    if (name, lengths) not in _said:
+        rows = [torch.tensor(row[None, :n]) for row, n in zip(prompts_of(lengths), lengths, strict=True)]
+        how = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+        # With a mask: otherwise it takes tokens of number 0 for padding.
+        found = [one.model.generate(row, attention_mask=torch.ones_like(row), **how)[0, row.shape[1] :] for row in rows]
+        _said[name, lengths] = [row.tolist() for row in found]
+    return _said[name, lengths]
+
+
+def generated(target: Target, drafter: Drafter | None, lengths: tuple[int, ...]):
+    return specjax.generate(
+        target, drafter, prompts_of(lengths), np.array(lengths), max_new_tokens=NEW, sampling=Sampling(temperature=0.0)
+    )
+
+
+def texts(result, lengths: tuple[int, ...]) -> list[list[int]]:
+    return [row[n : n + NEW].tolist() for row, n in zip(np.asarray(result.tokens), lengths, strict=True)]
+
+
+def random_draft_model(shape) -> DraftModel:
+    """Another hybrid, with random weights: nearly all that it drafts is rejected."""
+    return DraftModel(tiny_target(**HYBRID, vocab_size=zoo.VOCABULARY, max_positions=1024), draft=shape)
+
+
+DRAFTERS = {
+    "plain": lambda target: None,
+    "lookup": lambda target: PromptLookup(draft=5),
+    "early exit, chain": lambda target: EarlyExit(layers=3, draft=SHAPES["chain"]),
+    "early exit, static tree": lambda target: EarlyExit(layers=3, draft=SHAPES["static"]),
+    "itself, dynamic tree": lambda target: DraftModel(target, draft=SHAPES["dynamic"]),
+    "itself, chain": lambda target: DraftModel(target, draft=SHAPES["chain"]),
+    "itself, static tree": lambda target: DraftModel(target, draft=SHAPES["static"]),
+    "early exit, dynamic tree": lambda target: EarlyExit(layers=3, draft=SHAPES["dynamic"]),
+    "another, chain": lambda target: random_draft_model(SHAPES["chain"]),
+    "another, dynamic tree": lambda target: random_draft_model(SHAPES["dynamic"]),
+}
+_FAST = {
+    ("qwen3_next", "lookup"),
+    ("qwen3_5", "lookup"),
+    ("qwen3_5", "early exit, static tree"),
+    ("qwen3_5", "itself, dynamic tree"),
+}
+PAIRS = [
+    pytest.param(name, drafter, marks=() if (name, drafter) in _FAST else pytest.mark.thorough)
+    for name in NAMES
+    for drafter in DRAFTERS
+]
+
+
+@pytest.mark.parametrize(("name", "drafter"), PAIRS)
+def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
+    """Of prompts on both sides of a chunk's border, in one batch."""
+    one = made(name)
+    result = generated(one.target, DRAFTERS[drafter](one.target), LENGTHS)
+    assert texts(result, LENGTHS) == said_by_transformers(one, name, LENGTHS)
+    if drafter == "itself, chain":
+        assert np.sum(result.stats.accepted) > 0.9 * np.sum(result.stats.drafted)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafter", ["plain", "lookup", "early exit, static tree", "itself, dynamic tree"])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_of_long_prompts_and_of_each_row_alone(made, name, drafter) -> None:
+    """Prompts that are read in several passes, the last of which ends at a border, before it and behind it."""
+    one, lengths = made(name), (PREFILL_CHUNK - 1, PREFILL_CHUNK + 1, PREFILL_CHUNK + 65, PREFILL_CHUNK + 130)
+    expected = said_by_transformers(one, name, lengths)
+    assert texts(generated(one.target, DRAFTERS[drafter](one.target), lengths), lengths) == expected
+    for length in lengths[:2]:
+        assert texts(generated(one.target, DRAFTERS[drafter](one.target), (length,)), (length,)) == [
+            said_by_transformers(one, name, (length,))[0]
+        ]
+
+
+# --- how many digits are lost -------------------------------------------------------------------------------------------------
+
+
+def rule_in_float64(query, key, value, g, beta, use_qk_l2norm_in_kernel, **_):
+    """The rule of transformers, token by token, without its casts to float32."""
+    import torch
+
+    assert use_qk_l2norm_in_kernel
+    group = value.shape[2] // key.shape[2]
+    q, k = (x.double().repeat_interleave(group, 2) for x in (query, key))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    v, kept, beta = value.double(), g.double().exp(), beta.double()
+    state, out = torch.zeros(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3], dtype=torch.float64), []
+    for t in range(v.shape[1]):
+        state = state * kept[:, t, :, None, None]
+        known = torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - known))[:, :, None]
+        out.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * q.shape[-1] ** -0.5)
+    return torch.stack(out, 1), state
+
+
+@contextmanager
+def without_casts(model):
+    """transformers' model in float64, its rule too."""
+    module = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "torch_chunk_gated_delta_rule", rule_in_float64)
+        yield
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_more_digits_are_lost_than_by_transformers(tmp_path, seed) -> None:
+    """With larger weights than the zoo's a few logits differ by 1e-4. Ours are as near to its float64 as its own float32."""
+    from transformers import AutoModelForCausalLM
+
+    kind, fields = zoo.MODELS["qwen3_5"]
+    model = zoo.build(kind, fields | {"initializer_range": 0.2}, seed)
+    model.save_pretrained(tmp_path)
+    tokens = np.random.default_rng(seed).integers(0, zoo.VOCABULARY, (2, 40))
+    theirs, ours = zoo.logits(model, tokens), Target.from_pretrained(tmp_path, dtype=np.float32).forward(tokens)[0].logits
+    exact_model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float64", attn_implementation="eager")
+    with without_casts(exact_model):
+        exact = zoo.logits(exact_model, tokens)
+    lost, lost_there = (np.abs(np.asarray(logits, np.float64) - exact).mean() for logits in (ours, theirs))
+    print(f"seed {seed}: ours {lost:.1e}, transformers' {lost_there:.1e}")
+    assert lost < 1.5 * lost_there < 1e-5
+
+
+# --- how they are published ---------------------------------------------------------------------------------------------------
+
+
+def logits(target: Target) -> np.ndarray:
+    return np.asarray(target.forward(np.arange(2 * 12).reshape(2, 12) % zoo.VOCABULARY)[0].logits)
+
+
+def publish(one: SimpleNamespace, directory: Path, edit_tensors=None, **fields) -> Path:
+    """``directory`` with the model's files, changed."""
+    tensors = load_file(one.directory / "model.safetensors")
+    save_file(tensors if edit_tensors is None else edit_tensors(tensors), directory / "model.safetensors")
+    raw = json.loads((one.directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | fields))
+    return directory
+
+
+def named_as_published(tensors):
+    """As in the files of a Qwen3.5, with a part that sees and an MTP module beside it."""
+    beside = {
+        "model.visual.blocks.0.attn.qkv.weight": np.full((3, 3), np.nan, np.float32),
+        "mtp.fc.weight": np.full((3, 3), np.nan, np.float32),
+        "mtp.layers.0.self_attn.q_proj.weight": np.full((3, 3), np.nan, np.float32),
+    }
+    return beside | {
+        f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_published_layout_is_read_without_what_sees_and_predicts_further(made, name, tmp_path) -> None:
+    one = made(name)
+    publish(one, tmp_path, named_as_published)
+    inner = json.loads((tmp_path / "config.json").read_text())
+    inner |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+    inner["attn_output_gate"], inner["full_attention_interval"] = True, 4
+    inner["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    outer = {"architectures": ["of a model that sees"], "model_type": name, "text_config": inner}
+    outer |= {"image_token_id": 3, "vision_config": {"depth": 27}, "tie_word_embeddings": inner["tie_word_embeddings"]}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    target = Target.from_pretrained(tmp_path, dtype=np.float32)
+    np.testing.assert_array_equal(logits(target), logits(one.target))
+
+
+EXPERTS = "model.layers.{}.mlp.experts."
+
+
+def with_fused_experts(tensors):
+    found = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    layers = {name.split(".")[2] for name in tensors if ".mlp.experts." in name}
+    for layer in layers:
+        prefix = EXPERTS.format(layer)
+        if f"{prefix}gate_up_proj" in tensors:
+            return tensors
+        stacked = {
+            part: np.stack([tensors[f"{prefix}{expert}.{part}_proj.weight"] for expert in range(6)])
+            for part in ("gate", "up", "down")
+        }
+        found[f"{prefix}gate_up_proj"] = np.concatenate([stacked["gate"], stacked["up"]], axis=1)
+        found[f"{prefix}down_proj"] = stacked["down"]
+    return found
+
+
+def with_single_experts(tensors):
+    found = {}
+    for name, tensor in with_fused_experts(tensors).items():
+        prefix = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        for expert in range(6 if ".mlp.experts." in name else 0):
+            if name.endswith("down_proj"):
+                found[f"{prefix}{expert}.down_proj.weight"] = np.ascontiguousarray(tensor[expert])
+            else:
+                gate, up = np.split(tensor[expert], 2)
+                found |= {f"{prefix}{expert}.gate_proj.weight": gate.copy(), f"{prefix}{expert}.up_proj.weight": up.copy()}
+        if ".mlp.experts." not in name:
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("stored", [with_fused_experts, with_single_experts])
+def test_experts_are_read_one_by_one_and_as_one_tensor(made, name, stored, tmp_path) -> None:
+    one = made(name)
+    shapes = {name: tensor.shape for name, tensor in stored(load_file(one.directory / "model.safetensors")).items()}
+    experts = [name for name in shapes if ".mlp.experts." in name]
+    sparse = sum(map(one.target.config.is_sparse, range(4)))
+    if stored is with_fused_experts:
+        assert len(experts) == 2 * sparse
+        assert shapes[EXPERTS.format(2) + "gate_up_proj"] == (6, 24, 32) and shapes[EXPERTS.format(2) + "down_proj"] == (
+            6,
+            32,
+            12,
+        )
+    else:
+        assert len(experts) == 3 * 6 * sparse
+    target = Target.from_pretrained(publish(one, tmp_path, stored), dtype=np.float32)
+    np.testing.assert_array_equal(logits(target), logits(one.target))
+
+
+def test_projections_of_qwen3_next_lie_by_heads_of_keys(made) -> None:
+    """One matrix for queries, keys, values and gates, and one for both gates of the rule, as published."""
+    tensors = load_file(made("qwen3_next").directory / "model.safetensors")
+    prefix = "model.layers.0.linear_attn."
+    assert tensors[f"{prefix}in_proj_qkvz.weight"].shape == (2 * (8 + 8 + 12 + 12), 32)
+    assert tensors[f"{prefix}in_proj_ba.weight"].shape == (8, 32)
+    assert made("qwen3_next").target.config.linear.by_key_head
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------------------
+
+REFUSALS = [
+    (
+        {"layer_types": ["linear_attention", "mamba"] * 2},
+        "layer_types has 'mamba': only 'full_attention' and 'linear_attention'",
+    ),
+    ({"layer_types": ["linear_attention"] * 4}, r"linear_layers=\(0, 1, 2, 3\): .* not all of them"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers of num_hidden_layers=4: name each"),
+    ({"linear_num_value_heads": 3}, "value_heads=3 is not a multiple of key_heads=2: each head of keys serves"),
+    ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1: must be a whole number from 2"),
+    ({"linear_key_head_dim": 0}, "linear_key_head_dim=0: must be a whole number from 1"),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.2}},
+        "partial_rotary_factor: turns 3 of a head's 16 numbers: must be even",
+    ),
+    ({"attn_output_gate": False}, "attn_output_gate=False: must be left out, or true"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_what_cannot_be_taken_is_refused_in_a_line(made, changes, message) -> None:
+    raw = json.loads((made("qwen3_5").directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message) as caught:
+        huggingface.parse_config(raw | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_shared_experts_that_are_no_multiple_are_refused(made) -> None:
+    raw = json.loads((made("qwen3_5_moe").directory / "config.json").read_text())
+    with pytest.raises(CheckpointError, match="shared_expert_intermediate_size=13: must be a multiple"):
+        huggingface.parse_config(raw | {"shared_expert_intermediate_size": 13})
+
+
+def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> None:
+    def without(tensors):
+        return {name: tensor for name, tensor in tensors.items() if name != "model.layers.1.linear_attn.A_log"}
+
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.linear_attn\.A_log"):
+        Target.from_pretrained(publish(made("qwen3_5"), tmp_path, without), dtype=np.float32)
+
+
+# --- narrow weights -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "near"),
+    [
+        ("qwen3_5", "int8", 0.1),
+        *(pytest.param(name, "int8", 0.1, marks=pytest.mark.thorough) for name in NAMES[1:]),
+        *(pytest.param(name, "int4", 0.8, marks=pytest.mark.thorough) for name in NAMES),
+    ],
+)
+def test_narrow_weights_stay_near_and_are_decoded_losslessly(made, name, weights, near) -> None:
+    one = made(name)
+    narrow = one.target.narrow(weights)
+    exact = logits(one.target)
+    difference = np.abs(logits(narrow) - exact).mean() / np.abs(exact).mean()
+    print(f"{name} {weights}: {difference:.3f}")
+    assert 0 < difference < near
+    plain, drafted = (texts(generated(narrow, drafter, (63, 65)), (63, 65)) for drafter in (None, PromptLookup(draft=5)))
+    assert plain == drafted
+
+
+def test_a_narrow_hybrid_is_written_and_read(made, tmp_path) -> None:
+    one = made("qwen3_5")
+    narrow = str(tmp_path / "narrow")
+    assert main(["convert", "--target", str(one.directory), "--output", narrow, "--quantize", "int8"]) == 0
+    read = Target.from_pretrained(narrow, dtype=np.float32)
+    assert read.params["layers"][0]["q"].values.dtype == read.params["layers"][0]["z"].values.dtype == np.int8
+    assert read.params["layers"][0]["conv_q"].dtype == read.params["layers"][0]["log_rate"].dtype == np.float32
+    assert np.abs(logits(read) - logits(one.target)).mean() < 0.1 * np.abs(logits(one.target)).mean()
+
+
+def rounded_to_fp8(tensors, block: int = 128):
+    """Matrices of layers as FP8 with a scale for each block, as Qwen publishes them; gates and the convolution stay."""
+    import ml_dtypes
+
+    found = {}
+    for name, tensor in tensors.items():
+        left = ("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d", "norm", "embed", "lm_head", "mlp.gate.", "shared_expert_gate")
+        if tensor.ndim != 2 or any(part in name for part in left):
+            found[name] = tensor
+            continue
+        scale = np.abs(tensor).max() / 448
+        found[name] = (tensor / scale).astype(ml_dtypes.float8_e4m3fn)
+        found[f"{name}_scale_inv"] = np.full((-(-tensor.shape[0] // block), -(-tensor.shape[1] // block)), scale, np.float32)
+    return found
+
+
+def widened_again(tensors):
+    """What numbers in FP8 are, in float32."""
+    found = rounded_to_fp8(tensors)
+    return {
+        name: tensor.astype(np.float32) * (found[f"{name}_scale_inv"].flat[0] if f"{name}_scale_inv" in found else 1.0)
+        for name, tensor in found.items()
+        if not name.endswith("_scale_inv")
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_checkpoint_in_fp8_is_read_with_its_fused_projections(made, name, tmp_path) -> None:
+    one = made(name)
+    said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    for kind in ("narrow", "wide"):
+        (tmp_path / kind).mkdir()
+    edit = (lambda t: rounded_to_fp8(with_single_experts(t))), (lambda t: widened_again(with_single_experts(t)))
+    narrow = publish(one, tmp_path / "narrow", edit[0], quantization_config=said)
+    wide = publish(one, tmp_path / "wide", edit[1])
+    read, expected = (Target.from_pretrained(path, dtype=np.float32) for path in (narrow, wide))
+    np.testing.assert_allclose(logits(read), logits(expected), atol=1e-4)
