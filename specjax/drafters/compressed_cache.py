@@ -66,8 +66,8 @@ class CompressedCache(Drafter[RingCache]):
             )
         if target.config.linear_layers:
             raise InputError(
-                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) keep a state, of which "
-                "no part can be left out: give a target with ordinary attention, or another drafter"
+                f"CompressedCache(scheme={self.scheme}): layers of the target ({target.config.model_type}) keep a state, of "
+                "which no part can be left out: give a target with ordinary attention, or another drafter"
             )
 
     def start(self, target: Target, batch: int, capacity: int) -> RingCache:

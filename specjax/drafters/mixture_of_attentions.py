@@ -198,8 +198,8 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             )
         if states := set(range(first, last)) & set(target.config.linear_layers):
             raise InputError(
-                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(states)}, which keep a state of what the "
-                "target made of the text, and it has states of its own: give one with tli=0"
+                f"drafter: target layer inference (tli={config.tli}) runs layers {sorted(states)}, which keep a state of what "
+                "the target made of the text, and it has states of its own: give one with tli=0"
             )
         if outside := [layer for layer in range(first, last) if target.config.entries_of(layer) < first]:
             raise InputError(
