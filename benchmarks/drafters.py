@@ -127,7 +127,7 @@ def run(config: DraftersConfig) -> list[dict[str, Any]]:
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
     hidden, mlp, layers = config.inflate
-    inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers)
+    inflated = inflate(target, hidden_size=hidden, intermediate_size=mlp, num_layers=layers) if config.timed else target
     rows = []
     settings = {f"{shape}, T = {temperature:g}": (temperature, shape) for temperature in config.temperature for shape in SHAPES}
     for setting in track(list(settings), "measuring all drafters: {}"):
