@@ -108,8 +108,8 @@ CONFIG_FAULTS = [
     ({"model_type": "gpt2"}, "model_type='gpt2': must be one of llama, mistral, qwen2, qwen3"),
     ({"model_type": "remove"}, "model_type is missing"),
     (
-        {"model_type": "qwen3_next"},
-        "'qwen3_next' is not supported: it has layers that keep a state, .* of the types llama",
+        {"model_type": "granitemoehybrid"},
+        "'granitemoehybrid' is not supported: it has layers that keep a state .* of the types llama",
     ),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\]"),
     ({"hidden_size": "remove"}, "hidden_size is missing: it must be a whole number from 1 to 1,000,000"),

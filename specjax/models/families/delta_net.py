@@ -50,11 +50,11 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
-    turned = fields["head_dim"] * (
-        (fields["rope_parameters"] or {}).get("partial_rotary_factor") or fields["partial_rotary_factor"]
-    )
-    if int(turned) < 2 or int(turned) % 2:
-        raise InputError(f"partial_rotary_factor: turns {int(turned)} of a head's {fields['head_dim']} numbers: must be even")
+    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    share = (fields["rope_parameters"] or {}).get("partial_rotary_factor") or fields["partial_rotary_factor"]
+    # What is no number is refused where the whole RoPE is read.
+    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
+        raise InputError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
     linear = LinearAttention(
         key_heads=fields["linear_num_key_heads"],
         value_heads=fields["linear_num_value_heads"],

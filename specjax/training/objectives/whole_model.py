@@ -22,7 +22,6 @@ class ModelSizes:
     attention with gates.
     """
 
-    model_type: Literal["llama", "qwen3_5_text"] = "llama"
     hidden_size: int = 192
     intermediate_size: int = 512
     num_layers: int = 12
@@ -33,6 +32,7 @@ class ModelSizes:
     rope: Rope = Rope()
     linear: LinearAttention | None = None
     linear_layers: tuple[int, ...] = ()
+    model_type: Literal["llama", "qwen3_5_text"] = "llama"
 
     def check(self, window: int) -> None:
         """Refuse sizes that cannot read ``window`` tokens."""
