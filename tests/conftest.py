@@ -136,16 +136,6 @@ def tiny_target(seed: int = 0, scale: float = 25.0, **changes) -> Target:
     return model.replace(params=params)
 
 
-HYBRID = {  # changes of `tiny_config`: like Qwen3.5, a layer with linear attention before one with full attention
-    "model_type": "qwen3_5_text",
-    "num_layers": 2,
-    "linear": LinearAttention(key_heads=2, value_heads=4, key_dim=12, value_dim=16),
-    "linear_layers": (0,),
-    "gated_attention": True,
-    "qk_norm": True,
-    "norm_offset": 1.0,
-}
-
 MIXTURES = {  # changes of `tiny_config`: a model of each family with experts
     "deepseek_v3": {
         "model_type": "deepseek_v3",

@@ -672,9 +672,7 @@ def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
     def one(node: Any) -> Any:
         if not _is_paged(node):
             return function(node)
-        return replace(
-            node, table=function(node.table), length=function(node.length), states=jax.tree.map(function, node.states)
-        )
+        return replace(node, **jax.tree.map(function, _of_rows(node)))
 
     return jax.tree.map(one, tree, is_leaf=_is_paged)
 
@@ -691,12 +689,7 @@ def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.A
     def one(node: Any, new: Any) -> Any:
         if not _is_paged(node):
             return put(node, new)
-        table, length, states = (
-            put(node.table, new.table),
-            put(node.length, new.length),
-            jax.tree.map(put, node.states, new.states),
-        )
-        return replace(node, layers=new.layers or node.layers, table=table, length=length, states=states)
+        return replace(node, layers=new.layers or node.layers, **jax.tree.map(put, _of_rows(node), _of_rows(new)))
 
     return jax.tree.map(one, tree, part, is_leaf=_is_paged)
 

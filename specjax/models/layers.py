@@ -13,7 +13,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig
 from specjax.models.linear_attention import Context, linear_attention
 from specjax.models.params import Params
-from specjax.models.primitives import activate, linear, mlp, rms_norm
+from specjax.models.primitives import activate, apart, linear, mlp, rms_norm
 from specjax.models.quantized import CacheType, quantize
 from specjax.models.rope import Rotations
 from specjax.models.states import State
@@ -76,7 +76,7 @@ def _gated_queries(
 ) -> tuple[jax.Array, jax.Array | None]:
     """`queries`, and where the model has such the gates ``[B, T, heads * d]`` of what they find."""
     # Without the barrier XLA rearranges the weights for a TPU, at every call of the decoding loop: a second copy of them.
-    q = jax.lax.platform_dependent(linear(params, "q", x), tpu=jax.lax.optimization_barrier, default=lambda q: q)
+    q = apart(linear(params, "q", x))
     gate = None
     if config.gated_attention:  # beside the query of each head its gate
         q, gate = (half.reshape(*x.shape[:2], -1) for half in jnp.split(q.reshape(*x.shape[:2], config.num_heads, -1), 2, -1))

@@ -340,11 +340,10 @@ class Target:
             positions = offset[:, None] + jnp.arange(count)[None]
         if mask is None:
             mask = np.tril(np.ones((1, count, count), bool))
-        contexts = self._contexts(cache, (start, stop), batch, mask, scratch, commit)
+        contexts = self._contexts(cache, (start, stop), batch, mask, documents, scratch, commit)
         mask = jnp.asarray(mask)
         if documents is not None:
             mask = mask & (documents[:, :, None] == documents[:, None])
-            contexts = [each and replace(each, lineage=replace(each.lineage, documents=documents)) for each in contexts]
         inputs = self._inputs(tokens, (start, stop))
         sizes = [self.config.of_layer(layer) for layer in range(start, stop)]
         turns = {kind: rotations(*kind, positions) for kind in dict.fromkeys((own.rope, own.head_dim) for own in sizes)}
@@ -378,6 +377,7 @@ class Target:
         layers: tuple[int, int],
         batch: int,
         mask: jax.Array | np.ndarray,
+        documents: jax.Array | None,
         scratch: Sequence[tuple[Sequence[Entry], jax.Array | None]],
         commit: jax.Array | None,
     ) -> list[Context | None]:
@@ -392,6 +392,7 @@ class Target:
         lineage = Lineage.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
         if commit is not None and not lineage.is_chain:
             raise InputError("commit: the tokens are no chain, and layers with a state can take no others: leave it out")
+        lineage = replace(lineage, documents=documents)
         return [
             None if state is None else Context(state, [entries[i] for entries, _ in scratch], lineage, commit)
             for i, state in enumerate(states)
@@ -484,13 +485,13 @@ class Target:
     def score(self, tokens: Int[Array, "B T"], cache: Cache | None = None, **options: Any) -> tuple[Output, tuple[Any, ...]]:
         """`read`, and what the head makes of it: the logits after each token."""
         states, new = self.read(tokens, cache, **options)
-        return Output(hidden=states.hidden, taps=states.taps, logits=self.head(states.hidden)), new
+        return self._with_logits(states), new
 
     def commit(
         self, tokens: Int[Array, "B T"], cache: Cache, count: jax.Array | None = None, **options: Any
     ) -> tuple[States, Cache]:
         """`read`, and commit the first ``count [B]`` tokens of each row to the cache (None: all T)."""
-        count = jnp.full(tokens.shape[0], tokens.shape[1]) if count is None else count
+        count = jnp.full_like(cache.length, tokens.shape[1]) if count is None else count
         states, new = self.read(tokens, cache, commit=count, **options)
         return states, cache.append(new, count, after=states.hidden)
 
@@ -510,9 +511,11 @@ class Target:
         """`score`, and commit as in `commit`; without a cache nothing is committed."""
         if cache is None:
             return self.score(tokens, **options)[0], None
-        count = jnp.full(tokens.shape[0], tokens.shape[1]) if count is None else count
-        output, new = self.score(tokens, cache, commit=count, **options)
-        return output, cache.append(new, count, after=output.hidden)
+        states, cache = self.commit(tokens, cache, count, **options)
+        return self._with_logits(states), cache
+
+    def _with_logits(self, states: States) -> Output:
+        return Output(hidden=states.hidden, taps=states.taps, logits=self.head(states.hidden))
 
     def _constrain(self, x: jax.Array, last: str | None) -> jax.Array:
         axes = ("batch", *(None,) * (x.ndim - 2), last)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 
 from specjax.models.config import ModelConfig
+from specjax.models.families.ropes import FULL, WINDOWED
 from specjax.models.fields import CheckpointError, Field, show
 from specjax.models.params import Param, Params, Within
 
@@ -109,7 +110,7 @@ class Family:
     defaults: Mapping[str, Any]
     switches: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
+    kinds: tuple[str, ...] = (FULL, WINDOWED)
     windows: Literal["none", "all", "any"] = "none"
     window_switch: str | None = None
     whole_every: int | None = None

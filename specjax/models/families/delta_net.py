@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.errors import InputError
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
-from specjax.models.families.ropes import FULL
+from specjax.models.families.ropes import FULL, check_turned
 from specjax.models.fields import Field, flag, number, whole
 
 LINEAR = "linear_attention"
@@ -39,7 +38,14 @@ DEFAULTS: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 
-SWITCHES: dict[str, Any] = {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True}
+ALIKE: dict[str, Any] = {
+    "switches": {"qk_norm": True, "norm_offset": 1.0, "gated_attention": True},
+    "biases": {"attention_bias": ("qkv_bias", "output_bias")},
+    "kinds": (FULL, LINEAR),
+    "turns_parts": True,
+    "left_over": lambda _: (f"{MODULES}*",),
+}
+"""What of a `Family` is alike in all of them."""
 
 CONVOLUTION = Fused("conv1d.weight", ("conv_q.weight", "conv_k.weight", "conv_v.weight"), axis=0)
 """One tensor for what goes over queries, keys and values."""
@@ -50,11 +56,7 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
-    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
-    share = (fields["rope_parameters"] or {}).get("partial_rotary_factor") or fields["partial_rotary_factor"]
-    # What is no number is refused where the whole RoPE is read.
-    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
-        raise InputError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
+    check_turned(fields)
     linear = LinearAttention(
         key_heads=fields["linear_num_key_heads"],
         value_heads=fields["linear_num_value_heads"],

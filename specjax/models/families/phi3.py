@@ -5,6 +5,7 @@ from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family, Fused
+from specjax.models.families.ropes import check_turned
 from specjax.models.fields import CheckpointError, Field, number
 
 _FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=None)}
@@ -20,10 +21,7 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     if kind != "default":
         raise CheckpointError("rope_scaling: must be left out: Phi-3 has no other than longrope, which is not supported")
-    share = said.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
-    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
-    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
-        raise CheckpointError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
+    check_turned(fields)
     return {}
 
 

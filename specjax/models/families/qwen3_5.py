@@ -8,7 +8,6 @@ from typing import Any
 from specjax.models.config import ModelConfig
 from specjax.models.families import delta_net, experts
 from specjax.models.families.base import PREFIX, Family, Fused
-from specjax.models.families.ropes import FULL
 
 _NESTED = "model.language_model."
 
@@ -37,10 +36,7 @@ QWEN3_5_TEXT = Family(
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
     },
-    switches=delta_net.SWITCHES,
-    biases={"attention_bias": ("qkv_bias", "output_bias")},
-    kinds=(FULL, delta_net.LINEAR),
-    turns_parts=True,
+    **delta_net.ALIKE,
     fields=delta_net.FIELDS,
     parse=_parse,
     format=delta_net.format_fields,
@@ -49,7 +45,6 @@ QWEN3_5_TEXT = Family(
         delta_net.CONVOLUTION,
         Fused("linear_attn.in_proj_qkv.weight", tuple(f"linear_attn.{name}_proj.weight" for name in "qkv")),
     ),
-    left_over=lambda _: (f"{delta_net.MODULES}*",),
 )
 
 QWEN3_5 = replace(QWEN3_5_TEXT, nested="text_config", prefixes=(_NESTED,))

@@ -6,7 +6,6 @@ from typing import Any
 from specjax.models.config import ModelConfig
 from specjax.models.families import delta_net, experts
 from specjax.models.families.base import Family
-from specjax.models.families.ropes import FULL
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,15 +35,11 @@ QWEN3_NEXT = Family(
         "num_experts_per_tok": 10,
         "num_experts": 512,
     },
-    switches=delta_net.SWITCHES,
-    biases={"attention_bias": ("qkv_bias", "output_bias")},
-    kinds=(FULL, delta_net.LINEAR),
-    turns_parts=True,
+    **delta_net.ALIKE,
     fields={**delta_net.FIELDS, **experts.SHARED_FIELDS, **experts.DENSE_FIELDS},
     parse=_parse,
     format=_format,
     names=experts.SHARED_NAMES,
     fused=(delta_net.CONVOLUTION,),
     fused_where_stored=experts.FUSED,
-    left_over=lambda _: (f"{delta_net.MODULES}*",),
 )

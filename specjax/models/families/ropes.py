@@ -79,6 +79,16 @@ def _parse(
     return rope
 
 
+def check_turned(fields: Mapping[str, Any]) -> None:
+    """Refuse, with a CheckpointError, a ``partial_rotary_factor`` that does not turn pairs of a head's numbers."""
+    said = fields["rope_parameters"] or fields["rope_scaling"] or {}
+    share = said.get("partial_rotary_factor") or fields["partial_rotary_factor"] or 1.0
+    size = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+    # What is no such number is refused by `parse_rope`.
+    if type(share) in (int, float) and 0 < share <= 1 and (int(size * share) < 2 or int(size * share) % 2):
+        raise CheckpointError(f"partial_rotary_factor={share}: must turn an even share of a head's {size} numbers")
+
+
 def format_rope(rope: Rope) -> dict[str, Any]:
     """The ``rope_parameters`` that `parse_rope` reads."""
     said: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
