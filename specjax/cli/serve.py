@@ -159,7 +159,8 @@ def make_engine(config: ServeConfig) -> Engine:
     page, capacity = config.page or memory.usual_page(), config.capacity or None
     pages = None
     if config.cache_gb:
-        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, page=page, capacity=capacity)
+        sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None, "capacity": capacity}
+        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, **sizes)
     return Engine(
         generator,
         rows=config.rows,

@@ -22,6 +22,7 @@ from specjax.models.cache import Entry, KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
 from specjax.models.published import PUBLISHED, published
+from specjax.models.states import State
 from specjax.models.transformer import Target
 
 
@@ -108,6 +109,17 @@ def everywhere(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
+def placed(tree: Any, places: Any) -> Any:
+    """The arrays of ``tree``, of shapes, each where ``places`` has its sharding."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+
+
+def states_in(tree: Any) -> list[State]:
+    """The states of layers with linear attention that ``tree`` holds."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, State))
+    return [leaf for leaf in leaves if isinstance(leaf, State)]
+
+
 def in_pages(state: Any, page: int, mesh: Mesh) -> Any:
     """``state``, of shapes on ``mesh``, with a `PagedCache` in place of every `KVCache`.
 
@@ -145,8 +157,9 @@ def numbers_of_one(tree: Any) -> int:
 # --- the least that a step must read ---------------------------------------------------------------------------------
 
 
-def bytes_of_pass(target: Target, cache: Sequence[Entry]) -> int:
-    """Bytes that one device must read for a pass: its part of all matrices, all experts among them, and of the whole cache."""
+def bytes_of_pass(target: Target, cache: Any) -> int:
+    """Bytes that one device must read for a pass: its part of all matrices, all experts among them, and of the whole ``cache``,
+    its states among it."""
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
 
 

@@ -1,10 +1,9 @@
 """Programs compiled for accelerators that need not be there, and what each costs: memory, traffic, exchange, time at best."""
 
-import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,7 +81,7 @@ class Compiled:
         memory: on one chip.
         turns: the step's, and its inner loops'.
         cache_copies: copies, in a step, of arrays as large as the smallest part of a layer's cache, with as many slots or pages
-            or a few more.
+            or a few more; and of a layer's state.
         largest: bytes of the largest array that an operation of a step writes to main memory.
         text: as the compiler prints it.
     """
@@ -174,8 +173,11 @@ class Step:
         drafter: its name.
         prefill: reads the prompts.
         decode: the step.
-        floor: bytes that one chip must read in a step: weights and caches, once for each pass over them.
-        cache: bytes that one chip holds of the target's cache.
+        floor: bytes that one chip must read in a step: weights, caches and states, once for each pass over them.
+        cache: bytes that one chip holds of the target's cache, without states.
+        states: bytes that one chip holds of the target's states.
+        drafted: bytes of the drafted tokens' entries on one chip, until they are accepted or not; of a target with states,
+            what takes the place of a copy of them for each token.
         flops: operations of one chip in a step.
         depth: tokens that a draft is deep.
     """
@@ -185,6 +187,8 @@ class Step:
     decode: Compiled
     floor: int
     cache: int
+    states: int
+    drafted: int
     flops: float
     depth: int
 
@@ -209,31 +213,34 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     lowered = decoding.prefill.lower(*given, capacity=capacity)
     prefill, executable = compile_program(f"prefill, {name}", lowered, setup.mesh)
     state = jax.eval_shape(partial(decoding.prefill, capacity=capacity), *given)
-    state = jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, executable.output_shardings
-    )
+    state = abstract.placed(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
-    cache = state.cache.layers
-    floor = abstract.bytes_of_pass(setup.target, cache)
+    cache, states = state.cache.layers, state.cache.states
+    floor = abstract.bytes_of_pass(setup.target, (cache, states))
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
     # Scales of entries in 8 bits have three axes, and are small: a copy of them is none of a cache.
     parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
+    tables = [held.table for held in abstract.states_in((states, state.drafter))]
     axis_length = capacity
     if setup.page is not None:
         state = abstract.in_pages(state, setup.page, setup.mesh)
         axis_length = state.cache.pages
+    kept = [(min(map(abstract.bytes_of_one, parts)), (axis_length,))] if parts else []
+    kept += [(abstract.bytes_of_one(table), table.shape[2:]) for table in tables]
     blocks = -(-capacity // block_width(capacity, BLOCK))
     lowered = decoding.decode.lower(setup.target, drafter, state, steps)
     decode, _ = compile_program(
         f"decode, {name}",
         lowered,
         setup.mesh,
-        large=min(map(abstract.bytes_of_one, parts)),
-        axis_length=axis_length,
+        kept=kept,
         turns=lambda origin: blocks if LOOP in origin else max(1, depth - 1),
         is_loop=True,
     )
-    return Step(name, prefill, decode, floor, abstract.bytes_of_one(cache), _flops(setup, drafter), depth)
+    held = abstract.bytes_of_one
+    return Step(
+        name, prefill, decode, floor, held(cache), held(states), _drafted_bytes(setup, drafter), _flops(setup, drafter), depth
+    )
 
 
 def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
@@ -246,6 +253,14 @@ def _arguments(setup: Setup, drafter: Drafter) -> tuple[Any, ...]:
     lengths = row((batch,), jnp.int32)
     tokens, eos = row((batch, setup.context), jnp.int32), row((batch, 1), jnp.int32)
     return setup.target, drafter, tokens, lengths, lengths, row(keys.shape, keys.dtype), eos, sampling
+
+
+def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:
+    """Of the entries of a draft's tokens in the target, on one chip."""
+    make = jax.jit(lambda target: target.new_scratch(setup.batch, drafter.draft_shape.nodes))
+    entries = jax.eval_shape(make, setup.target)
+    places = make.lower(setup.target).compile(compiler_options=dict(compiler_options(setup.mesh))).output_shardings
+    return abstract.bytes_of_one(abstract.placed(entries, places))
 
 
 def _flops(setup: Setup, drafter: Drafter) -> float:
@@ -262,8 +277,7 @@ def compile_program(
     name: str,
     lowered: jax.stages.Lowered,
     mesh: Mesh,
-    large: float = math.inf,
-    axis_length: int | None = None,
+    kept: Sequence[tuple[int, Sequence[int]]] = (),
     turns: Callable[[str], int] = lambda origin: 1,
     is_loop: bool = False,
 ) -> tuple[Compiled, jax.stages.Compiled]:
@@ -273,8 +287,8 @@ def compile_program(
         name: what it does.
         lowered: the program.
         mesh: of its arguments.
-        large: bytes from which on a copy is named.
-        axis_length: the length that one of its axes must have, or a little more; None: any.
+        kept: what no step should copy: the bytes of each on one device, and the lengths of some of its axes. A copy that is as
+            large, and has axes as long or a little longer, is named.
         turns: how often an inner loop is taken to turn whose end depends on data, by its origin.
         is_loop: whether a step is a turn of the program's largest loop, and not the program itself.
 
@@ -301,7 +315,8 @@ def compile_program(
     assert text is not None and analysis is not None  # all of XLA's compilers give both
     program = hlo.Program(text)
     of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
-    copies = [shape for turn in of_step for shape in program.copies(turn.operations, large, axis_length)]
+    operations = [operation for turn in of_step for operation in turn.operations]
+    copies = program.copies(operations, kept)
     memory = Memory(
         arguments=analysis.argument_size_in_bytes,
         temporaries=analysis.temp_size_in_bytes,

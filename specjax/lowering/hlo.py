@@ -6,7 +6,7 @@ computations that they run; a fusion names one, too, but is one operation: what 
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -162,7 +162,7 @@ class Program:
 
     # --- what a turn costs ---
 
-    def bytes_moved(self, operations: tuple[Operation, ...]) -> int:
+    def bytes_moved(self, operations: Sequence[Operation]) -> int:
         """Bytes that the operations read from and write to a chip's main memory.
 
         What an operation only takes a slice of counts as that slice, and what it updates in place as the update. A kernel that
@@ -171,7 +171,7 @@ class Program:
         """
         return sum(read + written for _, read, written in self.moved(operations))
 
-    def moved(self, operations: tuple[Operation, ...]) -> Iterator[tuple[Operation, int, int]]:
+    def moved(self, operations: Sequence[Operation]) -> Iterator[tuple[Operation, int, int]]:
         """The operations that move anything, and how many bytes each reads and writes."""
         for operation in operations:
             if operation.kind not in _NOTHING_MOVES and not operation.kind.endswith("-done"):
@@ -179,20 +179,22 @@ class Program:
                 if read or written:
                     yield operation, read, written
 
-    def copies(self, operations: tuple[Operation, ...], large: float, axis_length: int | None = None) -> list[str]:
+    def copies(self, operations: Sequence[Operation], kept: Sequence[tuple[int, Sequence[int]]]) -> list[str]:
         """The shapes of what is copied from main memory to main memory, by itself or joined with other arrays.
 
         Args:
             operations: of a turn.
-            large: the bytes of the least that counts.
-            axis_length: where it is given, one axis must have this length, or be a little longer.
+            kept: what counts: the least bytes, and lengths that some of the axes must have, or be a little longer than.
         """
-        copies = [found for found in self.moved(operations) if self._is_copy(found[0])]
+
+        def counts(operation: Operation, size: int) -> bool:
+            axes = _dimensions(operation.shape)
+            return any(size >= least and _has_axes(axes, lengths) for least, lengths in kept)
+
         return [
             without_layout(operation.shape)
-            for operation, read, written in copies
-            if min(read, written) >= large
-            and (axis_length is None or any(axis_length <= n < 1.1 * axis_length for n in _dimensions(operation.shape)))
+            for operation, read, written in self.moved(operations)
+            if self._is_copy(operation) and counts(operation, min(read, written))
         ]
 
     def _is_copy(self, operation: Operation) -> bool:
@@ -335,6 +337,17 @@ def _exchanged(operation: Operation) -> str:
 def _dimensions(shape: str) -> list[int]:
     """The lengths of all axes of the first array of a printed shape."""
     return [int(length) for length in _ARRAY.findall(shape)[0][2].split(",") if length]
+
+
+def _has_axes(axes: Sequence[int], lengths: Sequence[int]) -> bool:
+    """Whether each of ``lengths`` is that of another one of the axes, which may be a tenth longer."""
+    left = list(axes)
+    for length in lengths:
+        found = next((axis for axis in left if length <= axis < 1.1 * length), None)
+        if found is None:
+            return False
+        left.remove(found)
+    return True
 
 
 def _elements(shape: str) -> list[str]:

@@ -20,6 +20,7 @@ from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.progress import track, waiting
+from specjax.serving.memory import borders_kept
 
 ENDS = 8
 """End-of-sequence ids that a request may have."""
@@ -173,17 +174,11 @@ class Device:
         return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[number]) else widths
 
     def most_borders(self) -> int | None:
-        """How many borders of prompts are kept in each group of rows; None: all.
-
-        A border usually takes less memory than the chunk before it. The states of a target with linear attention take more, and
-        so does a draft model's small cache (`Streaming`): then as many are kept as fill a quarter of what the pages take, and
-        at least one for each row.
-        """
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self.groups
+        """`specjax.serving.memory.borders_kept`, of each group of rows."""
+        border = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self.groups
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
-        if kept <= pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page):
-            return None
-        return max(self.sizes.rows // self.groups, pool // 4 // kept)
+        chunk = pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
+        return borders_kept(border, pool, chunk=chunk, rows=self.sizes.rows // self.groups)
 
     # --- what the engine asks for ----------------------------------------------------------------------------------------
 

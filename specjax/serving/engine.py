@@ -32,7 +32,7 @@ from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
 from specjax.serving.device import ENDS, ClientDrafts, Device, Sizes, is_paused
 from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
-from specjax.serving.memory import USUAL_CAPACITY, usual_page
+from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
 USUAL_TEXT = 1024
@@ -169,7 +169,7 @@ class Engine:
         drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
         positions = decoding.most_positions(target, drafter)
         self.page = page or usual_page()
-        self.chunk = chunk or max(self.page, 64 if on_cpu else 512)
+        self.chunk = chunk or usual_chunk(self.page, on_cpu=on_cpu)
         self.capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction

@@ -1,4 +1,4 @@
-"""How much memory a page of an engine's caches takes, before there is an engine."""
+"""How much memory the pages and the rows of an engine's caches take, before there is an engine."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from specjax.drafters import Drafter, NoDraft
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
+from specjax.sharding import is_on_cpu
 
 USUAL_CAPACITY = 4096
 """Tokens of the longest text, unless asked for otherwise, where the models have room for more."""
@@ -26,6 +27,17 @@ def usual_page() -> int:
     return 256 if jax.default_backend() == "tpu" else 64
 
 
+def usual_chunk(page: int, *, on_cpu: bool) -> int:
+    """Tokens of a prompt that are read at a time, unless asked for otherwise.
+
+    Examples:
+        >>> from specjax.serving.memory import usual_chunk
+        >>> usual_chunk(16, on_cpu=True), usual_chunk(256, on_cpu=False)
+        (64, 512)
+    """
+    return max(page, 64 if on_cpu else 512)
+
+
 def page_bytes(target: Target, drafter: Drafter | None, page: int) -> int:
     """Bytes of a page of ``page`` tokens, in the target's cache and the drafter's together; on a mesh, of a page of each group.
 
@@ -39,42 +51,127 @@ def page_bytes(target: Target, drafter: Drafter | None, page: int) -> int:
         >>> page_bytes(target, specjax.PromptLookup(draft=2), page=16) == alone  # it has no cache
         True
     """
-
-    def size(pages: int) -> int:
-        def empty(target: Target, drafter: Drafter) -> Any:
-            sizes = {"rows": groups_of(target.mesh), "capacity": 2 * page, "pages": pages, "page": page}
-            return device_rows.empty(target, drafter, **sizes)
-
-        state = jax.eval_shape(empty, target, drafter or NoDraft())
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.cache, state.drafter)))
-
-    return size(2) - size(1)
+    one, two = (_cache_bytes(target, drafter, page, 2 * page, pages=pages) for pages in (1, 2))
+    return two - one
 
 
-def pages_in(gigabytes: float, target: Target, drafter: Drafter | None, *, page: int, capacity: int | None = None) -> int:
-    """How many pages there are in so much memory: for each group of rows, as `Engine` takes them.
+def row_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
+    """Bytes that a row takes beside its pages: its states (`specjax.models.states`), what the drafter keeps of it outside of
+    pages, and the numbers of its pages. Nothing is computed.
+
+    Args:
+        target: the target.
+        drafter: its drafter; None: there is none.
+        page: tokens of a page.
+        capacity: most tokens of a text.
+
+    Examples:
+        >>> from specjax.serving.memory import row_bytes
+        >>> row_bytes(target, None, page=16, capacity=64)  # four numbers of pages, and one of tokens
+        20
+    """
+    groups = groups_of(target.mesh)
+    one, two = (_cache_bytes(target, drafter, page, capacity, rows=times * groups) for times in (1, 2))
+    return (two - one) // groups
+
+
+def borders_kept(border: int, pool: int, *, chunk: int, rows: int) -> int | None:
+    """From the ends of how many chunks of prompts other texts may go on, in each group of rows; None: of all.
+
+    What is known at such an end beside the pages, its border, usually takes less memory than the chunk before it. The states of
+    a target with linear attention take more, and so does a draft model's small cache (`specjax.drafters.Streaming`): then as
+    many are kept as fill a quarter of what the pages take, and at least one for each row.
+
+    Args:
+        border: bytes of a border.
+        pool: bytes of all pages of a group.
+        chunk: bytes of a chunk's pages.
+        rows: of a group.
+
+    Examples:
+        >>> from specjax.serving.memory import borders_kept
+        >>> borders_kept(10, pool=8000, chunk=200, rows=4), borders_kept(500, pool=8000, chunk=200, rows=4)
+        (None, 4)
+        >>> borders_kept(500, pool=80_000, chunk=200, rows=4)
+        40
+    """
+    return None if border <= chunk else max(rows, pool // 4 // border)
+
+
+def pages_in(
+    gigabytes: float,
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    rows: int,
+    page: int,
+    chunk: int | None = None,
+    capacity: int | None = None,
+) -> int:
+    """How many pages there are in so much memory, beside what the rows take and what prefixes keep at their ends: for each
+    group of rows, as `Engine` takes them.
 
     Args:
         gigabytes: of 10**9 bytes, on all devices together.
         target: the target.
         drafter: its drafter; None: there is none.
+        rows: most texts that are generated at a time.
         page: tokens of a page.
+        chunk: tokens of a prompt that are read at a time; None: as `Engine` has it.
         capacity: most tokens of a text; None: as `Engine` has it.
 
     Raises:
         InputError: one text would not fit.
 
     Examples:
-        >>> from specjax.serving.memory import page_bytes, pages_in
-        >>> pages_in(10 * page_bytes(target, None, 8) / 1e9, target, None, page=8, capacity=64)
+        >>> from specjax.serving.memory import page_bytes, pages_in, row_bytes
+        >>> rows = 2 * row_bytes(target, None, page=8, capacity=64)
+        >>> memory = (rows + 10 * page_bytes(target, None, page=8)) / 1e9
+        >>> pages_in(memory, target, None, rows=2, page=8, capacity=64)
         10
     """
     capacity = capacity or min(decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY)
+    chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
     each, least = page_bytes(target, drafter, page), -(-capacity // page)
-    pages = int(gigabytes * 1e9 / each + 1e-6)
+    of_rows = rows * row_bytes(target, drafter, page, capacity)
+    of_borders, share = 0, 1.0  # at least so many bytes, and so much of what the pages take
+    groups, in_target = groups_of(target.mesh), page_bytes(target, None, page)
+    border = _border_bytes(target, drafter, page, capacity) // groups
+    if borders_kept(border, 0, chunk=in_target // groups * (chunk // page), rows=rows) is not None:
+        of_borders, share = rows * border, 1 + in_target / 4 / each
+    room = gigabytes * 1e9 - of_rows
+    pages = int(min((room - of_borders) / each, room / (share * each)) + 1e-6)
     if pages < least:
+        needed = of_rows + max(least * each + of_borders, share * least * each)
+        beside = f", {of_rows + of_borders:,} bytes for {rows} rows beside their pages" if 20 * of_rows > needed else ""
         raise InputError(
-            f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens, and a text may have {capacity}; give at least "
-            f"{least * each / 1e9:.3g}, or a smaller capacity"
+            f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens{beside}, and a text may have {capacity}; give at least "
+            f"{needed / 1e9:.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
         )
     return pages
+
+
+def _cache_bytes(
+    target: Target, drafter: Drafter | None, page: int, capacity: int, *, pages: int = 1, rows: int | None = None
+) -> int:
+    """Of the target's cache and of what the drafter keeps."""
+
+    def empty(target: Target, drafter: Drafter) -> Any:
+        sizes = {"rows": rows or groups_of(target.mesh), "capacity": capacity, "pages": pages, "page": page}
+        return device_rows.empty(target, drafter, **sizes)
+
+    state = jax.eval_shape(empty, target, drafter or NoDraft())
+    return _bytes((state.cache, state.drafter))
+
+
+def _border_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
+    """Of a border of each group."""
+
+    def fresh(target: Target, drafter: Drafter) -> Any:
+        return device_rows.fresh_border(target, drafter, capacity=capacity, pages=1, page=page)
+
+    return _bytes(jax.eval_shape(fresh, target, drafter or NoDraft()))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -95,6 +95,18 @@ def test_no_chain_is_longer_than_the_block_of_its_drafter(capsys) -> None:
     assert "raise --longest" not in out
 
 
+def test_what_a_row_of_a_hybrid_takes_is_said(capsys) -> None:
+    code, out, _ = run(capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--batch", "1")
+    assert code == 0
+    said = " ".join(out.split())
+    # 8 layers of 32 keep 4 heads of 256 numbers, twice; the others 32 tables of 128 by 128, and what 3 tokens gave.
+    cached, states = 8 * 2 * 4 * 256 * 2, 24 * (32 * 128 * 128 * 4 + 3 * (2 * 16 + 32) * 128 * 2)
+    assert f"A row of the target takes {cached / 1e3:.1f} KB for each token in its cache, {states / 1e6:.1f} MB" in said
+    assert "A row of the drafter takes" in said
+    _, out, _ = run(capsys, *MODELS, "--batch", "1")
+    assert "A row of" not in out
+
+
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
     code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")

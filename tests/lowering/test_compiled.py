@@ -18,17 +18,27 @@ from specjax.chips import Chip
 from specjax.cli.main import main
 from specjax.cli.plan import compile as plan_compile
 from specjax.cli.plan import compile_training
-from specjax.drafters import DraftModel, Eagle, EagleWithLayerAttention, Gemma4Assistant, MixtureOfAttentions, NoDraft
+from specjax.drafters import (
+    DraftModel,
+    Eagle,
+    EagleWithLayerAttention,
+    Gemma4Assistant,
+    MixtureOfAttentions,
+    NoDraft,
+    PromptLookup,
+)
 from specjax.drafters.registry import METHODS
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.lowering import abstract, compiled, topologies
 from specjax.lowering.compiled import Setup, compile_program, compile_step
 from specjax.models import huggingface
+from specjax.models.published import published
+from specjax.models.states import State
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 from specjax.sharding import make_mesh
-from tests.conftest import SHAPES, tiny_config
+from tests.conftest import HYBRID, SHAPES, tiny_config
 
 CHIP = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
 CONFIG = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=3)
@@ -110,6 +120,38 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     beyond = 4  # the embedding that is looked up, and the likeliest token of all
     assert 2 * CONFIG.num_layers <= step.decode.collectives["all-reduce"] <= 2 * CONFIG.num_layers + beyond
     assert not step.decode.cache_copies
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
+def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -> None:
+    """As its arrays take them on one device; a pass reads the states, and nothing copies them."""
+    mesh = make_mesh(data, model)
+    config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
+    setup = Setup(abstract.abstract_model(config, mesh, jnp.float32), mesh, CHIP, BATCH, CONTEXT, NEW)
+    target = Target.init(config, jax.random.key(0), mesh=mesh)
+    cache, held = target.new_cache(BATCH, CONTEXT + NEW), abstract.bytes_of_one
+    for drafter, nodes in ((NoDraft(), 1), (PromptLookup(draft=6), 7)):
+        step = compile_step(setup, drafter, "none" if nodes == 1 else "lookup")
+        assert (step.cache, step.states) == (held(cache.layers), held(cache.states))
+        assert step.drafted == held(jax.jit(target.new_scratch, static_argnums=(0, 1))(BATCH, nodes))
+        assert step.floor == held(target.weights_of_pass) + step.cache + step.states
+        assert step.decode.bytes > step.floor
+        assert not step.decode.cache_copies
+
+
+def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
+    """Turned over and back behind the compiler's back, it must be laid out anew."""
+    append = State.append
+
+    def copying(self, entry, count):
+        turned = jax.lax.optimization_barrier(jnp.swapaxes(self.table, 2, 3).copy())
+        return append(replace(self, table=jnp.swapaxes(jax.lax.optimization_barrier(turned), 2, 3)), entry, count)
+
+    monkeypatch.setattr(State, "append", copying)
+    mesh = make_mesh(1, 1)
+    target = abstract.abstract_model(tiny_config(**HYBRID, vocab_size=64), mesh, jnp.float32)
+    step = compile_step(Setup(target, mesh, CHIP, BATCH, CONTEXT, NEW), PromptLookup(draft=5), "copying")
+    assert step.decode.cache_copies
 
 
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
@@ -210,6 +252,15 @@ def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, direct
     assert (plain["drafter"], lookup["drafter"], found["chips"]) == ("plain", "prompt-lookup", 4)
     assert plain["decode"]["a_step"]["collectives"]["all-reduce"] >= 2 * CONFIG.num_layers
     assert plain["must_read_bytes"] == lookup["must_read_bytes"] > plain["cache_bytes"] > 0
+    assert plain["state_bytes"] == lookup["state_bytes"] == 0
+
+
+def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> None:
+    config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(config, "float32")))
+    out = run(capsys, monkeypatch, "compile", "--target", str(tmp_path), "--batch", "4", "--context", "24")
+    for line in ("its states, MB", "entries of a draft, MB", "copies of the cache or states"):
+        assert line in out
 
 
 def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
@@ -392,6 +443,30 @@ def test_budgets_of_an_assistant(chips) -> None:
     assert drafting["largest"] < 8e6  # no array is made of the whole embedding
     if chips != "h100":  # a TPU's compiler: one row costs no more than its bytes
         assert plain["a_step"]["cycles"] <= plain["a_step"]["bytes"] / found["chip"]["bandwidth"] * found["chip"]["clock"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("draft", ["chain:4", "chain:59"])
+@pytest.mark.parametrize("chips", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100", marks=needs_cuda)])
+def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
+    """An eighth of Qwen3.5-9B: three layers with a state and one with attention, and an eighth of the head. A pass over a few
+    drafted tokens costs little more than one over a token, no state is copied, and what is kept of a draft is small beside
+    copies of the states."""
+    whole = published("qwen3.5-9b")
+    shape = replace(whole, num_layers=4, linear_layers=(0, 1, 2), vocab_size=whole.vocab_size // 8)
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(shape, "bfloat16")))
+    shapes = ("--drafter", "prompt-lookup", "--draft", draft, "--batch", "1", "--context", "1024")
+    found = planned("compile", "--chips", chips, "--target", str(tmp_path), *shapes)
+    plain, drafting = found["steps"]
+    for step in found["steps"]:
+        assert not step["decode"]["cache_copies"]
+        assert step["decode"]["a_step"]["bytes"] <= 1.1 * step["must_read_bytes"]
+    of_attention = 2 * shape.num_kv_heads * shape.head_dim * 2
+    nodes = drafting["depth"] + 1
+    of_states = drafting["drafted_bytes"] - nodes * of_attention
+    assert 0 < of_states < 0.03 * nodes * drafting["state_bytes"]
+    if draft == "chain:4" and chips != "h100":
+        assert drafting["decode"]["a_step"]["cycles"] <= 1.15 * plain["decode"]["a_step"]["cycles"]
 
 
 @pytest.mark.thorough

@@ -83,7 +83,7 @@ def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
     program = compiled(fill, (5000, 1024), (1024,), donate_argnums=0)
     (turn,) = step(program)  # the loop is the program's step
     assert ROW <= program.bytes_moved(turn.operations) < 8 * ROW
-    assert not program.copies(turn.operations, large=ROW)
+    assert not program.copies(turn.operations, [(ROW, ())])
 
 
 def test_turns_of_loops_inside_a_step() -> None:
@@ -163,24 +163,27 @@ ENTRY %main (k: bf16[8,512,64], own: bf16[8,3,64]) -> bf16[8,515,64] {
 def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
     program = Program(JOINED)
     (turn,) = step(program)
-    assert program.copies(turn.operations, 2 * 8 * 512 * 64, 512) == ["bf16[8,515,64]"]
-    assert not program.copies(turn.operations, 2 * 8 * 512 * 64, 400)
+    assert program.copies(turn.operations, [(2 * 8 * 512 * 64, (512,))]) == ["bf16[8,515,64]"]
+    assert not program.copies(turn.operations, [(2 * 8 * 512 * 64, (400,))])
+    assert program.copies(turn.operations, [(1, (400,)), (1, (512, 64))])
 
 
 @pytest.mark.parametrize(
-    ("large", "axis_length", "found"),
+    ("large", "lengths", "found"),
     [
-        (2 * 8 * 512 * 64, None, ["bf16[8,512,64]"]),
-        (2 * 8 * 512 * 64 + 1, None, []),
-        (2 * 8 * 512 * 64, 512, ["bf16[8,512,64]"]),
-        (2 * 8 * 512 * 64, 513, []),
-        (2 * 8 * 512 * 64, 400, []),
+        (2 * 8 * 512 * 64, (), ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64 + 1, (), []),
+        (2 * 8 * 512 * 64, (512,), ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64, (513,), []),
+        (2 * 8 * 512 * 64, (400,), []),
+        (2 * 8 * 512 * 64, (64, 512), ["bf16[8,512,64]"]),
+        (2 * 8 * 512 * 64, (512, 512), []),
     ],
 )
-def test_copies_within_main_memory_are_named(large, axis_length, found) -> None:
+def test_copies_within_main_memory_are_named(large, lengths, found) -> None:
     """Not the weights that are fetched into fast memory."""
     program = Program(TPU)
-    assert program.copies(step(program)[0].operations, large, axis_length) == found
+    assert program.copies(step(program)[0].operations, [(large, lengths)]) == found
 
 
 KERNEL = """HloModule step, is_scheduled=true

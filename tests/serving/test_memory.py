@@ -4,33 +4,87 @@ import jax
 import pytest
 
 from specjax.decoding import rows as device_rows
-from specjax.drafters import NoDraft, PromptLookup
+from specjax.drafters import NoDraft, PromptLookup, Streaming
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import InputError
 from specjax.serving import memory
-from tests.conftest import tiny_target
+from specjax.serving.device import Device, Sizes
+from specjax.sharding import make_mesh
+from tests.conftest import HYBRID, tiny_config, tiny_target
 
-PAGE, CAPACITY = 8, 32
+PAGE, CHUNK, CAPACITY = 8, 16, 32
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "model"])
-def test_pages_take_what_is_said(kind: str) -> None:
-    target = tiny_target()
-    drafter = {"none": None, "lookup": PromptLookup(draft=2), "model": DraftModel(tiny_target(), draft=2)}[kind]
+def drafter_of(kind: str):
+    if kind == "lookup":
+        return PromptLookup(draft=2)
+    if kind == "none":
+        return None
+    ring = {"cache": Streaming(sinks=1), "budget": 16} if kind == "ring" else {}
+    return DraftModel(tiny_target(**HYBRID if kind == "hybrid" else {}), draft=2, **ring)
 
-    def taken(pages: int) -> int:
-        sizes = {"rows": 2, "capacity": CAPACITY, "pages": pages, "page": PAGE}
+
+def bytes_of(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+KINDS = [(kind, is_hybrid) for kind in ("none", "lookup", "model", "ring", "hybrid") for is_hybrid in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
+def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
+    target, drafter = tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind)
+
+    def taken(pages: int, rows: int) -> int:
+        sizes = {"rows": rows, "capacity": CAPACITY, "pages": pages, "page": PAGE}
         state = device_rows.empty(target, drafter or NoDraft(), **sizes)
-        return sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache, state.drafter)) if leaf.dtype != state.keys.dtype)
+        return bytes_of((state.cache, state.drafter))
 
-    each = memory.page_bytes(target, drafter, PAGE)
-    assert taken(12) - taken(4) == 8 * each
-    assert memory.pages_in(7.9 * each / 1e9, target, drafter, page=PAGE, capacity=CAPACITY) == 7
+    page, row = memory.page_bytes(target, drafter, PAGE), memory.row_bytes(target, drafter, PAGE, CAPACITY)
+    assert taken(12, 2) - taken(4, 2) == 8 * page
+    assert taken(4, 5) - taken(4, 2) == 3 * row
+    assert (row > page) == (is_hybrid or kind in ("ring", "hybrid"))
+
+
+@pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
+@pytest.mark.parametrize("pages", [5, 2000])
+def test_an_engine_takes_the_memory_that_it_is_given(kind: str, is_hybrid: bool, pages: int) -> None:
+    """With what prefixes keep at their ends, where that is limited: with few pages one for each row, and else a quarter."""
+    target, drafter = tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind)
+
+    def device(pages: int) -> Device:
+        sizes = Sizes(rows=2, widths=(2,), capacity=CAPACITY, pages=pages, page=PAGE, chunk=CHUNK, steps=8, max_logprobs=0)
+        return Device(target, [drafter or NoDraft()], sizes)
+
+    def needed(device: Device) -> int:
+        borders = device.most_borders() or 0
+        return bytes_of((device.state.cache, device.state.drafter)) + borders * bytes_of(device._fresh)
+
+    made = device(pages)
+    given, border = needed(made), bytes_of(made._fresh) if made.most_borders() else 0
+    found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
+    assert needed(device(found)) <= given
+    # A quarter of the pages' memory is no whole number of borders, which nobody knows before.
+    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= border
+
+
+def test_memory_on_a_mesh_is_that_of_all_groups() -> None:
+    config = tiny_config(**HYBRID)
+    alone, split = (memory.Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1)))
+    assert memory.row_bytes(split, None, PAGE, CAPACITY) == memory.row_bytes(alone, None, PAGE, CAPACITY)
+    assert memory.page_bytes(split, None, PAGE) == 2 * memory.page_bytes(alone, None, PAGE)
 
 
 def test_memory_for_less_than_a_text_is_refused() -> None:
     target = tiny_target()
-    each = memory.page_bytes(target, None, PAGE)
-    assert memory.pages_in(4 * each / 1e9, target, None, page=PAGE, capacity=CAPACITY) == 4
-    with pytest.raises(InputError, match=r"cache_gb=.*a text may have 32; give at least"):
-        memory.pages_in(3.9 * each / 1e9, target, None, page=PAGE, capacity=CAPACITY)
+    each, rows = memory.page_bytes(target, None, PAGE), 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
+    sizes = {"rows": 2, "page": PAGE, "capacity": CAPACITY}
+    assert memory.pages_in((rows + 4 * each) / 1e9, target, None, **sizes) == 4
+    with pytest.raises(InputError, match=r"cache_gb=\S+ 24 tokens, and a text may have 32; give at least .* capacity$"):
+        memory.pages_in((rows + 3.9 * each) / 1e9, target, None, **sizes)
+
+
+def test_memory_for_less_than_the_rows_is_refused() -> None:
+    target = tiny_target(**HYBRID)
+    with pytest.raises(InputError, match=r"0 tokens, [\d,]+ bytes for 9 rows beside their pages, .* or fewer rows"):
+        memory.pages_in(1e-6, target, None, rows=9, page=PAGE, capacity=CAPACITY)

@@ -100,15 +100,16 @@ def run_compile(config: CompileConfig) -> None:
 
 def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
     table = table_of_numbers("a step, on one chip", "", *(step.drafter for step in steps), named=True)
-    limits = [step.limits(chip, chips) for step in steps]
+    limits, has_states = [step.limits(chip, chips) for step in steps], any(step.states for step in steps)
     lines: dict[str, list[str]] = {
         "the target's cache, GB": [f"{step.cache / 1e9:.2f}" for step in steps],
+        **(_lines_of_states(steps) if has_states else {}),
         "moved, GB": [f"{step.decode.bytes / 1e9:.2f}" for step in steps],
         "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
         "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
         "exchanges": [exchanges_of(step.decode) for step in steps],
         "exchanged, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
-        "copies of the cache": [f"{len(step.decode.cache_copies)}" for step in steps],
+        f"copies of the cache{' or states' * has_states}": [f"{len(step.decode.cache_copies)}" for step in steps],
         "largest new array, MB": [f"{step.decode.largest / 1e6:.2f}" for step in steps],
         "kernels": [f"{step.decode.kernels:,}" for step in steps],
     }
@@ -120,6 +121,14 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
     for name, cells in lines.items():
         table.add_row(name, *cells)
     return table
+
+
+def _lines_of_states(steps: list[Step]) -> dict[str, list[str]]:
+    """What a target keeps whose layers have states, and what it keeps of a draft in place of a copy of them for each token."""
+    return {
+        "its states, MB": [f"{step.states / 1e6:.1f}" for step in steps],
+        "entries of a draft, MB": [f"{step.drafted / 1e6:.2f}" for step in steps],
+    }
 
 
 def _loop_table(program: Compiled) -> Table:
@@ -159,6 +168,8 @@ def _as_json(step: Step, chip: Chip, chips: int) -> dict[str, Any]:
         "decode": program_as_json(step.decode),
         "must_read_bytes": step.floor,
         "cache_bytes": step.cache,
+        "state_bytes": step.states,
+        "drafted_bytes": step.drafted,
         "seconds": step.limits(chip, chips),
         "depth": step.depth,
     }

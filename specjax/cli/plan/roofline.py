@@ -63,6 +63,9 @@ def run_roofline(config: RooflineConfig) -> None:
     best = {rows: roofline.best_cache(pair, rows, config.context, alphas, config.longest) for rows in config.batch}
     console = new_console()
     console.print(_table(config, pair, alphas, best))
+    for name, model in {"target": pair.target, "drafter": pair.drafter}.items():
+        if isinstance(model, ModelConfig) and model.linear_layers:
+            console.out(_memory_line(name, model))
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
         console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
     if config.longest < asked:
@@ -152,6 +155,15 @@ def _table(
             *([f"{choice.draft_cache:,}" if choice.gamma else "-"] if several else []),
         )
     return table
+
+
+def _memory_line(name: str, model: ModelConfig) -> str:
+    """What a row of a model with states takes."""
+    return (
+        f"A row of the {name} takes {roofline.cache_bytes(model) / 1e3:.1f} KB for each token in its cache, "
+        f"{roofline.state_bytes(model) / 1e6:.1f} MB for its states however long the text is, and "
+        f"{roofline.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
+    )
 
 
 def _break_even(config: RooflineConfig, pair: roofline.Pair, rows: int, alphas: Mapping[int | None, float]) -> int | None:
