@@ -1,28 +1,31 @@
 """Drafters that are trained for targets with layers that keep a state: what a step minimises, and what comes of it."""
 
+import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.config import load_yaml
 from specjax.drafters import MTP
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain
+from specjax.models import huggingface
 from specjax.models.config import LinearAttention
 from specjax.models.transformer import Target
 from specjax.training import loop
-from specjax.training.config import OptimizerConfig, TrainConfig
+from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.contract import Given, TrainingMethod
-from specjax.training.methods import DFlashTraining, Distill
+from specjax.training.methods import DFlashTraining, Distill, MTPTraining, PEagleTraining
 from specjax.training.objectives.windows import score
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import initial_state, train_step
 from tests.conftest import ASSETS, outputs
+from tests.drafters.test_mtp_of_hybrids import join_experts
 from tests.evaluation.test_conformance_of_hybrids import lively_hybrid
 from tests.models.families import zoo
 from tests.training import test_blocks as of_blocks
@@ -34,6 +37,14 @@ from tests.training.test_methods import batch_of
 @pytest.fixture(scope="module")
 def hybrid() -> Target:
     return lively_hybrid(vocab_size=zoo.VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (path / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(20)))
+    return str(path)
 
 
 def thoroughly(cases, often):
@@ -124,6 +135,7 @@ REAL = {
     "eagle3": METHODS["eagle3"],
     "mtp": METHODS["mtp"],
     "dflash": DFlashTraining(target="here", block_size=4, layers=2),
+    "peagle": PEagleTraining(target="here", depths=3, layers=2),
 }
 
 
@@ -165,6 +177,37 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, nam
     assert drafted.stats.steps.sum() < written.stats.steps.sum() / 2
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("joined", [False, True])
+def test_training_goes_on_from_the_module_in_the_targets_own_checkpoint(tmp_path, source, joined) -> None:
+    """It is written as it was named, its experts in as many tensors. Its target has more end tokens than config.json says."""
+    zoo.save("qwen3_5_moe", tmp_path / "sizes")
+    config = replace(huggingface.read_config(tmp_path / "sizes"), vocab_size=3072, eos_token_ids=(2, 3))
+    target, directory = Target.init(config, jax.random.key(0)), tmp_path / "target"
+    target.save_pretrained(directory)
+    MTP.init(target, jax.random.key(1)).save_pretrained(directory / "module")
+    own = load_file(directory / "module" / "model.safetensors")
+    own = join_experts(own) if joined else own
+    save_file(load_file(directory / "model.safetensors") | own, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"eos_token_id": 2}))
+    rate = 1e-6
+    run = TrainConfig(
+        output=str(tmp_path / "run"),
+        method=MTPTraining(target=str(directory)),
+        init_from=str(directory),
+        steps=1,
+        export_dtype="float32",
+        data=DataConfig(source=source, tokenizer=str(ASSETS / "target"), window=16, batch=2, holdout=0.2),
+        optimizer=OptimizerConfig(learning_rate=rate, warmup_steps=1),
+    )
+    best = loop.train(run)
+    written = load_file(best / "model.safetensors")
+    assert set(written) == set(own) and ("mtp.layers.0.mlp.experts.gate_up_proj" in own) == joined
+    for name, value in written.items():  # Adam's first step is no larger than its rate, and decay adds a part of it
+        np.testing.assert_allclose(value, own[name], atol=2 * rate, err_msg=name)
+
+
 # --- a hybrid and its module together -------------------------------------------------------------------------------------
 
 
@@ -182,17 +225,13 @@ def tiny_run(output, source) -> TrainConfig:
         checkpoint_every=4,
         evaluate_every=8,
         export_dtype="float32",
-        data=replace(run.data, source=str(source), vocab_size=290, window=32, batch=4, holdout=0.2),
+        data=replace(run.data, source=source, vocab_size=290, window=32, batch=4, holdout=0.2),
         optimizer=replace(run.optimizer, warmup_steps=2),
     )
 
 
 @pytest.mark.thorough
-def test_a_hybrid_and_its_module_go_on_as_if_never_stopped(tmp_path, monkeypatch) -> None:
-    source = tmp_path / "text"
-    source.mkdir()
-    for i in range(30):
-        (source / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(20)))
+def test_a_hybrid_and_its_module_go_on_as_if_never_stopped(tmp_path, source, monkeypatch) -> None:
     loop.train(tiny_run(tmp_path / "whole", source))
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(loop, "train_step", stopping_at(6))
