@@ -110,9 +110,10 @@ def _read_qwen(stored: Stored) -> MTPConfig:
 
 
 def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> ModelConfig:
-    """A layer as those of a hybrid with full attention, with experts or without."""
+    """A layer as those of a hybrid with full attention, with experts or without. The end of a text is the target's matter."""
     moe = replace(config.moe, dense_layers=()) if config.moe is not None and is_sparse else None
     plain: dict[str, Any] = {"num_layers": 1, "linear": None, "linear_layers": (), "moe": moe, "tie_embeddings": False}
+    plain |= {"bos_token_id": None, "eos_token_ids": ()}
     return replace(config, **(plain | sizes))
 
 

@@ -475,7 +475,8 @@ def _reading(
         left_over += [name for name in stored if not name.startswith((prefix, "lm_head"))]
     what = f"a {config.model_type} model with this config.json"
     ignored = ("*rotary_emb.inv_freq", *("lm_head.weight",) * config.tie_embeddings, *left_over)
-    declared = family.store(declarations.declare(config, layers), prefix, stored)
+    own = [name for name in stored if name.startswith(prefix)]  # modules beside it may have their experts otherwise
+    declared = family.store(declarations.declare(config, layers), prefix, own)
     form_of = schemes.of_model(forms_for(directory, weights, mesh), config.tie_embeddings)
     declared = schemes.declare(declared, form_of, mesh)
     with checkpoint.reading(directory, declared, dtype, what, ignored) as values:

@@ -15,7 +15,7 @@ from specjax.training.methods import Gemma4AssistantTraining
 from specjax.training.methods.gemma4_assistant import draft_along
 from specjax.training.objectives.ahead import SIMULATED_STEPS
 from specjax.training.objectives.windows import score
-from tests.conftest import tiny_target
+from tests.conftest import HYBRID, tiny_target
 from tests.models.families import zoo
 from tests.training.test_drafter_methods import COUNTED, log_softmax
 from tests.training.test_methods import batch_of
@@ -31,11 +31,14 @@ def of_gemma(directory) -> Target:
     return Target.from_pretrained(directory, dtype=np.float32)
 
 
-@pytest.fixture(params=["full", "windows", "gemma4"], scope="module")
+TINY = {"full": {}, "windows": {"sliding_window": 2, "windowed_layers": (0,)}, "hybrid": HYBRID}
+
+
+@pytest.fixture(params=["full", "windows", "gemma4", pytest.param("hybrid", marks=pytest.mark.thorough)], scope="module")
 def target(request, tmp_path_factory):
     if request.param == "gemma4":
         return of_gemma(tmp_path_factory.mktemp("gemma4"))
-    return tiny_target(**({"sliding_window": 2, "windowed_layers": (0,)} if request.param == "windows" else {}))
+    return tiny_target(**TINY[request.param])
 
 
 def strong(target, **shape):

@@ -263,11 +263,8 @@ def begin(method: TrainingMethod, target: Target):
     return jax.tree_util.tree_map_with_path(larger, student)
 
 
-@pytest.mark.parametrize(
-    ("method", "name"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in LEARNS_OFTEN)) for case in LEARNS]
-)
-def test_a_method_learns_what_its_drafter_does(of, method, name) -> None:
-    target, trained = of(name), METHODS[method]
+def learn(trained: TrainingMethod, target: Target):
+    """A student after a few steps: its first loss is that of its drafts, and falls; all that is learnt moves, and no more."""
     student = begin(trained, target)
     expected = slow_loss(trained, target, student)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=3e-3, warmup_steps=1, weight_decay=0.0), 10)
@@ -284,11 +281,23 @@ def test_a_method_learns_what_its_drafter_does(of, method, name) -> None:
     assert moved == learnt
     if isinstance(trained, Eagle3Training):
         assert {name_of(path) for path, _ in before} - learnt == {"params.d2t"}
+    return state.student
+
+
+@pytest.mark.parametrize(
+    ("method", "name"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in LEARNS_OFTEN)) for case in LEARNS]
+)
+def test_a_method_learns_what_its_drafter_does(of, method, name) -> None:
+    learn(METHODS[method], of(name))
+
+
+def check_refused(method: TrainingMethod, target: Target) -> None:
+    """Before anything is trained, and by a dry run too."""
+    with pytest.raises(InputError) as caught:
+        abstract_run(TrainConfig(method=method), target=target)
+    assert re.fullmatch(r"(target: layer self-attention|drafter: target layer inference) .*: give .*", str(caught.value))
 
 
 @pytest.mark.parametrize(("method", "name"), REFUSED)
 def test_what_a_method_cannot_learn_from_is_refused_in_a_line(of, method, name) -> None:
-    """Before anything is trained, and by a dry run too."""
-    with pytest.raises(InputError) as caught:
-        abstract_run(TrainConfig(method=METHODS[method]), target=of(name))
-    assert re.fullmatch(r"(target: layer self-attention|drafter: target layer inference) .*: give .*", str(caught.value))
+    check_refused(METHODS[method], of(name))

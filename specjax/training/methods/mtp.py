@@ -1,12 +1,14 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules for a frozen target."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
 
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
+from specjax.drafters.trained import Stored
+from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Given, Metrics
 from specjax.training.objectives.ahead import Labels
@@ -58,7 +60,12 @@ class MTPTraining(FeatureMethod):
             )
 
     def init(self, key: jax.Array, given: Given) -> MTP:
-        return MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
+        """Modules that are written with the tensors of those to begin with, if any."""
+        student = MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
+        if not given.init_from:
+            return student
+        earlier = MTP.read_config(Stored.of(huggingface.locate(given.init_from)))
+        return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))
 
     def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""
