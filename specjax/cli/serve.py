@@ -31,7 +31,8 @@ class ServeConfig:
         rows: most texts that are generated at a time.
         capacity: most tokens of a text, prompt and output; 0: what the models have positions for, at most 4096.
         max_queue: most requests that wait for a row; more are answered with 429.
-        cache_gb: memory of the caches, in GB of 10**9 bytes; 0: enough for 1024 tokens in every row.
+        cache_gb: memory of the caches, states of rows and of shared prefixes among them, in GB of 10**9 bytes; 0: enough for
+            1024 tokens in every row.
         page: tokens of a page of the caches; 0: 64, on a TPU 256.
         chunk: tokens of a prompt that are read at a time; 0: 64 on a CPU, else 512.
         host: to listen at; one that other machines reach needs a key, or no_api_key.

@@ -325,7 +325,7 @@ class Drafter(Generic[State]):
         Args:
             target: the target model; its arrays, and all others, may be shapes.
             state: as `start` makes it; without it the weights alone count.
-            cache: the target's entries, by layer; likewise.
+            cache: by layer the target's entries, or the state of a layer that keeps one; likewise.
         """
         return DraftingReads()
 

@@ -170,7 +170,15 @@ class DraftModel(Drafter[DraftModelState]):
         ``sizes`` override the fields of its `ModelConfig`; by default it is the target's with a quarter of the layers, and as
         many more as it takes for the last to read the whole text, where any layer does. Of a hybrid that is one with attention.
         """
-        config = replace(target.config.first(sizes.get("num_layers", _quarter(target.config))), **sizes)
+        count = sizes.get("num_layers", _quarter(target.config))
+        linear = sizes.get("linear_layers", target.config.linear_layers)
+        if count > 0 and set(range(count)) <= set(linear):
+            least = next(layer for layer in range(len(linear) + 1) if layer not in linear) + 1
+            raise InputError(
+                f"num_layers={count}: all of them would keep a state, as the target's do, and a layer with ordinary attention "
+                f"is needed: give {least} or more, or other linear_layers"
+            )
+        config = replace(target.config.first(count), **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def narrow(self, weights: schemes.Weights) -> "DraftModel":

@@ -18,7 +18,7 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.models import params
-from specjax.models.cache import Entry, KVCache, PagedCache, groups_of
+from specjax.models.cache import KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
 from specjax.models.published import PUBLISHED, published
@@ -163,7 +163,7 @@ def bytes_of_pass(target: Target, cache: Any) -> int:
     return bytes_of_one(target.weights_of_pass) + bytes_of_one(cache)
 
 
-def bytes_of_draft(drafter: Drafter, target: Target, state: Any = (), cache: Sequence[Entry] = ()) -> int:
+def bytes_of_draft(drafter: Drafter, target: Target, state: Any = (), cache: Sequence[Any] = ()) -> int:
     """Bytes that one device must read to draft once: for every level the weights that it is worked out with, and what the
     drafter remembers. Arguments as in `Drafter.drafting_reads`.
     """

@@ -217,7 +217,8 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
     floor = abstract.bytes_of_pass(setup.target, (cache, states))
-    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, cache)
+    by_layer = [entry or state for entry, state in zip(cache, states or (None,) * len(cache), strict=True)]
+    floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
     # Scales of entries in 8 bits have three axes, and are small: a copy of them is none of a cache.
     parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
     tables = [held.table for held in abstract.states_in((states, state.drafter))]

@@ -341,8 +341,8 @@ def _dimensions(shape: str) -> list[int]:
 
 def _has_axes(axes: Sequence[int], lengths: Sequence[int]) -> bool:
     """Whether each of ``lengths`` is that of another one of the axes, which may be a tenth longer."""
-    left = list(axes)
-    for length in lengths:
+    left = sorted(axes)
+    for length in sorted(lengths):
         found = next((axis for axis in left if length <= axis < 1.1 * length), None)
         if found is None:
             return False

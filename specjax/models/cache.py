@@ -28,8 +28,8 @@ from specjax.models.quantized import Part, Quantized
 from specjax.models.states import State, empty_nodes
 
 Entry = tuple[Part, ...]
-"""What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``. A head's tokens lie side by side, as attention
-reads them, so that it needs no transposed copy."""
+"""What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``, or ``[B, heads, S]`` where it is one number. A
+head's tokens lie side by side, as attention reads them, so that it needs no transposed copy."""
 
 Other = tuple[Entry, jax.Array]
 """Tokens beside a cache, as a kernel reads them: ``[B, heads, n, dim]`` each part, and ``[B, R, n]`` int8, which of them each
@@ -44,10 +44,16 @@ Memory = Parts | LinearAttention
 
 
 def empty_entries(
-    layers: Sequence[Memory], *, batch: int, slots: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+    layers: Sequence[Memory],
+    *,
+    batch: int,
+    slots: int,
+    dtype: DTypeLike = jnp.float32,
+    activations: DTypeLike | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Entry, ...]:
-    """Zeros for ``slots`` tokens a row, committed or drafted; ``layers`` says how each layer remembers. Of int8, parts have
-    scales."""
+    """Zeros for ``slots`` tokens a row, committed or drafted; ``layers`` says how each layer remembers. Parts of int8 have
+    scales. Layers with a state remember of a drafted token what is of the type of the ``activations``; None: of ``dtype``."""
 
     def buffer(heads: int, dim: int) -> Part:
         empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
@@ -57,25 +63,18 @@ def empty_entries(
 
     def entry(memory: Memory) -> Entry:
         if isinstance(memory, LinearAttention):
-            return empty_nodes(memory, batch, slots, _of_activations(dtype), mesh)
+            return empty_nodes(memory, batch, slots, activations or dtype, mesh)
         return tuple(buffer(heads, dim) for heads, dim in memory)
 
     return tuple(map(entry, layers))
 
 
-def _of_activations(dtype: DTypeLike) -> DTypeLike:
-    """The type in which a layer with a state keeps what it reads again, where entries are of ``dtype``."""
-    return jnp.float32 if jnp.dtype(dtype) == jnp.int8 else dtype
-
-
 def empty_states(
     layers: Sequence[Memory], *, batch: int, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> tuple[State | None, ...]:
-    """Those of rows of which nothing has been read, by layer; None of layers that have entries. Without any, ``()``."""
-    of_layers = [
-        State.zeros(memory, batch, _of_activations(dtype), mesh) if isinstance(memory, LinearAttention) else None
-        for memory in layers
-    ]
+    """Those of rows of which nothing has been read, by layer; None of layers that have entries. Without any, ``()``. ``dtype``
+    is that of the activations."""
+    of_layers = [State.zeros(memory, batch, dtype, mesh) if isinstance(memory, LinearAttention) else None for memory in layers]
     return tuple(of_layers) if any(of_layers) else ()
 
 
@@ -163,14 +162,15 @@ class KVCache:
         batch: int,
         capacity: int,
         dtype: DTypeLike = jnp.float32,
+        activations: DTypeLike | None = None,
         mesh: Mesh | None = None,
     ) -> "KVCache":
-        """An empty cache of ``capacity`` slots a row for ``batch`` rows; ``layers`` as in `empty_entries`."""
+        """An empty cache of ``capacity`` slots a row for ``batch`` rows; arguments as in `empty_entries`."""
         parts = [() if isinstance(memory, LinearAttention) else memory for memory in layers]
         return cls(
             layers=empty_entries(parts, batch=batch, slots=capacity, dtype=dtype, mesh=mesh),
             length=jnp.zeros(batch, jnp.int32),
-            states=empty_states(layers, batch=batch, dtype=dtype, mesh=mesh),
+            states=empty_states(layers, batch=batch, dtype=activations or dtype, mesh=mesh),
         )
 
     @property

@@ -215,11 +215,6 @@ class LinearAttention:
         """Numbers of a row's state, but for the few tokens that the convolution looks back at."""
         return self.value_heads * self.key_dim * self.value_dim
 
-    @property
-    def entry_size(self) -> int:
-        """Numbers that are remembered of a drafted token: its key, its update, its decay, and what was convolved."""
-        return self._update_size + self._convolved_size
-
     def state_bytes(self, number_bytes: float) -> float:
         """Bytes of a row's state, with the tokens that the convolution looks back at; ``number_bytes`` are those of a number of
         the activations, and all else is float32."""
@@ -377,9 +372,11 @@ class ModelConfig:
             raise InputError(f"linear_layers={self.linear_layers}: linear must say of what sizes they are")
         if not set(self.linear_layers) < set(range(self.num_layers)):
             raise InputError(
-                f"linear_layers={self.linear_layers}: must be layers from 0 to {self.num_layers - 1}, and not all of them: a "
-                "layer with ordinary attention is needed"
+                f"linear_layers={self.linear_layers}: must be some of the num_layers={self.num_layers} layers, from 0, and not "
+                "all of them: a layer with ordinary attention is needed"
             )
+        if list(self.linear_layers) != sorted(set(self.linear_layers)):
+            raise InputError(f"linear_layers={self.linear_layers}: give each once, in ascending order")
         if self.mla is not None or self.layers or set(self.linear_layers) & set(self.windowed_layers):
             raise InputError("linear_layers: cannot be combined with latent attention, layers that differ, or windows of them")
 

@@ -193,16 +193,16 @@ def read_documents(tokens: Tokens, documents: Int[Array, "B T"]) -> jax.Array:
 
 def write(state: Float[Array, "B h dk dv"], path: Node, count: Int[Array, " B"] | None = None) -> Float[Array, "B h dk dv"]:
     """The state after the first ``count`` tokens of a ``path`` below it, in order; None: all."""
-    length, log_alpha, u = path.k.shape[2], path.log_alpha, path.u
+    length, (k, u, log_alpha) = path.k.shape[2], path
     visible = jnp.ones((1, 1, length), bool)
     if count is not None:
         visible = jnp.arange(length)[None, None] < count[:, None, None]
         # What does not count may be of any size, and must not come in as 0 times that.
-        u = jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], u, 0.0)
+        k, u = (jnp.where(jnp.swapaxes(visible, 1, 2)[:, None], part, 0.0) for part in (k, u))
     # As one token at the end of the path sees it, of one value head to each of the heads that are counted here.
     shares, log_g = _shares(log_alpha[:, :, None], visible)
-    weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], path.k.shape[1], -1, *u.shape[2:])
-    written = _product("bhnk,bhrnv->bhrkv", path.k, weighed)
+    weighed = (u * shares[:, :, 0, 0, :, None]).reshape(u.shape[0], k.shape[1], -1, *u.shape[2:])
+    written = _product("bhnk,bhrnv->bhrkv", k, weighed)
     return jnp.exp(log_g[:, :, 0, 0, None, None]) * state + _joined(written)
 
 
@@ -232,7 +232,7 @@ def _shares(
     count = log_alpha.shape[-1]
     seen = jnp.where(visible[:, None, None], log_alpha[..., None, :], 0.0)
     if count <= CHUNK:  # a product with few rows is faster than a running sum
-        behind = _product("bhrtj,ji->bhrti", seen, jnp.tril(jnp.ones((count, count)), -1))
+        behind = _product("bhrtj,ji->bhrti", seen, jnp.tril(jnp.ones((count, count), jnp.float32), -1))
     else:
         behind = jnp.pad(jax.lax.cumsum(seen, axis=4, reverse=True)[..., 1:], ((0, 0),) * 4 + ((0, 1),))
     log_own = jnp.asarray(log_own)
@@ -254,7 +254,7 @@ def _solve(matrix: Float[Array, "B heads r T T"], right: Float[Array, "B heads r
     count = right.shape[-2]
     place = np.arange(count)
     apart = np.where(place[:, None] > place[None], place[:, None] ^ place[None], 0)
-    inverse, size = jnp.broadcast_to(jnp.eye(count), matrix.shape), 1
+    inverse, size = jnp.broadcast_to(jnp.eye(count, dtype=jnp.float32), matrix.shape), 1
     while size < count:
         is_c = (apart >= size) & (apart < 2 * size)  # in one block of twice the size, and not in one of the size
         inverse = inverse - _matmul(inverse, _matmul(jnp.where(is_c, matrix, 0.0), inverse))

@@ -16,7 +16,7 @@ from flax import struct
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.delta_rule import Node, Tokens, read_chain, read_documents, read_tree
 from specjax.models.params import Params
-from specjax.models.primitives import apart, linear, rms_norm
+from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
 from specjax.models.states import State
 
 
@@ -130,7 +130,8 @@ def _projections(params: Params, sizes: LinearAttention, x: jax.Array) -> tuple[
 
     if not sizes.by_key_head:
         counts = {"q": sizes.key_heads, "k": sizes.key_heads, "v": sizes.value_heads, "z": sizes.value_heads}
-        parts = [heads(apart(linear(params, name, x)), count) for name, count in counts.items()]
+        *given, x = products_in_turn(params, tuple(counts), x)
+        parts = [heads(apart(values), count) for values, count in zip(given, counts.values(), strict=True)]
         return (*parts, linear(params, "beta", x), linear(params, "alpha", x))
     joined = heads(linear(params, "qkvz", x), sizes.key_heads)
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, sizes.group * sizes.value_dim])

@@ -231,8 +231,8 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
-        memories = self._memories(None)
-        return KVCache.create(memories, batch=batch, capacity=capacity, dtype=self._entry_dtype, mesh=self.mesh)
+        kinds = {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
+        return KVCache.create(self._memories(None), batch=batch, capacity=capacity, **kinds)
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
@@ -240,7 +240,8 @@ class Target:
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
-        return empty_entries(self._memories(layers), batch=batch, slots=slots, dtype=self._entry_dtype, mesh=self.mesh)
+        kinds = {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
+        return empty_entries(self._memories(layers), batch=batch, slots=slots, **kinds)
 
     def _memories(self, layers: tuple[int, int] | None) -> list[Memory]:
         start, stop = (0, self.config.num_layers) if layers is None else layers
@@ -311,14 +312,14 @@ class Target:
             positions: ``[B, T]``; by default ``length + 0, 1, 2, …``.
             mask: ``[B|1, T, T]`` bool, which tokens of the call see each other; None is causal.
             documents: the numbers of the documents that the tokens belong to, which lie end to end and do not see each other.
-                In place of a ``mask``, a cache and scratch; layers with a state then give nothing for a token.
+                Without a ``mask``, a cache, scratch and ``commit``; layers with a state then give nothing for a token.
             scratch: entries of drafted tokens, R a row, of the layers of the slice; and ``[B, T, R]`` bool, which of them each
                 token sees, or None: there is one for each token, and it sees no other. They are read as if they were in the
                 cache, but that layers with a window see all of them that the mask shows.
             taps: layers whose input to record, in ascending order; the number after the slice's last is its output.
             commit: so many of each row's tokens are sure to be committed, and no others: layers with a state then give the
                 state after them, and nothing for each token, which for a long prompt would take far more memory. The tokens
-                must be a chain. None: which are committed is decided later.
+                must then be a chain, without a ``mask`` and scratch. None: which are committed is decided later.
 
         Returns:
             The residual stream ``[B, T, H]`` after the slice; the ``[B, T, n, H]`` recorded inputs of the n ``taps``; and each
@@ -327,8 +328,11 @@ class Target:
 
         Raises:
             InputError: a layer of the slice reads the entries of one before it, or is not in this part of a target; or
-                ``tokens`` are needed, and not given; or ``commit`` is given for tokens that are no chain.
+                ``tokens`` are needed, and not given; or ``documents`` are given beside what they stand in place of; or layers
+                with a state are to commit tokens that are no chain.
         """
+        if documents is not None and not (mask is None and cache is None and commit is None and not scratch):
+            raise InputError("documents: are read without mask, cache, scratch and commit: leave those out")
         batch, count = x.shape[:2]
         start, stop = (0, self.config.num_layers) if layers is None else layers
         if not all(self.params["layers"][start:stop]):
@@ -391,7 +395,10 @@ class Target:
         assert self.config.linear is not None
         lineage = Lineage.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
         if commit is not None and not lineage.is_chain:
-            raise InputError("commit: the tokens are no chain, and layers with a state can take no others: leave it out")
+            raise InputError(
+                "mask: layers with a state commit the tokens of a chain alone: leave mask and scratch out, or `read` the "
+                "tokens and then `append` those that are accepted"
+            )
         lineage = replace(lineage, documents=documents)
         return [
             None if state is None else Context(state, [entries[i] for entries, _ in scratch], lineage, commit)

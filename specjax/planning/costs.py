@@ -170,7 +170,7 @@ def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
         tokens, cache = carry
         output, new = target.score(tokens, cache)
         written = cache.append(new, jnp.full_like(cache.length, nodes), after=output.hidden)
-        return argmax(output.logits), replace(written, length=cache.length)
+        return argmax(output.logits), replace(written, length=cache.length, states=cache.states)
 
     tokens = jnp.ones((cache.length.shape[0], nodes), jnp.int32)
     return jax.lax.fori_loop(0, passes, body, (tokens, cache))[1]

@@ -71,6 +71,12 @@ def message_sizes(
         )
     if target.mla is not None and (reader.startswith("moa") or tli):
         raise InputError("target: remembers latents (MLA), and no keys and values that could be sent")
+    sent = range(0 if reader.startswith("moa") and reader != "moa, no layers" else target.num_layers - tli, target.num_layers)
+    if states := set(target.linear_layers) & set(sent):
+        raise InputError(
+            f"target: its layers {sorted(states)} keep a state, and no entries of tokens that could be sent: give a target "
+            "without linear attention, or a reader of other layers"
+        )
     if tli and not reader.startswith("moa"):
         raise InputError(f"tli={tli}: a drafter of kind {reader!r} runs no layers of the target")
     layers = [target.entry_size(layer) for layer in range(target.num_layers)]

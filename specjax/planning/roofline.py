@@ -397,10 +397,11 @@ class Pair:
         return self._forward(self.draft_config, batch, 1, self._kept(context)) + self._selection_time(batch, context)
 
     def once_time(self, batch: int, context: int) -> float:
-        """Seconds of what the drafter does once for all levels of a draft: if it is a model, it commits what was accepted."""
+        """Seconds of what the drafter does once for all levels of a draft: a model commits the root, and in the end what was
+        accepted."""
         if isinstance(self.drafter, Trained):
             return self.drafter.step_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
-        return self._commit(self.draft_config, batch, 1)
+        return 2 * self._commit(self.draft_config, batch, 1)
 
     def memory(self, batch: int, context: int) -> float:
         """Bytes of the weights (a target that drafts for itself has one set) and of both caches, their states among them."""

@@ -175,7 +175,7 @@ class Device:
 
     def most_borders(self) -> int | None:
         """`specjax.serving.memory.borders_kept`, of each group of rows."""
-        border = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh)) // self.groups
+        border = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh))
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
         chunk = pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
         return borders_kept(border, pool, chunk=chunk, rows=self.sizes.rows // self.groups)

@@ -83,7 +83,7 @@ def borders_kept(border: int, pool: int, *, chunk: int, rows: int) -> int | None
     many are kept as fill a quarter of what the pages take, and at least one for each row.
 
     Args:
-        border: bytes of a border.
+        border: bytes of a border. It has a row for each group, of which one is read.
         pool: bytes of all pages of a group.
         chunk: bytes of a chunk's pages.
         rows: of a group.
@@ -136,9 +136,9 @@ def pages_in(
     of_rows = rows * row_bytes(target, drafter, page, capacity)
     of_borders, share = 0, 1.0  # at least so many bytes, and so much of what the pages take
     groups, in_target = groups_of(target.mesh), page_bytes(target, None, page)
-    border = _border_bytes(target, drafter, page, capacity) // groups
+    border = _border_bytes(target, drafter, page, capacity)
     if borders_kept(border, 0, chunk=in_target // groups * (chunk // page), rows=rows) is not None:
-        of_borders, share = rows * border, 1 + in_target / 4 / each
+        of_borders, share = rows * border, 1 + in_target / 4 / each  # in all groups
     room = gigabytes * 1e9 - of_rows
     pages = int(min((room - of_borders) / each, room / (share * each)) + 1e-6)
     if pages < least:

@@ -28,6 +28,7 @@ class Prefix:
         holders: rows that hold it.
         below: the chunks that extend it.
         used: when it was last taken or given up, by the pool's own clock.
+        gone_on: when its border was made, or a text last went on from it, by that clock.
     """
 
     above: "Prefix | None"
@@ -37,13 +38,15 @@ class Prefix:
     holders: int = 0
     below: "dict[ChunkKey, Prefix]" = field(default_factory=dict)
     used: int = 0
+    gone_on: int = 0
 
 
 class PagePool:
     """The pages of one pool, and its prefixes.
 
     A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages. Borders
-    are not in pages: where they are large, as the states of a target with linear attention are, only the newest are kept.
+    are not in pages: where they are large, as the states of a target with linear attention are, only those are kept that were
+    made, or gone on from, last.
 
     Attributes:
         total: pages.
@@ -106,28 +109,30 @@ class PagePool:
             chain.pop()
         return chain
 
-    def hold(self, prefix: Prefix) -> None:
-        """A row holds ``prefix``, and holds those before it already."""
-        prefix.holders += 1
-        self._touch(prefix)
+    def go_on_from(self, chain: Sequence[Prefix]) -> None:
+        """A row holds a whole ``chain``, and its text goes on from the last one's border."""
+        for prefix in chain:
+            self._hold(prefix)
+        if chain:
+            chain[-1].gone_on = self._now()
 
     def let_go(self, prefix: Prefix) -> None:
         """A row holds it no more."""
         prefix.holders -= 1
-        self._touch(prefix)
+        prefix.used = self._now()
 
-    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], border: Any) -> Prefix | None:
-        """Make a row's own ``pages`` a prefix, which that row holds. None where there is one of this ``key``: they stay its
-        own, and that one has a border again."""
+    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], border: Any) -> Prefix:
+        """Make a row's own ``pages`` a prefix, which that row holds. Where there is one of this ``key`` already, the row holds
+        that one in their place, which has a border again, and they are free."""
         known = self._first if above is None else above.below
         if key in known:
-            known[key].border = border
-            self._drop_borders()
-            return None
-        prefix = Prefix(above, key, pages, border)
-        known[key] = prefix
-        self._prefixes.add(prefix)
-        self.hold(prefix)
+            self.give_back(pages)
+        else:
+            known[key] = Prefix(above, key, pages, border)
+            self._prefixes.add(known[key])
+        prefix = known[key]
+        prefix.border, prefix.gone_on = border, self._now()
+        self._hold(prefix)
         self._drop_borders()
         return prefix
 
@@ -138,16 +143,23 @@ class PagePool:
                 self._drop(prefix)
 
     def _drop_borders(self) -> None:
-        """Of the prefixes that were used longest ago, as many as there are too many."""
+        """Those that were made or gone on from longest ago, as many as there are too many. Of a text's chunks the last one's
+        is the newest, and is what the text's next turn needs."""
         if self._borders is None:
             return
-        kept = sorted((prefix for prefix in self._prefixes if prefix.border is not DROPPED), key=lambda prefix: prefix.used)
-        for prefix in kept[: len(kept) - self._borders]:
+        kept = [prefix for prefix in self._prefixes if prefix.border is not DROPPED]
+        too_many = max(0, len(kept) - self._borders)
+        for prefix in sorted(kept, key=lambda prefix: prefix.gone_on)[:too_many]:
             prefix.border = DROPPED
 
-    def _touch(self, prefix: Prefix) -> None:
+    def _hold(self, prefix: Prefix) -> None:
+        """A row holds ``prefix``, and holds those before it already."""
+        prefix.holders += 1
+        prefix.used = self._now()
+
+    def _now(self) -> int:
         self._clock += 1
-        prefix.used = self._clock
+        return self._clock
 
     def _drop(self, prefix: Prefix) -> None:
         del (self._first if prefix.above is None else prefix.above.below)[prefix.key]

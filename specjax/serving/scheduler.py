@@ -252,15 +252,13 @@ class Scheduler:
         if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
             return
         row.read = read.start + read.count
-        # Another prompt may have read the same chunk meanwhile. Then this one, and those after it, stay the row's own.
-        if read.count == self._chunk and read.start == len(row.prefixes) * self._chunk:
+        if read.count == self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
             key = tuple(read.ticket.tokens[read.start : row.read + 1])
             count = self._chunk // self._page
-            made = self._pool(read.row).register(above, key, tuple(row.pages[:count]), border)
-            if made is not None:
-                row.prefixes.append(made)
-                del row.pages[:count]
+            row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), border))
+            del row.pages[:count]
+            self._fill(read.row)  # another prompt may have read the same chunk meanwhile, into pages of its own
         if read.is_last and read.ticket.is_client:
             read.ticket.state = "held"
         elif read.is_last and read.ticket.most:
@@ -343,8 +341,7 @@ class Scheduler:
         if budget is not None and width > budget:
             return None
         if is_first:
-            for prefix in chain:
-                self._pools[shard].hold(prefix)
+            self._pools[shard].go_on_from(chain)
             row.prefixes, row.read = chain, start
             self._fill(number)
         if not self._grow(number, start + count):

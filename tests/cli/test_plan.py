@@ -107,6 +107,14 @@ def test_what_a_row_of_a_hybrid_takes_is_said(capsys) -> None:
     assert "A row of" not in out
 
 
+def test_a_draft_cache_of_a_hybrid_is_refused(capsys) -> None:
+    options = ("--drafter", "self", "--draft-cache", "512")
+    code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", *options)
+    assert code == 2 and "draft_cache=(512,): layers of such a drafter (qwen3_5" in error
+    code, _, error = run(capsys, "roofline", "--target", "qwen3.5-9b", "--drafter", "qwen3.5-4b", "--draft-cache", "512")
+    assert code == 2 and "draft_cache=(512,)" in error
+
+
 def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
     options = ("--drafter", "self", "--draft-cache", "512", "--chip", "a100", "--context", "2000")
     code, out, _ = run(capsys, "roofline", "--target", "llama-3.1-8b", *options, "--batch", "1", "16", "64", "256")

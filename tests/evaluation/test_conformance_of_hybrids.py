@@ -114,11 +114,7 @@ SMALL = {
 }
 DRAWN_OFTEN = [("prompt lookup", "chain")]
 DRAWN_WITH = ("draft model", "early exit", "mtp", "eagle3", "medusa", "dense draft model")
-DRAWN = [
-    (method, shape)
-    for method in ("draft model", "early exit", "mtp", "eagle3", "medusa", "dense draft model")
-    for shape in SMALL
-]
+DRAWN = [(method, shape) for method in DRAWN_WITH for shape in SMALL]
 DRAWN += [("prompt lookup", "chain"), ("moa", "sampled"), ("peagle", "static"), ("dspark", "chain")]
 
 

@@ -197,9 +197,10 @@ def test_what_does_not_count_leaves_no_trace() -> None:
     state, tokens = drawn(np.random.default_rng(2), 2, 6)
     counts, read = np.array([2, 0]), jax.jit(read_chain)
     _, node, after = read(state, tokens, counts)
-    u = np.array(node.u)
-    u[:, :, 2:], u[1] = np.inf, np.nan
-    np.testing.assert_array_equal(WRITE(state, node._replace(u=u), counts), WRITE(state, node, counts))
+    for name in ("k", "u", "log_alpha"):
+        part = np.array(getattr(node, name))
+        part[:, :, 2:], part[1] = np.inf, np.nan
+        np.testing.assert_array_equal(WRITE(state, node._replace(**{name: part}), counts), WRITE(state, node, counts))
     other = drawn(np.random.default_rng(3), 2, 6)[1]
     changed = Tokens(*(np.concatenate([a[:, :, :2], b[:, :, 2:]], 2) for a, b in zip(tokens, other, strict=True)))
     np.testing.assert_array_equal(read(state, changed, counts)[2], after)

@@ -9,11 +9,13 @@ import specjax
 from specjax import decoding, sharding
 from specjax.decoding import GenerationOptions
 from specjax.drafters import EarlyExit, PromptLookup
+from specjax.errors import InputError
 from specjax.models.cache import KVCache
 from specjax.models.config import LinearAttention
 from specjax.models.states import State, empty_nodes
+from specjax.models.transformer import Target
 from specjax.sampling import Sampling
-from tests.conftest import HYBRID, SHAPES, compilations, tiny_target
+from tests.conftest import HYBRID, SHAPES, compilations, tiny_config, tiny_target
 
 TOLERANCE = 1e-4
 PROMPTS = np.array([[1, 2, 3, 1, 2, 3, 1, 2], [4, 5, 4, 5, 4, 0, 0, 0]])
@@ -100,6 +102,48 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
     assert kinds == [set(), {"int8", "float32"}, set()]
     assert {part.dtype.name for part in jax.tree.leaves(drafted.cache.states)} == {"float32"}
     check_states(drafted.cache.states, at_once(target, drafted.tokens, drafted.cache.length).states)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float", "int8"])
+def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> None:
+    """Wherever a state comes from, and in what is remembered of drafted tokens: the programs for one serve all."""
+    target = Target.init(tiny_config(**HYBRID), jax.random.key(0), jnp.bfloat16).replace(cache_dtype=cache_dtype)
+    empty, scratch = target.new_cache(2, 8), target.new_scratch(2, 3)
+    read = at_once(target, PROMPTS, LENGTHS)
+    for states in (empty.states, read.states):
+        kept = [state for state in states if state is not None]
+        assert {state.table.dtype.name for state in kept} == {"float32"}
+        assert {part.dtype.name for state in kept for part in state.newest} == {"bfloat16"}
+    _, new = target.read(PROMPTS)
+    for entries in (scratch, new):
+        assert [part.dtype.name for part in entries[0]] == ["float32"] * 3 + ["bfloat16"] * 3
+
+
+def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
+    """A text of two chunks; ``jax_enable_x64`` is asked for by other libraries of the same process."""
+    tokens = np.random.default_rng(0).integers(0, 11, (1, 90))
+    expected = hybrid.forward(tokens)[0].logits
+    with jax.enable_x64(True):
+        cache = hybrid.new_cache(1, 96)
+        states, cache = hybrid.commit(tokens, cache)
+        np.testing.assert_allclose(hybrid.head(states.hidden), expected, atol=TOLERANCE)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(cache.states)} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "given", [{"mask": np.ones((1, 8, 8), bool)}, {"cache": True}, {"commit": LENGTHS}, {"scratch": [((), None)]}]
+)
+def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given) -> None:
+    if "cache" in given:
+        given = {"cache": hybrid.new_cache(2, 8)}
+    with pytest.raises(InputError, match="documents: are read without mask, cache, scratch and commit"):
+        hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
+
+
+def test_tokens_that_are_no_chain_are_not_committed(hybrid) -> None:
+    tree = np.eye(8, dtype=bool)[None]
+    with pytest.raises(InputError, match="mask: layers with a state commit the tokens of a chain alone"):
+        hybrid.commit(PROMPTS, hybrid.new_cache(2, 8), mask=tree)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.thorough)])

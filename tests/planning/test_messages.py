@@ -8,7 +8,7 @@ from specjax.drafters import Eagle, MixtureOfAttentions, layer_attention
 from specjax.errors import InputError
 from specjax.models.config import MLA, ModelConfig
 from specjax.planning.messages import message_sizes
-from tests.conftest import LAYERED, tiny_config, tiny_target
+from tests.conftest import HYBRID, LAYERED, tiny_config, tiny_target
 
 LLAMA_3_8B = ModelConfig(
     vocab_size=128256,
@@ -80,6 +80,14 @@ def test_latents_cannot_be_sent() -> None:
     latent = tiny_config(mla=MLA(8, 4, 4, 4), num_kv_heads=4)
     with pytest.raises(InputError, match="remembers latents"):
         message_sizes("moa", latent, nodes=1, accepted=1)
+
+
+@pytest.mark.parametrize(("reader", "tli"), [("moa", 0), ("moa, layers on the client", 0), ("moa, no layers", 1)])
+def test_states_cannot_be_sent(reader, tli) -> None:
+    hybrid = tiny_config(**HYBRID)
+    with pytest.raises(InputError, match=r"target: its layers \[.*2\] keep a state"):
+        message_sizes(reader, hybrid, nodes=1, accepted=1, tli=tli)
+    assert message_sizes("moa, no layers", hybrid, nodes=1, accepted=1).down == 4 + 2 * hybrid.hidden_size
 
 
 def test_layers_that_differ_are_counted_one_by_one_and_cannot_be_summarised() -> None:

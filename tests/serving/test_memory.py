@@ -4,9 +4,10 @@ import jax
 import pytest
 
 from specjax.decoding import rows as device_rows
-from specjax.drafters import NoDraft, PromptLookup, Streaming
+from specjax.drafters import Drafter, NoDraft, PromptLookup, Streaming
 from specjax.drafters.draft_model import DraftModel
 from specjax.errors import InputError
+from specjax.models.transformer import Target
 from specjax.serving import memory
 from specjax.serving.device import Device, Sizes
 from specjax.sharding import make_mesh
@@ -49,15 +50,24 @@ def test_pages_and_rows_take_what_is_said(kind: str, is_hybrid: bool) -> None:
 @pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
 @pytest.mark.parametrize("pages", [5, 2000])
 def test_an_engine_takes_the_memory_that_it_is_given(kind: str, is_hybrid: bool, pages: int) -> None:
+    check_memory(tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind), pages)
+
+
+@pytest.mark.parametrize("pages", [5, 2000])
+def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> None:
+    """A border has a row for each group of rows."""
+    check_memory(Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1)), None, pages)
+
+
+def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
     """With what prefixes keep at their ends, where that is limited: with few pages one for each row, and else a quarter."""
-    target, drafter = tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind)
 
     def device(pages: int) -> Device:
         sizes = Sizes(rows=2, widths=(2,), capacity=CAPACITY, pages=pages, page=PAGE, chunk=CHUNK, steps=8, max_logprobs=0)
         return Device(target, [drafter or NoDraft()], sizes)
 
     def needed(device: Device) -> int:
-        borders = device.most_borders() or 0
+        borders = device.groups * (device.most_borders() or 0)
         return bytes_of((device.state.cache, device.state.drafter)) + borders * bytes_of(device._fresh)
 
     made = device(pages)
@@ -65,12 +75,12 @@ def test_an_engine_takes_the_memory_that_it_is_given(kind: str, is_hybrid: bool,
     found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
     assert needed(device(found)) <= given
     # A quarter of the pages' memory is no whole number of borders, which nobody knows before.
-    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= border
+    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= border * made.groups
 
 
 def test_memory_on_a_mesh_is_that_of_all_groups() -> None:
     config = tiny_config(**HYBRID)
-    alone, split = (memory.Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1)))
+    alone, split = (Target.init(config, jax.random.key(0), mesh=mesh) for mesh in (None, make_mesh(2, 1)))
     assert memory.row_bytes(split, None, PAGE, CAPACITY) == memory.row_bytes(alone, None, PAGE, CAPACITY)
     assert memory.page_bytes(split, None, PAGE) == 2 * memory.page_bytes(alone, None, PAGE)
 

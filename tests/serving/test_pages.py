@@ -10,9 +10,7 @@ CHUNK = 2
 def registered(pool: PagePool, tokens: list[int], above: Prefix | None = None) -> Prefix:
     """The chunk of ``tokens`` (the one after it included), read into a page, and held by who read it."""
     (page,) = pool.take(1) or pytest.fail("no page is left")
-    made = pool.register(above, tuple(tokens), (page,), border=tuple(tokens))
-    assert made is not None
-    return made
+    return pool.register(above, tuple(tokens), (page,), border=tuple(tokens))
 
 
 def test_pages_are_taken_all_or_none() -> None:
@@ -46,13 +44,11 @@ def test_a_chain_goes_on_as_long_as_chunks_are_known_above_each_other() -> None:
     assert pool.find([3, 4, 5, 6], CHUNK, most=3) == []
 
 
-def test_a_chunk_that_is_known_is_not_registered_again() -> None:
+def test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free() -> None:
     pool = PagePool(4)
     made = registered(pool, [1, 2, 3])
-    again = pool.take(1)
-    assert again is not None
-    assert pool.register(None, (1, 2, 3), tuple(again), border=None) is None
-    assert (pool.find([1, 2, 3], CHUNK, most=2), made.holders, pool.available) == ([made], 1, 2)
+    assert registered(pool, [1, 2, 3]) is made
+    assert (pool.find([1, 2, 3], CHUNK, most=2), made.holders, pool.available) == ([made], 2, 3)
 
 
 def test_what_nobody_holds_stays_until_its_pages_are_needed() -> None:
@@ -72,7 +68,7 @@ def test_the_least_recently_used_goes_first() -> None:
     a, b, c = (registered(pool, [token, 0, 0]) for token in (1, 2, 3))
     for prefix in (c, b, a):
         pool.let_go(prefix)
-    pool.hold(b)
+    pool.go_on_from([b])
     pool.let_go(b)
     assert [pool.take(1) for _ in range(3)] == [list(prefix.pages) for prefix in (c, a, b)]
 
@@ -94,7 +90,7 @@ def test_what_is_held_never_goes() -> None:
     pool = PagePool(3)
     held = registered(pool, [1, 2, 3])
     let_go = registered(pool, [2, 2, 3])
-    pool.hold(held)
+    pool.go_on_from([held])
     pool.let_go(held)  # its other holder has it still
     pool.let_go(let_go)
     assert (pool.available, pool.take(3)) == (2, None)
@@ -116,18 +112,58 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
 
 
-def test_only_the_newest_borders_are_kept_and_a_chain_ends_with_one() -> None:
+# --- borders ----------------------------------------------------------------------------------------------------------
+
+
+def has_borders(*prefixes: Prefix) -> list[bool]:
+    return [prefix.border is not DROPPED for prefix in prefixes]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_as_many_borders_are_kept_as_there_is_room_for(most) -> None:
+    pool = PagePool(20, borders=most)
+    made: list[Prefix] = []
+    for token in range(20):
+        made.append(registered(pool, [token, 0, 0]))
+        assert sum(has_borders(*made)) == min(len(made), most)
+    assert has_borders(*made) == [False] * (20 - most) + [True] * most
+
+
+def test_a_chain_ends_with_a_border() -> None:
     pool = PagePool(4, borders=2)
     first = registered(pool, [1, 2, 3])
     second = registered(pool, [3, 4, 5], above=first)
     third = registered(pool, [5, 6, 7], above=second)
-    assert [prefix.border is DROPPED for prefix in (first, second, third)] == [True, False, False]
+    assert has_borders(first, second, third) == [False, True, True]
     assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == [first, second, third]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == []  # from the end of the first nobody can go on
-    # Who reads the first chunk anew brings its border back, and that of the next one goes, which was used longest ago.
-    again = pool.take(1)
-    assert again is not None
-    pool.hold(first)
-    assert pool.register(None, (1, 2, 3), tuple(again), border="new") is None
-    assert [prefix.border is DROPPED for prefix in (first, second, third)] == [False, True, False]
+    # Who reads the first chunk anew brings its border back, and that of the next one goes, which was made longest ago.
+    assert registered(pool, [1, 2, 3]) is first
+    assert has_borders(first, second, third) == [True, False, True]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == [first]
+
+
+def test_the_border_that_a_text_went_on_from_last_stays() -> None:
+    """And not those before it in its chain, though the row holds all of them."""
+    pool = PagePool(6, borders=2)
+    first = registered(pool, [1, 2, 3])
+    second = registered(pool, [3, 4, 5], above=first)
+    pool.go_on_from([first, second])
+    other = registered(pool, [9, 9, 9])
+    assert has_borders(first, second, other) == [False, True, True]
+    pool.go_on_from([first, second])
+    another = registered(pool, [8, 8, 8])
+    assert has_borders(first, second, other, another) == [False, True, False, True]
+
+
+def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
+    """Its next turn goes on from there; pages go in the other order, from the end."""
+    pool = PagePool(9, borders=3)
+    chain: list[Prefix] = []
+    for token in (1, 3, 5):
+        chain.append(registered(pool, [token, token + 1, token + 2], above=chain[-1] if chain else None))
+    for prefix in chain[::-1]:
+        pool.let_go(prefix)
+    others = [registered(pool, [token, 0, 0]) for token in (7, 8)]
+    assert has_borders(*chain, *others) == [False, False, True, True, True]
+    assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == chain

@@ -284,6 +284,23 @@ def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
     assert (second.start, second.count, second.width, second.is_first, second.is_last) == (4, 0, 1, True, True)
 
 
+def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None:
+    """Of two prompts of three chunks, and room for the borders of three."""
+    made = scheduler(borders=3, pages=24)
+    one, other = [1] * 13, [2] * 13
+
+    def begins_at(tokens: list[int]) -> int:
+        ticket = made.submit(tokens, most=1)
+        (first, *_) = read_all(made)
+        finish(made, ticket)
+        return first.start
+
+    assert begins_at(one) == begins_at(other) == 0
+    assert begins_at(one) == 0  # its borders went when the other's were made
+    assert begins_at(one) == begins_at(one) == 12
+    assert made._pools[0].available == 24  # what was read twice takes no pages twice
+
+
 def test_what_was_generated_is_no_prefix() -> None:
     made = scheduler()
     made.submit([1, 2, 3], most=8)

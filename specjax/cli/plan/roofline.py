@@ -100,6 +100,11 @@ def _load_pair(config: RooflineConfig) -> roofline.Pair:
         raise InputError("drafter='self': a target that drafts with its whole cache gains nothing; give --draft-cache ENTRIES")
     target = find_model("target", config.target)
     drafter = _find_drafter(config, target)
+    if config.draft_cache and isinstance(cut := drafter or target, ModelConfig) and cut.linear_layers:
+        raise InputError(
+            f"draft_cache={config.draft_cache}: layers of such a drafter ({cut.model_type}) keep a state, of which no part "
+            "can be left out: leave it out, or give a drafter with ordinary attention"
+        )
     pair = roofline.Pair(target, chip, drafter)
     if config.context > pair.longest_context:
         raise InputError(f"context={config.context}: the models have positions for {pair.longest_context} tokens")

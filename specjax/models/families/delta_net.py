@@ -6,7 +6,7 @@ from typing import Any
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL, check_turned
-from specjax.models.fields import Field, flag, number, whole
+from specjax.models.fields import CheckpointError, Field, flag, number, whole
 
 LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
@@ -56,6 +56,13 @@ def parse(fields: Mapping[str, Any], *, by_key_head: bool) -> dict[str, Any]:
     kinds, interval = fields["layer_types"], fields["full_attention_interval"]
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(fields["num_hidden_layers"])]
+    if kinds == [LINEAR] * fields["num_hidden_layers"]:
+        raise CheckpointError(f"layer_types: all are {LINEAR!r}, and a layer with ordinary attention is needed: name one")
+    if fields["linear_num_value_heads"] % fields["linear_num_key_heads"]:
+        raise CheckpointError(
+            f"linear_num_value_heads={fields['linear_num_value_heads']}: must be a multiple of "
+            f"linear_num_key_heads={fields['linear_num_key_heads']}: each head of keys serves an equal group of value heads"
+        )
     check_turned(fields)
     linear = LinearAttention(
         key_heads=fields["linear_num_key_heads"],

@@ -292,9 +292,12 @@ REFUSALS = [
         {"layer_types": ["linear_attention", "mamba"] * 2},
         "layer_types has 'mamba': only 'full_attention' and 'linear_attention'",
     ),
-    ({"layer_types": ["linear_attention"] * 4}, r"linear_layers=\(0, 1, 2, 3\): .* not all of them"),
+    ({"layer_types": ["linear_attention"] * 4}, "layer_types: all are 'linear_attention', .*: name one"),
     ({"layer_types": ["linear_attention"] * 3}, "layer_types names 3 layers of num_hidden_layers=4: name each"),
-    ({"linear_num_value_heads": 3}, "value_heads=3 is not a multiple of key_heads=2: each head of keys serves"),
+    (
+        {"linear_num_value_heads": 3},
+        "linear_num_value_heads=3: must be a multiple of linear_num_key_heads=2: each head of keys",
+    ),
     ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim=1: must be a whole number from 2"),
     ({"linear_key_head_dim": 0}, "linear_key_head_dim=0: must be a whole number from 1"),
     (
