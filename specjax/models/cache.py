@@ -22,10 +22,9 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
-from specjax import sharding
 from specjax.models.config import LinearAttention
 from specjax.models.quantized import Part, Quantized
-from specjax.models.states import State, empty_nodes
+from specjax.models.states import State, by_heads, empty_nodes
 
 Entry = tuple[Part, ...]
 """What one layer remembers of S tokens: its parts, each ``[B, heads, S, dim]``, or ``[B, heads, S]`` where it is one number. A
@@ -80,8 +79,7 @@ def empty_states(
 
 def _placed(array: jax.Array, mesh: Mesh | None) -> jax.Array:
     """An ``array [B, heads, …]``, or a pool, on the ``mesh`` where it is to live."""
-    axes = ("batch", "kv_heads", *(None,) * (array.ndim - 2))
-    return sharding.constrain(array, axes, {"kv_heads": array.shape[1]}, mesh)
+    return by_heads(array, array.shape[1], mesh)
 
 
 def slots_of(entries: Sequence[Entry]) -> int:

@@ -36,7 +36,7 @@ class State:
         """That of rows of which nothing has been read; ``dtype`` is that of the activations."""
 
         def zeros(heads: int, *shape: int, dtype: DTypeLike) -> jax.Array:
-            return _placed(jnp.zeros((batch, heads, *shape), dtype), sizes, mesh)
+            return by_heads(jnp.zeros((batch, heads, *shape), dtype), sizes.key_heads, mesh)
 
         table = zeros(sizes.value_heads, sizes.key_dim, sizes.value_dim, dtype=jnp.float32)
         newest = tuple(zeros(heads, sizes.kernel - 1, dim, dtype=dtype) for heads, dim in sizes.convolved)
@@ -70,11 +70,11 @@ def empty_nodes(
         ((sizes.value_heads, slots), jnp.float32),
         *(((heads, slots, dim), dtype) for heads, dim in sizes.convolved),
     ]
-    return tuple(_placed(jnp.zeros((batch, *shape), kind), sizes, mesh) for shape, kind in shapes)
+    return tuple(by_heads(jnp.zeros((batch, *shape), kind), sizes.key_heads, mesh) for shape, kind in shapes)
 
 
-def _placed(array: jax.Array, sizes: LinearAttention, mesh: Mesh | None) -> jax.Array:
-    """An ``array [B, heads, …]`` on the ``mesh`` where it is to live: value heads beside the heads of keys that they belong
-    to."""
+def by_heads(array: jax.Array, units: int, mesh: Mesh | None) -> jax.Array:
+    """An ``array [B, heads, …]`` on the ``mesh`` where it is to live: its heads divided as ``units`` heads of keys are, so that
+    value heads lie beside the heads of keys that they belong to."""
     axes = ("batch", "kv_heads", *(None,) * (array.ndim - 2))
-    return sharding.constrain(array, axes, {"kv_heads": sizes.key_heads}, mesh)
+    return sharding.constrain(array, axes, {"kv_heads": units}, mesh)

@@ -89,7 +89,7 @@ def known_to(target):
 
 
 ALL = [(m, s) for m in METHODS for s in SHAPES if m not in ("plain", "prompt lookup", "prediction") or s == "chain"]
-OFTEN = [("draft model", "dynamic"), ("mtp", "static")]
+OFTEN = [("mtp", "static")]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in OFTEN)) for case in ALL]
 
 
@@ -178,7 +178,7 @@ WRONG = [writes_a_rejected_node, ignores_the_count, keeps_the_convolutions_newes
 
 
 @pytest.mark.parametrize(
-    "wrong", [pytest.param(each, marks=[pytest.mark.thorough] * (each not in WRONG[:2])) for each in WRONG]
+    "wrong", [pytest.param(each, marks=[pytest.mark.thorough] * (each != writes_a_rejected_node)) for each in WRONG]
 )
 @pytest.mark.usefixtures("compiled_anew")
 def test_a_state_that_takes_more_than_was_accepted_changes_the_text(monkeypatch, target, wrong) -> None:
@@ -196,7 +196,7 @@ def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(monkey
     assert min(conformance.p_values(target, drafter, draws=25_000)) < conformance.FALSE_ALARM
 
 
-@pytest.mark.parametrize("forgotten", ["rule", "convolution"])
+@pytest.mark.parametrize("forgotten", ["rule", pytest.param("convolution", marks=pytest.mark.thorough)])
 @pytest.mark.usefixtures("compiled_anew")
 def test_nodes_that_see_those_of_other_branches_change_the_text(monkeypatch, target, forgotten) -> None:
     read, of = delta_rule.read_tree, linear_attention.Lineage.of
