@@ -140,12 +140,6 @@ def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given)
         hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
 
 
-def test_tokens_that_are_no_chain_are_not_committed(hybrid) -> None:
-    tree = np.eye(8, dtype=bool)[None]
-    with pytest.raises(InputError, match="mask: layers with a state commit the tokens of a chain alone"):
-        hybrid.commit(PROMPTS, hybrid.new_cache(2, 8), mask=tree)
-
-
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.thorough)])
 def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     hybrid.save_pretrained(tmp_path)
