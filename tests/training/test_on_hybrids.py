@@ -10,17 +10,18 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.config import load_yaml
+from specjax.config import ConfigError, load_yaml
 from specjax.drafters import MTP
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.shapes import Chain
 from specjax.models import huggingface
-from specjax.models.config import LinearAttention
+from specjax.models.config import LinearAttention, Rope
 from specjax.models.transformer import Target
 from specjax.training import loop
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.contract import Given, TrainingMethod
 from specjax.training.methods import DFlashTraining, Distill, MTPTraining, PEagleTraining
+from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import score
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import initial_state, train_step
@@ -247,3 +248,10 @@ def test_a_hybrid_and_its_module_go_on_as_if_never_stopped(tmp_path, source, mon
     assert isinstance(drafter, MTP) and target.config.linear_layers == (0, 1)
     prompts = np.arange(6).reshape(2, 3)
     assert outputs(write(target, drafter, prompts)) == outputs(write(target, None, prompts))
+
+
+def test_a_model_that_could_not_be_written_is_refused_before_it_is_trained() -> None:
+    sizes = ModelSizes(rope=Rope(turned=0.25))
+    with pytest.raises(ConfigError, match=r"method\.model: .*partial_rotary_factor=0.25: must be 1"):
+        sizes.check(window=8)
+    replace(sizes, rope=Rope(), linear=LinearAttention(1, 1, 4, 4)).check(window=8)  # of which a llama reads nothing

@@ -7,6 +7,7 @@ import jax
 
 from specjax.config import ConfigError
 from specjax.errors import InputError
+from specjax.models import huggingface
 from specjax.models.config import LinearAttention, ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
@@ -19,7 +20,7 @@ class ModelSizes:
     """The sizes of a model to train from random weights; the vocabulary is the tokenizer's.
 
     A ``qwen3_5_text`` is a hybrid: its ``linear_layers`` keep a state, of the sizes that ``linear`` says, and its others have
-    attention with gates.
+    attention with gates. A ``llama`` has neither, and does not read ``linear``.
     """
 
     hidden_size: int = 192
@@ -49,13 +50,13 @@ class ModelSizes:
                 "qwen3_5_text has some layers that keep a state, and a llama has none"
             )
         try:
-            self._config(vocab_size=1)
+            huggingface.format_config(self._config(vocab_size=1), "float32")  # or it could not be written
         except InputError as error:
             raise ConfigError(f"method.model: {error}") from None
 
     def _config(self, **vocabulary: Any) -> ModelConfig:
-        switches = FAMILIES[self.model_type].switches
-        return ModelConfig(**vars(self), **switches, **vocabulary, tie_embeddings=True)
+        sizes = {**vars(self), "linear": self.linear if self.linear_layers else None}
+        return ModelConfig(**sizes, **FAMILIES[self.model_type].switches, **vocabulary, tie_embeddings=True)
 
     def init(self, key: jax.Array, given: Given) -> Target:
         """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""

@@ -1,6 +1,8 @@
 """What is written is what the compressed-tensors library reads."""
 
+import gc
 import json
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -19,7 +21,7 @@ from specjax.models.narrow import is_narrow, saved, schemes
 from specjax.models.narrow.weights import BLOCK, Form, Narrow, widened
 from specjax.models.params import Param
 from specjax.models.transformer import Target
-from tests.conftest import tiny_target
+from tests.conftest import tiny_config, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
 NAMES = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
@@ -127,3 +129,20 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"layer\.weight is in FP8 whose scales are not those of blocks: load"):
         checkpoint.save(tmp_path, declared, {"layer": jax.tree.map(jnp.asarray, uneven)}, {})
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_model_becomes_narrow_within_the_memory_of_a_layer(tmp_path, weights) -> None:
+    """Beside what is kept. Only what numpy takes is counted: what has become JAX's is no more of its own."""
+    config = tiny_config(num_layers=24, hidden_size=256, intermediate_size=1024)
+    floats = Target.init(config, jax.random.key(0))
+    floats.save_pretrained(tmp_path)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        narrow = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert is_narrow(narrow.params["layers"][0]["down"])
+    assert peak < 2 * sum(matrix.nbytes for matrix in jax.tree.leaves(floats.params["layers"][0]))
