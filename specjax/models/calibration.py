@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from specjax.errors import InputError
 from specjax.models import params as declarations
+from specjax.models.config import ModelConfig
 from specjax.models.narrow import Narrow, schemes
 from specjax.models.narrow.gptq import Watched
 from specjax.models.params import Param, Params
@@ -25,8 +26,8 @@ _AT_ONCE = 4096
 def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"]) -> Target:
     """The same model with narrow weights, as of `Target.narrow`, each layer's chosen by what it reads of a text (GPTQ).
 
-    Layers become narrow in order, so that each sees what the narrow ones before it hand on. Embedding and head are rounded to the
-    nearest numbers.
+    Layers become narrow in order, so that each sees what the narrow ones before it hand on. Embedding and head are rounded to
+    the nearest numbers.
 
     Args:
         target: in floats, whole, and on no mesh.
@@ -47,13 +48,13 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
         raise InputError("target: lies on a mesh: calibrate it on one device, save it, and load that on the mesh")
     config, declared = target.config, declarations.declare(target.config)
     form_of = schemes.of_model(schemes.scheme_of(weights).form_of, config.tie_embeddings)
-    _check_tokens(declared["layers"], form_of, tokens)
+    check_text(config, weights, tokens)
 
     def narrow(declared: Params, params: Params) -> Params:
         return schemes.make_narrow(declared, params, form_of, None, config.axis_units)
 
     batches = np.array_split(tokens, -(-tokens.size // _AT_ONCE))
-    entering = {0: [target.embed(batch) for batch in batches]}  # by layer, the residual stream there
+    entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}  # by layer, the residual stream there
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):
         own, streams = declared["layers"][layer], list(zip(entering[firsts[layer]], batches, strict=True))
@@ -69,14 +70,6 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     rest = {name: value for name, value in target.params.items() if name != "layers"}
     rest = narrow({name: declared[name] for name in rest}, rest)
     return replace(target, params={**target.params, **rest})
-
-
-def _check_tokens(layers: Sequence[dict[str, Param]], form_of: schemes.FormOf, tokens: np.ndarray) -> None:
-    """Refuse a text of which fewer tokens are read than a matrix has inputs: its moments would say nothing of some sums of
-    these."""
-    widest = max((one.shape[-2] for layer in layers for one in layer.values() if form_of(one) is not None), default=0)
-    if tokens.size < widest:
-        raise InputError(f"tokens: {tokens.size:,}, fewer than the {widest:,} inputs of the widest matrix: give more text")
 
 
 def _first(target: Target, layer: int) -> int:
@@ -102,7 +95,7 @@ def _with_layer(target: Target, layer: int, params: Params) -> Target:
 
 def _run(target: Target, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> jax.Array:
     # Said to be of one document, layers with a state keep nothing for each token, as in training.
-    return target.run(x, tokens=tokens, layers=layers, documents=jnp.zeros(tokens.shape, jnp.int32))[0]
+    return target.run(x, tokens=jnp.asarray(tokens), layers=layers, documents=jnp.zeros(tokens.shape, jnp.int32))[0]
 
 
 def _add_moments(target: Target, watched: Params, x: jax.Array, tokens: np.ndarray, layers: tuple[int, int]) -> Params:
@@ -119,21 +112,33 @@ def _add_moments(target: Target, watched: Params, x: jax.Array, tokens: np.ndarr
 
 
 def _check_seen(watched: Params, layer: int) -> int:
-    """How many matrices of a layer have seen nothing. Refuses a model that overflows."""
+    """How many matrices of a layer's experts have seen nothing. Refuses a model that overflows."""
     unread = 0
     for value in watched.values():
         if isinstance(value, Watched):
             second = np.asarray(jnp.trace(value.moments, axis1=-2, axis2=-1))
             if not np.isfinite(second).all():
                 raise InputError(f"target: what layer {layer} reads is not finite: give it in another data type")
-            unread += int((second == 0).sum())
+            unread += int((second == 0).sum()) if second.ndim else 0
     return unread
+
+
+def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.ndarray, "W T"], argument: str = "tokens") -> None:
+    """Refuse, with an InputError that names the ``argument``, a text of fewer tokens than a matrix has inputs: of some sums of
+    these it would say nothing."""
+    form_of = schemes.scheme_of(weights).form_of
+    layers = declarations.declare(config)["layers"]
+    widest = max((one.shape[-2] for layer in layers for one in layer.values() if form_of(one) is not None), default=0)
+    if tokens.size < max(widest, 1):
+        raise InputError(
+            f"{argument}: {tokens.size:,} tokens, fewer than the {widest:,} inputs of the widest matrix: give more text"
+        )
 
 
 def windows(texts: Sequence[Sequence[int]]) -> Int[np.ndarray, "W T"]:
     """Windows of the tokens of ``texts``, laid end to end: as many as are read, evenly spread. A short text is one window."""
-    joined = np.concatenate([np.asarray(text, np.int32) for text in texts])
+    joined = np.concatenate([np.zeros(0, np.int32), *(np.asarray(text, np.int32) for text in texts)])
     size = min(WINDOW, len(joined))
-    count = min(WINDOWS, len(joined) // size) if size else 0
+    count = min(WINDOWS, len(joined) // max(size, 1))
     starts = np.linspace(0, len(joined) - size, count).astype(int)
-    return np.stack([joined[start : start + size] for start in starts])
+    return joined[starts[:, None] + np.arange(size)]

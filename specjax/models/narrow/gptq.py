@@ -1,8 +1,8 @@
 """Rounding a matrix by what it is multiplied with: GPTQ (Frantar et al. 2022, arXiv 2210.17323).
 
-Not the weights have to stay, but the products ``X W`` with the inputs X that a layer sees. What rounding loses, ``W - Q``, costs
-``trace((W - Q)^T H (W - Q))``, with the second moments ``H = X^T X`` of the inputs. So the weights of one input after the other
-are rounded, and what they lose is made up for, as far as can be, by those of the inputs behind it.
+What has to stay are not the weights but the products ``X W`` with the inputs X that a layer sees. What rounding loses,
+``W - Q``, costs ``trace((W - Q)^T H (W - Q))``, with the second moments ``H = X^T X`` of the inputs. So the weights of one input
+after the other are rounded, and what they lose is made up for, as far as can be, by those of the inputs behind it.
 """
 
 import math
@@ -61,13 +61,13 @@ class Watched:
 
 
 @partial(jax.jit, static_argnames="form")
-def gptq(weights: Float[Array, "... in out"], moments: Float[Array, "... in in"], form: Form) -> Narrow:
+def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], form: Form) -> Narrow:
     """The matrix ``weights`` in a ``form`` without zeros and order, rounded so that its products change little.
 
     The scales of a group are chosen as its first row is reached, for the weights as they then are.
 
     Args:
-        weights: the matrix, or several.
+        weights: the matrix ``[in, out]``, or several.
         moments: of its inputs, ``X^T X``; of each, where there are several. Where all are 0, nothing is known, and the weights
             become the nearest numbers.
         form: how it becomes narrow.
@@ -83,12 +83,16 @@ def gptq(weights: Float[Array, "... in out"], moments: Float[Array, "... in in"]
         """Rows ``first`` and on; ``lost [in, out]`` is what all before them lose, and 0 from there on."""
         columns = jax.lax.dynamic_slice_in_dim(follow, first, rows, axis=1)
         wanted = jax.lax.dynamic_slice_in_dim(weights, first, rows)
-        met = wanted + jnp.matmul(columns.T, lost, precision=_HIGHEST)
-        scales = scales_of(met.T, form) if form.group else whole
         within = jax.lax.dynamic_slice_in_dim(columns, first, rows)
+        owed = jnp.matmul(columns.T, lost, precision=_HIGHEST)
+        scales = whole
+        if form.group:  # for the rows as they would best be now, were none of them rounded
+            as_floats = wanted + jax.scipy.linalg.solve_triangular(within.T, owed, lower=True, unit_diagonal=True)
+            scales = scales_of(as_floats.T, form)
 
         def of_row(own: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            value = rounded((met[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST))[:, None], scales, form)[:, 0]
+            met = wanted[row] + owed[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST)
+            value = rounded(met[:, None], scales, form)[:, 0]
             return own.at[row].set(wanted[row] - value.astype(jnp.float32) * scales), value
 
         own, values = jax.lax.scan(of_row, jnp.zeros_like(wanted), jnp.arange(rows))
@@ -99,7 +103,7 @@ def gptq(weights: Float[Array, "... in out"], moments: Float[Array, "... in in"]
     return Narrow(values, scales if form.group else whole[None], bits=form.bits, activations=form.activations)
 
 
-def followings(moments: Float[Array, "in in"]) -> Float[Array, "in in"]:
+def followings(moments: Float[Array, "n n"]) -> Float[Array, "n n"]:
     """By how much of what each input's weights lose those of the inputs behind it are to grow: above the diagonal, with 0 for
     all else.
 
