@@ -37,9 +37,9 @@ class ConvertConfig:
             last layers where it runs them, and the tokenizer.
         quantize: "int8", "w8a8", "int4" or "fp8": narrow weights, as compressed-tensors has them, which vLLM reads. See
             `specjax.models.narrow.schemes`.
-        calibrate: with quantize and without a drafter: text like that which the model will read, by which the narrow weights are
-            chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with "text" or
-            "messages", a text file, a directory, ``hf:OWNER/NAME``.
+        calibrate: with quantize and without a drafter, text like that which the model will read, by which the narrow weights
+            are chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with
+            "text" or "messages", a text file, a directory, ``hf:OWNER/NAME``.
         vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
             others may not.
     """

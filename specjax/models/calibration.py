@@ -136,7 +136,15 @@ def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.nda
 
 
 def windows(texts: Sequence[Sequence[int]]) -> Int[np.ndarray, "W T"]:
-    """Windows of the tokens of ``texts``, laid end to end: as many as are read, evenly spread. A short text is one window."""
+    """Windows of the tokens of ``texts``, laid end to end: at most 128 of 512 tokens, evenly spread. Shorter text is one window.
+
+    Examples:
+        >>> from specjax.models.calibration import windows
+        >>> windows([[5, 1, 7], [5, 2]]).tolist()
+        [[5, 1, 7, 5, 2]]
+        >>> windows([range(100_000)]).shape
+        (128, 512)
+    """
     joined = np.concatenate([np.zeros(0, np.int32), *(np.asarray(text, np.int32) for text in texts)])
     size = min(WINDOW, len(joined))
     count = min(WINDOWS, len(joined) // max(size, 1))

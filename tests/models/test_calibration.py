@@ -15,6 +15,7 @@ from specjax.models.products import product
 from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from tests.conftest import HYBRID, LAYERED, MIXTURES, tiny_target
+from tests.models.families import zoo
 
 TOKENS = np.random.default_rng(0).integers(0, 16, size=(6, 40))
 INT4 = Scheme(Form("int4", group=16), None)
@@ -74,9 +75,26 @@ def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> N
     jax.tree.map(
         lambda one, other: np.testing.assert_equal((one.shape, one.dtype), (other.shape, other.dtype)), calibrated, nearest
     )
-    expected = target.forward(TOKENS)[0].hidden
-    errors = [float(jnp.square(each.forward(TOKENS)[0].hidden - expected).mean()) for each in (nearest, calibrated)]
+    tokens = jnp.asarray(TOKENS)
+    expected = target.forward(tokens)[0].hidden
+    errors = [float(jnp.square(each.forward(tokens)[0].hidden - expected).mean()) for each in (nearest, calibrated)]
     assert errors[1] < errors[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.filterwarnings("ignore:.* matrices of experts that no token")
+def test_every_family_comes_closer_to_what_it_was_in_floats(name, tmp_path) -> None:
+    """As above, one model of each, such as transformers makes it."""
+    zoo.save(name, tmp_path)
+    target, tokens = Target.from_pretrained(tmp_path, dtype=np.float32), jnp.asarray(TOKENS % zoo.VOCABULARY)
+    scheme = Scheme(Form("int4"), None)
+    expected = target.forward(tokens)[0].hidden
+    nearest, calibrated = (
+        float(jnp.square(each.forward(tokens)[0].hidden - expected).mean())
+        for each in (target.narrow(scheme), calibrate(target, scheme, np.asarray(tokens)))
+    )
+    assert calibrated < nearest
 
 
 def test_windows_are_spread_over_all_texts() -> None:
@@ -133,7 +151,7 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
     target = Target.from_pretrained("embedded", dtype=jnp.float32)
     tokenizer = text.load_tokenizer(embedded("target"))
     of_text, others = (np.asarray(text.encode(tokenizer, inspect.getsource(each))) for each in (argparse, heapq))
-    calibrated = calibrate(target, weights, windows([of_text])[:32])
+    calibrated = calibrate(target, weights, windows([of_text.tolist()])[:32])
     held = jnp.asarray(others[: len(others) // 256 * 256].reshape(-1, 256))
 
     @jax.jit

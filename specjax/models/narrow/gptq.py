@@ -1,8 +1,8 @@
 """Rounding a matrix by what it is multiplied with: GPTQ (Frantar et al. 2022, arXiv 2210.17323).
 
 What has to stay are not the weights but the products ``X W`` with the inputs X that a layer sees. What rounding loses,
-``W - Q``, costs ``trace((W - Q)^T H (W - Q))``, with the second moments ``H = X^T X`` of the inputs. So the weights of one input
-after the other are rounded, and what they lose is made up for, as far as can be, by those of the inputs behind it.
+``W - Q``, costs ``trace((W - Q)^T H (W - Q))``, with the second moments ``H = X^T X`` of the inputs. So the weights of one
+input after the other are rounded, and what they lose is made up for, as far as can be, by those of the inputs behind it.
 """
 
 import math
