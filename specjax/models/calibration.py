@@ -136,7 +136,7 @@ def check_text(config: ModelConfig, weights: schemes.Weights, tokens: Int[np.nda
 
 
 def windows(texts: Sequence[Sequence[int]]) -> Int[np.ndarray, "W T"]:
-    """Windows of the tokens of ``texts``, laid end to end: at most 128 of 512 tokens, evenly spread. Shorter text is one window.
+    """Windows of the tokens of ``texts``, laid end to end: at most 128 of 512 tokens, evenly spread. Shorter text is one.
 
     Examples:
         >>> from specjax.models.calibration import windows

@@ -104,13 +104,13 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
 
 
 def followings(moments: Float[Array, "n n"]) -> Float[Array, "n n"]:
-    """By how much of what each input's weights lose those of the inputs behind it are to grow: above the diagonal, with 0 for
-    all else.
+    """``U``: by which share of what input i's weights lose those of each input j behind it are to grow, in ``U[i, j]``. What is
+    not above the diagonal is 0.
 
-    With what is lost up to there, ``e [k, out]``, the best that the rest can do is to lose ``-inverse(H_rest) H_rest,k e``.
-    GPTQ finds it step by step by the Cholesky factor of H's inverse. But ``H = (1 + U) D (1 + U)^T``, with D diagonal and U
-    above the diagonal, gives all at once: row j loses least when it becomes ``w_j + sum over i < j of U_ij e_i``, rounded
-    (LDLQ, which is the same: Chee et al. 2023, arXiv 2307.13304, theorem 6). So nothing is inverted.
+    GPTQ finds by the Cholesky factor of H's inverse, step by step, what all the rest should become after an error. With ``H =
+    (1 + U) D (1 + U)^T``, D diagonal, the same choices follow from the errors ``e = W - Q`` alone: row j is the nearest to
+    ``W[j] + sum over i < j of U[i, j] e[i]`` (LDLQ: Chee et al. 2023, arXiv 2307.13304, section 3 and theorem 6). So nothing is
+    inverted.
     """
     mean = jnp.trace(moments) / len(moments)
     damped = moments + jnp.where(mean == 0, 1, DAMPING * mean) * jnp.eye(len(moments))
