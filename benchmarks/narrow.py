@@ -5,7 +5,7 @@
         --calibration OTHERS.jsonl
     python -m benchmarks.narrow --parts speed --llama PYTHON         # an interpreter with llama-cpp-python
 
-Quality is the loss over held-out text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
+Quality is the loss over text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
 in floats. Texts are greedy, plain and drafted: how many part, and by what margin of logits. Speed is of the target inflated to
 about 91M, one row at a time, everything interleaved; llama.cpp, beside it, has the same weights as q8_0.
 """
@@ -69,7 +69,7 @@ class NarrowConfig:
         calibration: text that chooses the weights that are "-calibrated", one source for each target, as of ``convert
             --calibrate``; left out or empty: all standard modules but those of ``prompts``. It must not hold what is measured.
         weights: what to compare.
-        tokens: of the held-out text, for quality.
+        tokens: of the text, for quality.
         texts: so many of them, greedy, for each drafter and kind of weights.
         new_tokens: of each text, and of each timed one.
         inflate: hidden size, MLP size and layers of the copy of the first target whose speed is measured.
