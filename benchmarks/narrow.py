@@ -1,9 +1,11 @@
 """What narrow weights cost and give: the model's quality, whether drafted texts stay the plain ones, and speed.
 
     python -m benchmarks.narrow --parts quality texts --targets embedded DIR --prompts "" STORIES.jsonl
+    python -m benchmarks.narrow --parts quality --weights float32 int4 int4-calibrated --targets DIR --prompts STORIES.jsonl \\
+        --calibration OTHERS.jsonl
     python -m benchmarks.narrow --parts speed --llama PYTHON         # an interpreter with llama-cpp-python
 
-Quality is the loss over held-out text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
+Quality is the loss over text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
 in floats. Texts are greedy, plain and drafted: how many part, and by what margin of logits. Speed is of the target inflated to
 about 91M, one row at a time, everything interleaved; llama.cpp, beside it, has the same weights as q8_0.
 """
@@ -37,9 +39,22 @@ from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics, same_texts
 from specjax.models import huggingface
+from specjax.models.calibration import calibrate, windows
 from specjax.models.transformer import Target
+from specjax.training.documents import read_documents
 
-Weights = Literal["float32", "bfloat16", "int8", "w8a8", "int4", "fp8"]
+Weights = Literal[
+    "float32",
+    "bfloat16",
+    "int8",
+    "w8a8",
+    "int4",
+    "fp8",
+    "int8-calibrated",
+    "w8a8-calibrated",
+    "int4-calibrated",
+    "fp8-calibrated",
+]
 WEIGHTS: tuple[Weights, ...] = ("float32", "bfloat16", "int8", "w8a8", "int4", "fp8")
 
 
@@ -51,8 +66,10 @@ class NarrowConfig:
         parts: what to measure.
         targets: directories or hub ids.
         prompts: JSON lines with "text", one file for each target; empty: the source of standard modules.
+        calibration: text that chooses the weights that are "-calibrated", one source for each target, as of ``convert
+            --calibrate``; left out or empty: all standard modules but those of ``prompts``. It must not hold what is measured.
         weights: what to compare.
-        tokens: of the held-out text, for quality.
+        tokens: of the text, for quality.
         texts: so many of them, greedy, for each drafter and kind of weights.
         new_tokens: of each text, and of each timed one.
         inflate: hidden size, MLP size and layers of the copy of the first target whose speed is measured.
@@ -65,6 +82,7 @@ class NarrowConfig:
     parts: tuple[Literal["quality", "texts", "speed"], ...] = ("quality", "texts", "speed")
     targets: tuple[str, ...] = ("embedded",)
     prompts: tuple[str, ...] = ("",)
+    calibration: tuple[str, ...] = ()
     weights: tuple[Weights, ...] = WEIGHTS
     tokens: int = 32_768
     texts: int = 1000
@@ -76,11 +94,29 @@ class NarrowConfig:
     output: str = ""
 
 
-def load(name: str, weights: Weights) -> Target:
+def load(name: str, weights: Weights, calibration: str = "") -> Target:
     """The target of that name, with such weights."""
     if weights in ("float32", "bfloat16"):
         return Target.from_pretrained(name, dtype=jnp.dtype(weights))
+    scheme, *calibrated = weights.split("-")
+    if calibrated:
+        tokenizer = text.load_tokenizer(huggingface.locate(name, weights=False))
+        texts = [text.encode(tokenizer, sample) for sample in calibration_texts(calibration)]
+        return calibrate(Target.from_pretrained(name, dtype=jnp.float32), scheme, windows(texts))
     return Target.from_pretrained(name, dtype=jnp.float32, weights=weights)
+
+
+def _texts_of(config: NarrowConfig) -> list[tuple[str, str, str]]:
+    """Of each target its name, its prompts, and what calibrates it."""
+    calibration = config.calibration or ("",) * len(config.targets)
+    return list(zip(config.targets, config.prompts, calibration, strict=True))
+
+
+def calibration_texts(source: str) -> list[str]:
+    """The texts of a source, or the standard modules that `read_texts` does not read."""
+    measured = set() if source else set(read_texts(""))
+    found = [document.text or "" for document in read_documents(source or "stdlib", "calibration")]
+    return [sample for sample in found if sample and sample not in measured]
 
 
 def tokens_of(name: str, prompts: str) -> list[np.ndarray]:
@@ -101,12 +137,12 @@ def _loss(target: Target, tokens: jax.Array) -> jax.Array:
 def quality(config: NarrowConfig) -> list[dict[str, Any]]:
     """The loss with each kind of weights, and for the embedded target the acceptance length of its EAGLE-3 drafter."""
     rows = []
-    for name, prompts in zip(config.targets, config.prompts, strict=True):
+    for name, prompts, calibration in _texts_of(config):
         texts, window = tokens_of(name, prompts), 256
         batches = prompts_of(texts, max(config.tokens // window, 16), window).reshape(-1, 16, window)
         baseline: dict[str, float] = {}
         for weights in config.weights:
-            target = load(name, weights)
+            target = load(name, weights, calibration)
             loss = float(np.mean([_loss(target, batch) for batch in batches]))
             row: dict[str, Any] = {"target": name, "weights": weights, "loss": loss}
             if name == "embedded":
@@ -125,11 +161,11 @@ def quality(config: NarrowConfig) -> list[dict[str, Any]]:
 def texts(config: NarrowConfig) -> list[dict[str, Any]]:
     """How many greedy texts part from the plain ones, with each drafter and kind of weights, and in batches of another size."""
     rows = []
-    for name, prompts in zip(config.targets, config.prompts, strict=True):
+    for name, prompts, calibration in _texts_of(config):
         pieces = prompts_of(tokens_of(name, prompts), config.texts, 16)
         batches = [(batch, np.full(len(batch), 16)) for batch in np.array_split(pieces, max(config.texts // 50, 1))]
         for weights in config.weights:
-            target = load(name, weights)
+            target = load(name, weights, calibration)
             for title, drafter in _drafters(name, target).items():
                 found = same_texts.compare(
                     target,
@@ -181,8 +217,8 @@ def speed(config: NarrowConfig) -> list[dict[str, Any]]:
     pieces = prompts_of(tokens_of(config.targets[0], config.prompts[0]), 4, 32)
     runs: dict[tuple[str, str], Callable[[np.ndarray], int]] = {}
     for weights in config.weights:
-        if weights in ("bfloat16", "fp8"):
-            continue  # a CPU converts these at every product
+        if weights in ("bfloat16", "fp8") or "-" in weights:
+            continue  # a CPU converts the first two at every product; calibrated weights are as fast as others
         narrow = weights != "float32"
         target = inflated.narrow(weights) if narrow else inflated
         own = draft.narrow(weights) if narrow else draft

@@ -5,14 +5,19 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+
 from specjax import text
 from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
 from specjax.models import checkpoint, huggingface, parts
+from specjax.models.calibration import calibrate, check_text, windows
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import Form, schemes
-from specjax.models.transformer import Target
+from specjax.models.transformer import Target, default_dtype
 from specjax.progress import waiting
+from specjax.training.documents import read_documents
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,9 @@ class ConvertConfig:
             last layers where it runs them, and the tokenizer.
         quantize: "int8", "w8a8", "int4" or "fp8": narrow weights, as compressed-tensors has them, which vLLM reads. See
             `specjax.models.narrow.schemes`.
+        calibrate: with quantize and without a drafter, text like that which the model will read, by which the narrow weights
+            are chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with
+            "text" or "messages", a text file, a directory, ``hf:OWNER/NAME``.
         vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
             others may not.
     """
@@ -42,12 +50,16 @@ class ConvertConfig:
     target: str = ""
     client_parts: bool = False
     quantize: str = ""
+    calibrate: str = ""
     vocabulary: bool = False
 
 
 def run_convert(config: ConvertConfig) -> None:
     """``specjax convert``."""
     narrows_target = bool(config.quantize) and not config.drafter
+    if config.calibrate and not narrows_target:
+        mend = "needs quantize, such as --quantize int4" if not config.quantize else "is of targets: leave it out for a drafter"
+        raise InputError(f"calibrate={config.calibrate!r}: {mend}")
     needed = ("target",) if narrows_target else ("drafter", *("target",) * config.client_parts)
     for name in (*needed, "output"):
         if not getattr(config, name):
@@ -105,13 +117,38 @@ def write_narrow(config: ConvertConfig) -> None:
     checkpoint.check_writable(output)
     if source.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
-    target = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), weights=scheme)
+    dtype, how = huggingface.embedding_type(source), config.quantize
+    if config.calibrate:
+        tokens = calibration_tokens(config, source)
+        wide = Target.from_pretrained(source, dtype=jnp.promote_types(dtype, default_dtype()), weights=schemes.FLOATS)
+        target, how = calibrate(wide, scheme, tokens), f"{how}, calibrated on {tokens.size:,} tokens"
+    else:
+        target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
     with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
-        target.save_pretrained(scratch)
+        target.save_pretrained(scratch, dtype=dtype)
         copy_beside(source, scratch)
     size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
     of_whole = f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
-    print(f"{config.output}: {config.quantize}, {of_whole}")
+    print(f"{config.output}: {how}, {of_whole}")
+
+
+def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
+    """``[W, T]`` windows of the text by which weights become narrow, in the tokens of the target in ``source``.
+
+    Raises:
+        InputError: there is no such text, or too little of it.
+    """
+    argument = f"calibrate={config.calibrate!r}"
+    shape, tokenizer = huggingface.read_config(source), text.load_tokenizer(source)
+    with waiting(f"reading {config.calibrate}"):
+        documents = read_documents(config.calibrate, "calibrate")
+        if any(document.messages for document in documents) and not tokenizer.chat_template:
+            raise InputError(f"{argument}: holds conversations, and the target has no chat template for them: give texts")
+        texts = [text.encode(tokenizer, document.text) for document in documents if document.text]
+        texts += [text.encode_chat(tokenizer, document.messages) for document in documents if document.messages]
+    tokens = windows(texts)
+    check_text(shape, scheme_of(config), tokens, argument)
+    return tokens
 
 
 def copy_beside(source: Path, output: Path) -> None:

@@ -89,7 +89,7 @@ def run_regenerate(config: RegenerateConfig) -> None:
     output = Path(config.output)
     _refuse_foreign(output, config)
     done = _written(output)
-    documents = _usable(read_documents(config.source)[: config.limit or None])
+    documents = _usable(read_documents(config.source, "source")[: config.limit or None])
     wanted = [
         _Copy(*each, copy) for each in zip(documents, identities(documents), strict=True) for copy in range(config.copies)
     ]

@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models.narrow import Narrow
+from specjax.models.narrow.gptq import Watched
 from specjax.models.narrow.weights import widened
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 """Of ``[..., n, in]`` with something else: ``[..., n, out]``."""
 
 
-def product(x: jax.Array, weight: jax.Array | Narrow) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array | Narrow | Watched) -> jax.Array:
     """``[n, out]`` the product of ``x [n, in]`` with ``weight [in, out]``."""
+    if isinstance(weight, Watched):
+        return _watched_product(x, weight.weight, weight.moments)
     if isinstance(weight, Narrow):
         return narrow_product(x, weight).astype(x.dtype)
     if x.shape[0] != 1:
@@ -39,6 +42,25 @@ def logits_of(x: jax.Array, head: jax.Array | Narrow, is_rows: bool = False) -> 
     equation = "th,vh->tv" if is_rows else "th,hv->tv"
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     return product_of_one_row(multiply, x, head) if len(x) == 1 else multiply(x, head)
+
+
+@jax.custom_vjp
+def _watched_product(x: jax.Array, weight: jax.Array, moments: jax.Array) -> jax.Array:
+    """``x @ weight``; by ``moments`` its derivative is ``x^T x``, whatever it is a derivative of. See `Watched`."""
+    return x @ weight
+
+
+def _watch(x: jax.Array, weight: jax.Array, moments: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x @ weight, x
+
+
+def _seen(x: jax.Array, _: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    """With zeros for x, which are not None: the products before this one are asked too."""
+    moments = jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    return jnp.zeros_like(x), None, moments
+
+
+_watched_product.defvjp(_watch, _seen)
 
 
 def _of_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:

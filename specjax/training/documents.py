@@ -60,11 +60,11 @@ class Document:
     origin: str | None = None
 
 
-def find_files(source: str) -> list[Path]:
+def find_files(source: str, argument: str = "data.source") -> list[Path]:
     """The files of a ``source`` that is no hub id: "stdlib", a file, a directory or a glob; sorted by name.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none; names the ``argument`` that gave it.
     """
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
@@ -74,26 +74,27 @@ def find_files(source: str) -> list[Path]:
     else:
         files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
     if not files:
-        raise ConfigError(f"data.source={source!r}: no files there; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
+        raise ConfigError(f"{argument}={source!r}: no files there; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
     return sorted(files)
 
 
-def read_documents(source: str) -> list[Document]:
+def read_documents(source: str, argument: str = "data.source") -> list[Document]:
     """The documents of ``source``, in an order that is the same each time.
 
     Args:
         source: files as for `find_files`: of ``.jsonl`` and ``.parquet`` files every record is a document, of others every file
             is a text. Or ``hf:OWNER/NAME`` or ``hf:OWNER/NAME:SPLIT``, a data set of the hub; the split is "train" by default.
+        argument: gave it.
 
     Raises:
         InputError: there are none, a line is no JSON, or a record is neither a text nor a conversation.
     """
     if source.startswith("hf:"):
-        return list(_of_hub(source))
+        return list(_of_hub(source, argument))
     documents: list[Document] = []
-    for file in find_files(source):
+    for file in find_files(source, argument):
         if file.suffix in _NO_TEXT:
-            raise ConfigError(f"data.source={source!r}: {file.name} is no text, JSONL or Parquet: write JSON lines")
+            raise ConfigError(f"{argument}={source!r}: {file.name} is no text, JSONL or Parquet: write JSON lines")
         if file.suffix in _RECORD_FILES:
             documents += _of_records(file)
         else:  # bytes that are not UTF-8 become the replacement character
@@ -180,7 +181,7 @@ def _of_records(file: Path) -> Iterator[Document]:
         yield parse_record(record, f"{name}:{number}")
 
 
-def _of_hub(source: str) -> Iterator[Document]:
+def _of_hub(source: str, argument: str) -> Iterator[Document]:
     _, name, *split = source.split(":")
     from datasets import load_dataset
 
@@ -188,7 +189,7 @@ def _of_hub(source: str) -> Iterator[Document]:
         records = load_dataset(name, split=":".join(split) or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise ConfigError(
-            f"data.source={source!r}: the hub did not give it ({type(error).__name__}): check the spelling, the split, the "
+            f"{argument}={source!r}: the hub did not give it ({type(error).__name__}): check the spelling, the split, the "
             "network, and for gated data the login"
         ) from None
     for number, record in enumerate(records):

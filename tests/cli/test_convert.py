@@ -13,6 +13,7 @@ from specjax import text
 from specjax.cli.main import main
 from specjax.drafters import Eagle, Eagle3, MixtureOfAttentions
 from specjax.drafts.shapes import Chain
+from specjax.models.calibration import calibrate, windows
 from specjax.models.narrow import Narrow
 from specjax.models.narrow.schemes import SCHEMES
 from specjax.models.narrow.weights import widened
@@ -204,6 +205,29 @@ def test_a_model_is_written_with_narrow_weights(tmp_path, capsys, weights) -> No
     assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], Narrow)
 
 
+@pytest.mark.parametrize("weights", ["int4", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "fp8"))])
+def test_a_model_is_written_with_narrow_weights_chosen_by_a_text(tmp_path, capsys, weights) -> None:
+    save_tiny(tmp_path / "model")
+    Target.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model", dtype=jnp.bfloat16)
+    samples = ["import os\nimport sys\n", "def f(x):\n    return x\n"] * 20
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in samples))
+    step = ["convert", "--target", str(tmp_path / "model"), "--quantize", weights]
+    step += ["--calibrate", str(tmp_path / "texts.jsonl"), "--output", str(tmp_path / "narrow")]
+    assert main(step) == 0
+    tokenizer = text.load_tokenizer(tmp_path / "model")
+    tokens = windows([text.encode(tokenizer, each) for each in samples])
+    assert f"narrow: {weights}, calibrated on {tokens.size:,} tokens, " in " ".join(capsys.readouterr().out.split())
+    made = calibrate(Target.from_pretrained(tmp_path / "model"), replace(SCHEMES[weights], vocabulary=None), tokens)
+    read = Target.from_pretrained(tmp_path / "narrow")
+    stored = jax.tree.leaves(Target.from_pretrained(tmp_path / "narrow", dtype=jnp.bfloat16, weights="stored"))
+    assert {leaf.dtype.name for leaf in stored} >= {"bfloat16"}
+    plain = Target.from_pretrained(tmp_path / "model", weights=replace(SCHEMES[weights], vocabulary=None))
+    for found, expected, nearest in zip(*(each.params["layers"] for each in (read, made, plain)), strict=True):
+        for name in ("q", "down"):
+            np.testing.assert_allclose(wide(found[name]), wide(expected[name]), rtol=1e-6)
+            assert not np.allclose(wide(found[name]), wide(nearest[name]))
+
+
 def wide(matrix):
     return np.asarray(widened(matrix) if isinstance(matrix, Narrow) else matrix)
 
@@ -223,6 +247,15 @@ def test_a_drafter_is_written_with_narrow_weights(drafter, tmp_path) -> None:
     [
         (("--quantize", "int3", "--target", "embedded", "--output", "x"), "quantize='int3': must be one of 'int8', 'w8a8'"),
         (("--quantize", "int8", "--output", "x"), "target='': give a directory"),
+        (("--calibrate", "x.jsonl", "--target", "a", "--output", "x"), "calibrate='x.jsonl': needs quantize"),
+        (
+            ("--calibrate", "x", "--quantize", "int8", "--drafter", "embedded:eagle3", "--output", "x"),
+            "calibrate='x': is of targets: leave it out for a drafter",
+        ),
+        (
+            ("--calibrate", "no/where", "--quantize", "int8", "--target", "embedded", "--output", "x"),
+            "calibrate='no/where': no files there",
+        ),
         (
             ("--vocabulary", "--target", "embedded", "--drafter", "embedded:eagle3", "--output", "x"),
             "vocabulary: needs quantize",
@@ -236,3 +269,21 @@ def test_a_drafter_is_written_with_narrow_weights(drafter, tmp_path) -> None:
 def test_what_cannot_be_made_narrow_is_refused(arguments, message, capsys) -> None:
     assert main(["convert", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_text_that_says_too_little_is_refused(tmp_path, capsys) -> None:
+    step = ["convert", "--target", "embedded", "--quantize", "int4", "--output", str(tmp_path / "narrow"), "--calibrate"]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hello"}]}))
+    for name, content, said in (
+        ("empty.txt", "", "0 tokens, fewer than the 512 inputs of the widest matrix: give more text"),
+        ("short.txt", "import os\n", "tokens, fewer than the 512 inputs of the widest matrix: give more text"),
+        ("chats.jsonl", None, "holds conversations, and the target has no chat template"),
+        ("damaged.jsonl", "{", "damaged.jsonl:1: not JSON"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        assert main([*step, str(tmp_path / name)]) == 2
+        printed = " ".join(capsys.readouterr().err.split())
+        assert said in printed
+        assert name == "damaged.jsonl" or f"calibrate='{tmp_path / name}': " in printed
+    assert not (tmp_path / "narrow").exists()

@@ -1,8 +1,9 @@
 """Narrow weights: matrices of 8-bit or 4-bit numbers, and the scales that turn these into weights.
 
 Decoding reads every weight for every token, so fewer bytes are less time. `weights` says what a narrow matrix is and makes one
-of floats; `schemes` says which matrices of a model become narrow, and how; `published` finds them in checkpoints, in
-the layouts of `stored` and `mxfp4`; `saved` writes them. The products with them are in `specjax.models.products`.
+of floats; `gptq` does so by what the matrix is multiplied with; `schemes` says which matrices of a model become narrow, and
+how; `published` finds them in checkpoints, in the layouts of `stored` and `mxfp4`; `saved` writes them. The products with them
+are in `specjax.models.products`.
 """
 
 from specjax.models.narrow.weights import Form, Narrow, is_narrow, matrices_in

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.errors import InputError
+from specjax.models.narrow.gptq import Watched, gptq
 from specjax.models.narrow.weights import Form, Narrow, is_narrow, narrowed
 from specjax.models.params import Param
 
@@ -117,7 +118,7 @@ def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
 
 def make_narrow(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
     """``params``, as ``declared`` without narrow ones, with a `Narrow` in place of every matrix that is given a form; one after
-    the other. ``units`` as in `specjax.sharding.partition`."""
+    the other. Of a `Watched` matrix, by what was seen. ``units`` as in `specjax.sharding.partition`."""
     targets = declare(declared, form_of, mesh)
 
     def one(param: Param, target: Any, value: Any) -> Any:
@@ -125,8 +126,11 @@ def make_narrow(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, 
             raise InputError("weights: they are narrow already: load them in floats, with weights='float'")
         if not isinstance(target, Narrow):
             return value
-        floats = np.asarray(sharding.to_host(value, mesh))
-        made = narrowed(floats.T if param.is_rows else floats, target.form)
+        if isinstance(value, Watched):
+            made = gptq(value.weight, value.moments, target.form)
+        else:
+            floats = np.asarray(sharding.to_host(value, mesh))
+            made = narrowed(floats.T if param.is_rows else floats, target.form)
 
         def put(part: Param, numbers: np.ndarray) -> jax.Array:
             numbers = np.asarray(numbers, jnp.dtype(part.dtype))

@@ -18,6 +18,8 @@ from specjax.models.params import Param
 
 T = TypeVar("T")
 Kind = Literal["int8", "int4", "fp8"]
+Numbers = Any
+"""An array of numpy or of JAX: as a checkpoint is read nothing need go to a device, and GPTQ runs on one."""
 BLOCK = 128
 """Outputs and inputs of a block of FP8 that share a scale, as DeepSeek-V3 has them (arXiv 2412.19437, section 3.3)."""
 
@@ -173,42 +175,45 @@ def _in_out(param: Param, of_axes: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def narrowed(weights: np.ndarray, form: Form) -> Narrow:
-    """The matrix ``weights [..., in, out]`` in a ``form`` without zeros and order: each group's scale is that of its largest
-    weight; of 4 bits, which are few, a smaller one where that loses less."""
+    """The matrix ``weights [..., in, out]`` in a ``form`` without zeros and order: each weight is the nearest number under the
+    scale of its group, see `scales_of`."""
     rows = np.swapaxes(np.asarray(weights, np.float32), -1, -2)
     *lead, outputs, inputs = rows.shape
     size = form.group or inputs
     grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)  # [..., groups, out, size]
-    largest = np.abs(grouped).max(axis=-1)
-    scales = _scales(largest, form)
-    if form.kind == "int4":
-        scales = _least_lossy(grouped, largest, form)
-    values = _rounded(grouped, scales, form)
-    return Narrow(values, scales, bits=form.bits, activations=form.activations)
+    scales = scales_of(grouped, form)
+    return Narrow(rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations)
 
 
-def _scales(largest: np.ndarray, form: Form) -> np.ndarray:
-    """What is not finite stays so."""
-    return np.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(np.float32)
-
-
-def _least_lossy(grouped: np.ndarray, largest: np.ndarray, form: Form) -> np.ndarray:
-    """The scales, of some a little smaller than the largest weight asks for, by which the weights change least."""
-    best, least = _scales(largest, form), np.full(largest.shape, np.inf, np.float32)
+def scales_of(grouped: Numbers, form: Form) -> Numbers:
+    """``[...]`` the scales of groups of weights ``grouped [..., size]``: each is that of the largest weight; of 4 bits, which
+    are few, a smaller one where that changes the weights less. What is not finite stays so."""
+    xp = grouped.__array_namespace__()
+    largest = xp.abs(grouped).max(axis=-1)
+    best, least = _scales(largest, form), xp.full(largest.shape, np.inf, np.float32)
+    if form.kind != "int4":
+        return best
     for share in np.linspace(0.7, 1.0, 13, dtype=np.float32):
         scales = _scales(largest * share, form)
         with np.errstate(invalid="ignore"):
-            lost = np.square(_rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
-        best, least = np.where(lost < least, scales, best), np.minimum(lost, least)
+            lost = xp.square(rounded(grouped, scales, form) * scales[..., None] - grouped).sum(axis=-1)
+        best, least = xp.where(lost < least, scales, best), xp.minimum(lost, least)
     return best
 
 
-def _rounded(grouped: np.ndarray, scales: np.ndarray, form: Form) -> np.ndarray:
+def _scales(largest: Numbers, form: Form) -> Numbers:
+    xp = largest.__array_namespace__()
+    return xp.where(largest == 0, np.float32(1), largest / np.float32(_LARGEST[form.kind])).astype(np.float32)
+
+
+def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
+    """``[..., size]`` the values of weights ``grouped [..., size]`` under their scales."""
+    xp = grouped.__array_namespace__()
     with np.errstate(invalid="ignore"):
-        numbers = np.nan_to_num(grouped / scales[..., None])
+        numbers = xp.nan_to_num(grouped / scales[..., None])
     if form.kind == "fp8":
-        return np.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
-    return np.clip(np.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
+        return xp.clip(numbers, -448, 448).astype(jnp.float8_e4m3fn)
+    return xp.clip(xp.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
 
 
 def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
