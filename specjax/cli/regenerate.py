@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from specjax import decoding, pipeline
+from specjax.cli import shards
 from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
@@ -35,12 +36,18 @@ class RegenerateConfig:
     The batch size changes what is written no more than rounding does. What leaves no room for an answer is left out (of
     conversations, the turns from there on), and the command says how many.
 
+    A large data set is divided over machines: each process writes the documents of one shard, and needs to know of no other.
+    Which documents those are follows from their content, and what is written of a document is the same in shards of any number.
+
     Attributes:
         target: directory or hub id of the model that writes.
         source: what to rewrite, as ``data.source`` of a training: JSONL, Parquet, a directory, ``hf:OWNER/NAME``.
         output: a .jsonl file; a line a document and copy, with the document's identity (``document``), the number of the copy
             (``copy``), and what both go back to (``regenerated_from``): a training holds out all copies of a document, and all
-            that is written after those, or none. So also documents that are equal.
+            that is written after those, or none. So also documents that are equal. With shard a folder, with a file for each.
+        shard: "I/N": write the documents of shard I, from 0, of N. Under a scheduler "auto" or "auto/N": its array of tasks
+            (Slurm, Kubernetes) says which one. The file is renamed when it is whole; a whole one is not written again.
+        missing: print which of so many shards are not in the folder output, and end with status 1 if any is not.
         drafter: makes it faster, and changes nothing in its distribution; "none" is plain decoding.
         draft: shape of its drafts.
         prompt_tokens: of a text, how many tokens are kept as its beginning.
@@ -59,6 +66,8 @@ class RegenerateConfig:
     target: str = "embedded"
     source: str = ""
     output: str = ""
+    shard: str = ""
+    missing: int = 0
     drafter: str = "none"
     draft: str = ""
     prompt_tokens: int = 16
@@ -74,25 +83,21 @@ class RegenerateConfig:
     mesh: tuple[int, int] = (1, 1)
 
 
-def run_regenerate(config: RegenerateConfig) -> None:
+def run_regenerate(config: RegenerateConfig) -> int:
     """``specjax regenerate``."""
-    for name in ("batch", "copies", "prompt_tokens", "max_new_tokens"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
-    if not config.source or not config.output.endswith(".jsonl"):
-        raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and a file that ends in .jsonl")
-    if config.limit < 0:
-        raise InputError(f"limit={config.limit}: must be at least 0, which is all")
-    check_stop(config.stop)
-    if jax.process_count() > 1:
-        raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
-    output = Path(config.output)
+    if config.missing:
+        return _say_missing(config)
+    _check(config)
+    shard, output = None, Path(config.output)
+    if config.shard:
+        shard = shards.find_shard(config.shard)
+        config, output = replace(config, shard=str(shard)), shards.open_shard(output, shard)
     _refuse_foreign(output, config)
     done = _written(output)
-    documents = _usable(read_documents(config.source, "source")[: config.limit or None])
-    wanted = [
-        _Copy(*each, copy) for each in zip(documents, identities(documents), strict=True) for copy in range(config.copies)
-    ]
+    if shard is not None and not shards.is_begun(output):
+        print(f"{len(done)} documents in {output}, which is whole")
+        return 0
+    wanted = _wanted(config, shard)
     missing = [each for each in wanted if each.label not in done]
     mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
@@ -104,7 +109,7 @@ def run_regenerate(config: RegenerateConfig) -> None:
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
-        _engine(generator, config, documents[0].messages is not None) as engine,
+        _engine(generator, config, any(each.document.messages is not None for each in wanted)) as engine,
         waiting(f"writing {output.name}", len(wanted), len(done)) as wait,
     ):
         writer = _Writer(generator, config, engine)
@@ -113,7 +118,7 @@ def run_regenerate(config: RegenerateConfig) -> None:
             left_out.update(each.left_out for each in part if each.left_out)
             cut.update(each.cut for each in part if each.cut)
             wait.update(done=wait.done + len(part))
-    if not written and not done:
+    if not written and not done and shard is None:
         reasons = "; ".join(f"{why}: {count} of {len(wanted)}" for why, count in left_out.items())
         raise InputError(f"source={config.source!r}: nothing could be written ({reasons})")
     for what, counts in (("left out", left_out), ("cut before a turn", cut)):
@@ -121,7 +126,35 @@ def run_regenerate(config: RegenerateConfig) -> None:
             print(f"{what}, as {why}: {count} of {len(wanted)}")
     if gone := len(done - {each.label for each in wanted}):
         print(f"kept, though no longer in the source: {gone}")
-    print(f"{len(done) + written} documents in {output}")
+    print(f"{len(done) + written} documents in {output if shard is None else shards.finish(output, claim)}")
+    return 0
+
+
+def _check(config: RegenerateConfig) -> None:
+    """Refuse what is wrong before anything is read."""
+    for name in ("batch", "copies", "prompt_tokens", "max_new_tokens"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{name}={getattr(config, name)}: must be at least 1")
+    if not config.source or not config.output or config.output.endswith(".jsonl") == bool(config.shard):
+        kind = "a folder for the shards" if config.shard else "a file that ends in .jsonl"
+        raise InputError(f"source={config.source!r}, output={config.output!r}: give a data set, and {kind}")
+    if config.limit < 0:
+        raise InputError(f"limit={config.limit}: must be at least 0, which is all")
+    check_stop(config.stop)
+    if jax.process_count() > 1:
+        raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
+
+
+def _say_missing(config: RegenerateConfig) -> int:
+    """Print the shards that are missing; the command's exit status."""
+    if config.missing < 0 or config.shard or not config.output or config.output.endswith(".jsonl"):
+        raise InputError(f"missing={config.missing}: takes the number of all shards and their folder, --output, and no --shard")
+    left = shards.missing(Path(config.output), config.missing)
+    for shard in left:
+        print(shard)
+    if not left:
+        print(f"all {config.missing} shards are in {config.output}")
+    return 1 if left else 0
 
 
 @dataclass(frozen=True)
@@ -155,6 +188,17 @@ class _Copy:
         return jax.random.fold_in(root, self.number)
 
 
+def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
+    """What is to be written: all copies of the documents of the source, or of those of a ``shard``."""
+    documents = _usable(read_documents(config.source, "source")[: config.limit or None])
+    return [
+        _Copy(document, identity, copy)
+        for document, identity in zip(documents, identities(documents), strict=True)
+        if shard is None or shard.holds(identity)
+        for copy in range(config.copies)
+    ]
+
+
 def _usable(documents: list[Document]) -> list[Document]:
     """The documents that can be rewritten; says how many cannot."""
     chats = [document.messages is not None for document in documents]
@@ -179,7 +223,7 @@ def _is_begun(output: Path) -> bool:
 
 def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
     """See that ``output`` is new, or was begun with the same options, which are noted beside it in place of no other file."""
-    beside = output.with_suffix(".yaml")
+    beside = shards.beside(output)
     if not _is_begun(output):
         # A claim that nothing came after, be it cut short, is written again. Any other file is somebody's own.
         if beside.exists() and not _CLAIM.startswith(beside.read_text(errors="replace")[: len(_CLAIM)]):
@@ -209,7 +253,7 @@ def _refuse_other_model(output: Path, config: RegenerateConfig, claim: str) -> N
     """See that what is in ``output`` was written by this very target with this very tokenizer, wherever they lie."""
     if not _is_begun(output):
         return
-    noted, found = output.with_suffix(".yaml").read_text().splitlines(), claim.splitlines()
+    noted, found = shards.beside(output).read_text().splitlines(), claim.splitlines()
     what = "the model there, or the data type it is read in,"
     if noted[:1] == found[:1]:
         what = f"its tokenizer, its chat template or the content of chat_template={config.chat_template!r}"
@@ -247,7 +291,7 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = output.with_name(f".{output.stem}.yaml.tmp")
         scratch.write_text(claim)
-        scratch.replace(output.with_suffix(".yaml"))  # whole or not at all
+        scratch.replace(shards.beside(output))  # whole or not at all
     with output.open("a", encoding="utf-8") as file:
         file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
         file.flush()
