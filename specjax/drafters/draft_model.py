@@ -178,7 +178,7 @@ class DraftModel(Drafter[DraftModelState]):
                 f"num_layers={count}: all of them would keep a state, as the target's do, and a layer with ordinary attention "
                 f"is needed: give {least} or more, or other linear_layers"
             )
-        config = replace(target.config.first(count), **sizes)
+        config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
     def narrow(self, weights: schemes.Weights) -> "DraftModel":

@@ -53,7 +53,7 @@ def calibrate(target: Target, weights: schemes.Weights, tokens: Int[np.ndarray, 
     def narrow(declared: Params, params: Params) -> Params:
         return schemes.make_narrow(declared, params, form_of, None, config.axis_units)
 
-    batches = np.array_split(tokens, -(-tokens.size // _AT_ONCE))
+    batches = np.array_split(tokens, min(len(tokens), -(-tokens.size // _AT_ONCE)))
     entering = {0: [target.embed(jnp.asarray(batch)) for batch in batches]}  # by layer, the residual stream there
     firsts, unread = [_first(target, layer) for layer in range(config.num_layers)], 0
     for layer in track(range(config.num_layers), "calibrating layer {}"):

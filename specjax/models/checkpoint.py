@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 from specjax import sharding
 from specjax.models.fields import CheckpointError, read_json, show
 from specjax.models.narrow import Form, float8, matrices_in, mxfp4, published, saved
-from specjax.models.narrow.stored import ROLES, Latest, Rounded, StoredMatrix
+from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.params import Param
 from specjax.models.torch_zip import TorchFile
 
@@ -129,7 +129,7 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
 
 def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
     """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
-    found, latest = dict(tensors), Latest()
+    found = dict(tensors)
     for narrow in matrices_in(declared):
         for stored in narrow.values.stored_names:
             name = stored.removesuffix(":values")
@@ -141,7 +141,7 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
             _check_shape(name, matrix, (*lead, *wanted), what, directory)
             _check_kind(name, matrix, _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
-                matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows, latest=latest)
+                matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
             found.pop(name, None)
     return found

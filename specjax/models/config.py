@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from specjax.errors import InputError
 
@@ -177,8 +177,8 @@ class LinearAttention:
     Examples:
         >>> from specjax.models.config import LinearAttention
         >>> linear = LinearAttention(key_heads=16, value_heads=32, key_dim=128, value_dim=128)
-        >>> linear.state_size, linear.entry_size  # numbers of a row's state, and of a drafted token
-        (524288, 14368)
+        >>> linear.state_size, linear.node_bytes(2)  # numbers of a row's state; bytes of a drafted token in bfloat16
+        (524288, 41088)
     """
 
     key_heads: int
@@ -410,11 +410,11 @@ class ModelConfig:
         own = {name: value for name in names if (value := getattr(self.layers[layer], name)) is not None}
         return replace(self, **own, layers=())
 
-    def first(self, count: int) -> "ModelConfig":
-        """The configuration of the first ``count`` layers alone."""
+    def first(self, count: int, **changes: Any) -> "ModelConfig":
+        """The configuration of the first ``count`` layers alone, with ``changes`` of its fields."""
         windowed, linear = ([i for i in layers if i < count] for layers in (self.windowed_layers, self.linear_layers))
-        kinds = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
-        return replace(self, num_layers=count, layers=self.layers[:count], **kinds)
+        kinds: dict[str, Any] = {"windowed_layers": tuple(windowed), "linear_layers": tuple(linear)}
+        return replace(self, **{"num_layers": count, "layers": self.layers[:count], **kinds, **changes})
 
     def window_of(self, layer: int) -> int | None:
         """How many tokens, up to its own, a query of the layer of that number sees; None: all."""

@@ -1,5 +1,6 @@
 """How much memory the pages and the rows of an engine's caches take, before there is an engine."""
 
+import math
 from typing import Any
 
 import jax
@@ -78,9 +79,9 @@ def row_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int)
 def borders_kept(border: int, pool: int, *, chunk: int, rows: int) -> int | None:
     """From the ends of how many chunks of prompts other texts may go on, in each group of rows; None: of all.
 
-    What is known at such an end beside the pages, its border, usually takes less memory than the chunk before it. The states of
-    a target with linear attention take more, and so does a draft model's small cache (`specjax.drafters.Streaming`): then as
-    many are kept as fill a quarter of what the pages take, and at least one for each row.
+    What is known at such an end beside the pages, its border, usually takes little memory beside the chunk before it. The
+    states of a target with linear attention take much, and so does a draft model's small cache (`specjax.drafters.Streaming`):
+    then as many are kept as fill a quarter of what the pages take, and at least one for each row.
 
     Args:
         border: bytes of a border. It has a row for each group, of which one is read.
@@ -95,7 +96,7 @@ def borders_kept(border: int, pool: int, *, chunk: int, rows: int) -> int | None
         >>> borders_kept(500, pool=80_000, chunk=200, rows=4)
         40
     """
-    return None if border <= chunk else max(rows, pool // 4 // border)
+    return None if 4 * border <= chunk else max(rows, pool // 4 // border)
 
 
 def pages_in(
@@ -134,11 +135,13 @@ def pages_in(
     chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
     each, least = page_bytes(target, drafter, page), -(-capacity // page)
     of_rows = rows * row_bytes(target, drafter, page, capacity)
-    of_borders, share = 0, 1.0  # at least so many bytes, and so much of what the pages take
+    # Borders take so many bytes in all groups, or so much more than the pages: whichever is more.
     groups, in_target = groups_of(target.mesh), page_bytes(target, None, page)
-    border = _border_bytes(target, drafter, page, capacity)
-    if borders_kept(border, 0, chunk=in_target // groups * (chunk // page), rows=rows) is not None:
-        of_borders, share = rows * border, 1 + in_target / 4 / each  # in all groups
+    border, of_chunk = _border_bytes(target, drafter, page, capacity), chunk // page
+    if borders_kept(border, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
+        of_borders, share = 0, 1 + groups * border / (of_chunk * each)
+    else:
+        of_borders, share = rows * border, 1 + in_target / 4 / each
     room = gigabytes * 1e9 - of_rows
     pages = int(min((room - of_borders) / each, room / (share * each)) + 1e-6)
     if pages < least:
@@ -146,9 +149,15 @@ def pages_in(
         beside = f", {of_rows + of_borders:,} bytes for {rows} rows beside their pages" if 20 * of_rows > needed else ""
         raise InputError(
             f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens{beside}, and a text may have {capacity}; give at least "
-            f"{needed / 1e9:.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
+            f"{_rounded_up(needed / 1e9):.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
         )
     return pages
+
+
+def _rounded_up(value: float) -> float:
+    """To three digits."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return math.ceil(value / unit) * unit
 
 
 def _cache_bytes(

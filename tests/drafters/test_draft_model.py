@@ -19,7 +19,7 @@ from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling, probabilities
-from tests.conftest import SHAPES, tiny_target
+from tests.conftest import HYBRID, SHAPES, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 4, 2, 7], [3, 0, 0, 0, 0, 0], [5, 9, 10, 0, 0, 0]])
 LENGTHS = np.array([6, 1, 3])
@@ -254,3 +254,13 @@ def test_a_draft_model_made_of_a_targets_first_layers_can_be_saved(tmp_path) -> 
     read = DraftModel.from_pretrained(tmp_path).model.config
     assert read == drafter.model.config
     assert (read.num_layers, read.windowed_layers) == (2, (0, 1))
+
+
+def test_a_hybrid_of_too_few_layers_is_refused_and_what_is_said_then_helps() -> None:
+    target = tiny_target(**(HYBRID | {"num_layers": 4, "linear_layers": (0, 1, 2)}))
+    with pytest.raises(
+        InputError, match="num_layers=2: all of them would keep a state.*: give 4 or more, or other linear_layers"
+    ):
+        DraftModel.init(target, jax.random.key(0), num_layers=2)
+    assert DraftModel.init(target, jax.random.key(0), num_layers=4).model.config.linear_layers == (0, 1, 2)
+    assert DraftModel.init(target, jax.random.key(0), num_layers=2, linear_layers=(0,)).model.config.linear_layers == (0,)

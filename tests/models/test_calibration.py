@@ -161,3 +161,9 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
         return jnp.mean(jnp.sum(jnp.exp(floats) * (floats - found), axis=-1))
 
     assert float(divergence(calibrated)) < float(divergence(target.narrow(weights)))
+
+
+def test_a_window_may_be_longer_than_a_pass() -> None:
+    target = tiny_target(max_positions=8192)
+    tokens = np.resize(np.arange(11), (1, 5000))
+    assert is_narrow(calibrate(target, "int8", tokens).params["layers"][0]["down"])

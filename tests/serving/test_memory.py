@@ -1,5 +1,7 @@
 """How many pages a given memory holds: as many as the arrays of an engine's state really take."""
 
+import re
+
 import jax
 import pytest
 
@@ -67,13 +69,16 @@ def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
         return Device(target, [drafter or NoDraft()], sizes)
 
     def needed(device: Device) -> int:
-        borders = device.groups * (device.most_borders() or 0)
+        """With the borders of all chunks, where all are kept."""
+        kept, chunks = device.most_borders(), device.sizes.pages / (CHUNK // PAGE)
+        borders = device.groups * (chunks if kept is None else kept)
         return bytes_of((device.state.cache, device.state.drafter)) + borders * bytes_of(device._fresh)
 
     made = device(pages)
     given, border = needed(made), bytes_of(made._fresh) if made.most_borders() else 0
     found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
     assert needed(device(found)) <= given
+    assert not made.most_borders() or 4 * border > memory.page_bytes(target, None, PAGE) // made.groups * (CHUNK // PAGE)
     # A quarter of the pages' memory is no whole number of borders, which nobody knows before.
     assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= border * made.groups
 
@@ -90,8 +95,10 @@ def test_memory_for_less_than_a_text_is_refused() -> None:
     each, rows = memory.page_bytes(target, None, PAGE), 2 * memory.row_bytes(target, None, PAGE, CAPACITY)
     sizes = {"rows": 2, "page": PAGE, "capacity": CAPACITY}
     assert memory.pages_in((rows + 4 * each) / 1e9, target, None, **sizes) == 4
-    with pytest.raises(InputError, match=r"cache_gb=\S+ 24 tokens, and a text may have 32; give at least .* capacity$"):
+    with pytest.raises(InputError, match=r"cache_gb=\S+ 24 tokens, and a text may have 32; give at least .* capacity$") as said:
         memory.pages_in((rows + 3.9 * each) / 1e9, target, None, **sizes)
+    (enough,) = re.findall(r"give at least (\S+),", str(said.value))
+    assert 4 <= memory.pages_in(float(enough), target, None, **sizes) <= 5
 
 
 def test_memory_for_less_than_the_rows_is_refused() -> None:

@@ -5,7 +5,7 @@ values, scales, zeros and order, in their shapes.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -330,19 +330,6 @@ def _signed(numbers: np.ndarray, bits: int) -> np.ndarray:
     return (numbers - np.uint8(1 << (bits - 1))).view(np.int8)
 
 
-@dataclass
-class Latest:
-    """What was made narrow last, of all matrices of a checkpoint: so no more than one is in memory.
-
-    Attributes:
-        of: the matrix, and which part of it.
-        narrow: what came of it.
-    """
-
-    of: tuple[Any, str] | None = None
-    narrow: Any = None
-
-
 class Rounded(Parts):
     """A matrix of floats that becomes narrow as it is read: `narrowed`.
 
@@ -350,11 +337,11 @@ class Rounded(Parts):
         floats: ``[..., out, in]``, or ``[..., in, out]`` where it is ``turned``.
         form: how it becomes narrow.
         turned: see ``floats``.
-        latest: shared by all matrices of a checkpoint. Values and scales of a part are asked for one after the other.
     """
 
-    def __init__(self, floats: Any, form: Form, turned: bool, latest: Latest) -> None:
-        self._floats, self._turned, self._latest, self.form = floats, turned, latest, form
+    def __init__(self, floats: Any, form: Form, turned: bool) -> None:
+        self._floats, self._turned, self.form = floats, turned, form
+        self._scales: dict[str, np.ndarray] = {}  # of parts whose values were read
         shape = tuple(floats.get_shape())
         *self._lead, self._outputs, self._inputs = (*shape[:-2], shape[-1], shape[-2]) if turned else shape
 
@@ -364,13 +351,17 @@ class Rounded(Parts):
 
     def read(self, role: str, part: tuple[slice, ...]) -> np.ndarray:
         *lead, groups, outputs = part[: len(self._lead) + 2]
-        asked = self, repr((lead, outputs))
-        if self._latest.of != asked:
+        asked = repr((lead, outputs))
+        scales = self._scales.pop(asked, None) if role == "scales" else None
+        if scales is None:
             place = (*lead, slice(None), outputs) if self._turned else (*lead, outputs, slice(None))
             floats = self._floats[place] if self._turned else np.swapaxes(self._floats[place], -1, -2)
-            self._latest.of, self._latest.narrow = asked, narrowed(floats, self.form)
-        found = self._latest.narrow.values if role == "values" else self._latest.narrow.scales
-        return found[..., groups, :, part[-1]] if role == "values" else found[..., groups, :]
+            narrow = narrowed(floats, self.form)
+            if role == "values":  # which are large: only what is asked for next is kept
+                self._scales[asked] = narrow.scales
+                return narrow.values[..., groups, :, part[-1]]
+            scales = narrow.scales
+        return scales[..., groups, :]
 
 
 def is_neighbourly(of_input: np.ndarray, size: int) -> bool:

@@ -8,6 +8,7 @@ import jax
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.drafters.trained import Stored
+from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.contract import Batch, Given, Metrics
@@ -64,7 +65,10 @@ class MTPTraining(FeatureMethod):
         student = MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
         if not given.init_from:
             return student
-        earlier = MTP.read_config(Stored.of(huggingface.locate(given.init_from)))
+        try:
+            earlier = MTP.read_config(Stored.of(huggingface.locate(given.init_from)))
+        except InputError as error:
+            raise ConfigError(f"init_from={given.init_from!r}: {error}") from None
         return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))
 
     def objective(self, student: MTP, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:

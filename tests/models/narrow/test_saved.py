@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specjax.models import checkpoint
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import is_narrow, saved, schemes
-from specjax.models.narrow.weights import BLOCK, Form, Narrow, widened
+from specjax.models.narrow import is_narrow, saved, schemes, stored
+from specjax.models.narrow.weights import BLOCK, Form, Narrow, narrowed, widened
 from specjax.models.params import Param
 from specjax.models.transformer import Target
-from tests.conftest import tiny_config, tiny_target
+from tests.conftest import MIXTURES, tiny_config, tiny_target
 
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
 NAMES = {"q": "self_attn.q_proj", "o": "self_attn.o_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
@@ -146,3 +146,14 @@ def test_a_model_becomes_narrow_within_the_memory_of_a_layer(tmp_path, weights) 
         tracemalloc.stop()
     assert is_narrow(narrow.params["layers"][0]["down"])
     assert peak < 2 * sum(matrix.nbytes for matrix in jax.tree.leaves(floats.params["layers"][0]))
+
+
+def test_every_matrix_becomes_narrow_once(tmp_path, monkeypatch) -> None:
+    """Experts too, which are read one by one: first the values of all, then the scales."""
+    tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32).save_pretrained(tmp_path)
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(stored, "narrowed", lambda floats, form: made.append(floats.shape) or narrowed(floats, form))
+    narrow = Target.from_pretrained(tmp_path, weights="int4", dtype=np.float32)
+    matrices = [value for layer in narrow.params["layers"] for value in layer.values() if is_narrow(value)]
+    in_all = sum(int(np.prod(matrix.values.shape[:-3])) for matrix in matrices)
+    assert len(made) == in_all + is_narrow(narrow.params["embed"]) + is_narrow(narrow.params.get("lm_head"))
