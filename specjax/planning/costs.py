@@ -163,8 +163,8 @@ def _timed(run: Callable[..., _Result], *arguments: object) -> tuple[float, _Res
 def _score(target: Target, cache: KVCache, nodes: int, passes: int) -> KVCache:
     """Score ``nodes`` tokens ``passes`` times, each time those that the pass before made likeliest, and commit none.
 
-    The entries of a pass are written above what is committed. States that a layer keeps do take all of them, which costs as much
-    as it costs to take those that are accepted: their numbers are no text's any more, and nobody asks.
+    The entries of a pass are written above what is committed. States that layers keep do take all of them, which costs as much
+    as to take those that are accepted: their numbers are no text's any more, and nobody asks.
     """
 
     def body(_: int, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
