@@ -109,9 +109,9 @@ def everywhere(mesh: Mesh, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
-def placed(tree: Any, places: Any) -> Any:
-    """The arrays of ``tree``, of shapes, each where ``places`` has its sharding."""
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, places)
+def with_shardings(tree: Any, shardings: Any) -> Any:
+    """The shapes of ``tree``, each with that of ``shardings`` in its place."""
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree, shardings)
 
 
 def states_in(tree: Any) -> list[State]:
@@ -132,9 +132,7 @@ def in_pages(state: Any, page: int, mesh: Mesh) -> Any:
         pages = node.length.shape[0] // groups_of(mesh) * -(-node.capacity // page)
         cache = jax.eval_shape(lambda: PagedCache.like(node, pages=pages, page=page, mesh=mesh))
         places = replace(cache, layers=node.layers, table=node.length, length=node.length)  # whose first axes lie alike
-        return jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding), cache, places
-        )
+        return with_shardings(cache, jax.tree.map(lambda place: place.sharding, places))
 
     return jax.tree.map(paged, state, is_leaf=lambda node: isinstance(node, KVCache))
 

@@ -213,11 +213,11 @@ def compile_step(setup: Setup, drafter: Drafter, name: str) -> Step:
     lowered = decoding.prefill.lower(*given, capacity=capacity)
     prefill, executable = compile_program(f"prefill, {name}", lowered, setup.mesh)
     state = jax.eval_shape(partial(decoding.prefill, capacity=capacity), *given)
-    state = abstract.placed(state, executable.output_shardings)
+    state = abstract.with_shardings(state, executable.output_shardings)
     steps = abstract.everywhere(setup.mesh, jax.ShapeDtypeStruct((), jnp.int32))
     cache, states = state.cache.layers, state.cache.states
     floor = abstract.bytes_of_pass(setup.target, (cache, states))
-    by_layer = [entry or state for entry, state in zip(cache, states or (None,) * len(cache), strict=True)]
+    by_layer = [entry if held is None else held for entry, held in zip(cache, states or (None,) * len(cache), strict=True)]
     floor += abstract.bytes_of_draft(drafter, setup.target, state.drafter, by_layer)
     # Scales of entries in 8 bits have three axes, and are small: a copy of them is none of a cache.
     parts = [part for part in jax.tree.leaves((cache, state.drafter)) if capacity in part.shape[2:] and part.ndim > 3]
@@ -261,7 +261,7 @@ def _drafted_bytes(setup: Setup, drafter: Drafter) -> int:
     make = jax.jit(lambda target: target.new_scratch(setup.batch, drafter.draft_shape.nodes))
     entries = jax.eval_shape(make, setup.target)
     places = make.lower(setup.target).compile(compiler_options=dict(compiler_options(setup.mesh))).output_shardings
-    return abstract.bytes_of_one(abstract.placed(entries, places))
+    return abstract.bytes_of_one(abstract.with_shardings(entries, places))
 
 
 def _flops(setup: Setup, drafter: Drafter) -> float:

@@ -231,8 +231,7 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots for each of ``batch`` rows."""
-        kinds = {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
-        return KVCache.create(self._memories(None), batch=batch, capacity=capacity, **kinds)
+        return KVCache.create(self._memories(None), batch=batch, capacity=capacity, **self._kept_as)
 
     def new_ring(self, batch: int, slots: int, kept: int) -> RingCache:
         """An empty `RingCache` of ``slots`` for each of ``batch`` rows, of which ``kept`` stay."""
@@ -240,8 +239,12 @@ class Target:
 
     def new_scratch(self, batch: int, slots: int, layers: tuple[int, int] | None = None) -> tuple[Entry, ...]:
         """Empty entries for ``slots`` drafted tokens a row, of a slice of the layers as in `run`."""
-        kinds = {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
-        return empty_entries(self._memories(layers), batch=batch, slots=slots, **kinds)
+        return empty_entries(self._memories(layers), batch=batch, slots=slots, **self._kept_as)
+
+    @property
+    def _kept_as(self) -> dict[str, Any]:
+        """The types of what is remembered, and where it lies."""
+        return {"dtype": self._entry_dtype, "activations": self.dtype, "mesh": self.mesh}
 
     def _memories(self, layers: tuple[int, int] | None) -> list[Memory]:
         start, stop = (0, self.config.num_layers) if layers is None else layers

@@ -38,12 +38,16 @@ SIZES = ModelSizes(
 )
 
 
+def write_texts(path: Path, lines: int) -> str:
+    """Thirty texts of so many lines, into a folder."""
+    for i in range(30):
+        (path / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(lines)))
+    return str(path)
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (path / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(60)))
-    return str(path)
+    return write_texts(tmp_path_factory.mktemp("text"), lines=60)
 
 
 def config(source: str, output, **changes) -> TrainConfig:

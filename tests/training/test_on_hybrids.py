@@ -31,7 +31,7 @@ from tests.evaluation.test_conformance_of_hybrids import lively_hybrid
 from tests.models.families import zoo
 from tests.training import test_blocks as of_blocks
 from tests.training import test_on_families as on_families
-from tests.training.test_loop import assert_same_runs, stopping_at
+from tests.training.test_loop import assert_same_runs, stopping_at, write_texts
 from tests.training.test_methods import batch_of
 
 
@@ -42,10 +42,7 @@ def hybrid() -> Target:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (path / f"{i}.txt").write_text("".join(f"line {i} says {j % 7} and then {j % 5}\n" for j in range(20)))
-    return str(path)
+    return write_texts(tmp_path_factory.mktemp("text"), lines=20)
 
 
 def thoroughly(cases, often):
