@@ -4,7 +4,7 @@ Two mesh axes: ``data`` splits rows of the batch, ``model`` splits heads, MLP un
 (tensor and expert parallelism). The code names logical axes only; a logical axis that the mesh does not divide evenly stays
 whole.
 
-A mesh may span several processes (`jax.distributed.initialize`, before the first array). Every process then makes the same
+A mesh may span several processes (`specjax.processes.join`, before the first array). Every process then makes the same
 calls with the same arguments, and each has the whole result.
 """
 
@@ -54,6 +54,19 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | Non
     return Mesh(np.asarray(devices[: data * model]).reshape(data, model), ("data", "model"))
 
 
+def mesh_for(sizes: tuple[int, int]) -> Mesh | None:
+    """The mesh that a command is asked for: data and model; None: one device.
+
+    Raises:
+        InputError: there are fewer devices than that, or several processes and devices that the mesh leaves out.
+    """
+    if jax.process_count() > 1 and math.prod(sizes) != jax.device_count():
+        raise InputError(
+            f"mesh={sizes}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
+        )
+    return None if sizes == (1, 1) else make_mesh(*sizes)
+
+
 def partition(mesh: Mesh, axes: Sequence[str | None], units: Mapping[str, int]) -> PartitionSpec:
     """The `PartitionSpec` of an array with these logical ``axes``.
 
@@ -88,14 +101,19 @@ def put(value: Any, place: NamedSharding) -> jax.Array:
 
 def to_host(arrays: Any, mesh: Mesh | None) -> Any:
     """``arrays`` as numpy arrays, wherever on the ``mesh`` they lie. Every process that the mesh spans must call this."""
+    return jax.device_get(everywhere(arrays, mesh))
+
+
+def everywhere(arrays: Any, mesh: Mesh | None) -> Any:
+    """``arrays`` such that each process that the ``mesh`` spans can read them whole. All of these must call this."""
     if mesh is not None and mesh.is_multi_process:
-        arrays = _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
-    return jax.device_get(arrays)
+        return _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
+    return arrays
 
 
-@partial(jax.jit, static_argnames="everywhere")
-def _replicated(arrays: Any, everywhere: NamedSharding) -> Any:
-    return jax.lax.with_sharding_constraint(arrays, everywhere)
+@partial(jax.jit, static_argnames="place")
+def _replicated(arrays: Any, place: NamedSharding) -> Any:
+    return jax.lax.with_sharding_constraint(arrays, place)
 
 
 def mesh_of(arrays: Any) -> Mesh | None:

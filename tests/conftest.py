@@ -63,7 +63,7 @@ from specjax.models.transformer import Target
 gc.set_threshold(50_000, 20, 10)
 
 _compilations: list[str] = []
-_freed = {"at": 0}  # how many programs had been compiled when they were last freed
+_freed = {"at": 0, "looked": 0}  # how many programs had been compiled when they were last freed, and maps last counted
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _seconds, **_: _compilations.append(event) if event.endswith("backend_compile_duration") else None
 )
@@ -75,20 +75,31 @@ def compilations() -> int:
 
 
 MOST_PROGRAMS = 1_500
-"""A compiled program and what JAX remembers of it take a megabyte, and memory maps, of which a process may have 65,530."""
+"""A compiled program and what JAX remembers of it take a megabyte."""
+
+MOST_MAPS = 30_000
+"""It also takes memory maps, some forty where it is compiled as users compile. Linux gives a process 65,530, and then XLA ends
+it with no more than "Aborted"."""
 
 
 @pytest.fixture(autouse=True)
 def _free_compiled_programs_in_time():
     """Modules share what they compile, above all the hundreds of programs of one operation, as long as there is room."""
     yield
-    if compilations() - _freed["at"] > MOST_PROGRAMS:
+    if compilations() - _freed["at"] > MOST_PROGRAMS or (compilations() > _freed["looked"] + 50 and _maps() > MOST_MAPS):
         _free_compiled_programs()
+
+
+def _maps() -> int:
+    """How many memory maps this process has, where that can be known."""
+    _freed["looked"] = compilations()
+    maps = Path("/proc/self/maps")
+    return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def _free_compiled_programs() -> None:
     jax.clear_caches()
-    _freed["at"] = compilations()
+    _freed["at"] = _freed["looked"] = compilations()
 
 
 @pytest.fixture(autouse=True)

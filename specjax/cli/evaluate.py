@@ -20,10 +20,12 @@ from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
 from specjax.models.narrow import schemes
+from specjax.processes import speaks
 from specjax.progress import track
 from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
 from specjax.sampling import Rule
+from specjax.sharding import mesh_for
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class EvaluateConfig:
             counts. Temperature 0 stands for 1, and for 1.4 with top_p 0.9 beside it.
         draws: with lossless, how many tokens are drawn for the distribution; the more, the smaller a fault is found.
         json: with lossless, print one JSON object.
+        mesh: devices by axis, data and model.
     """
 
     target: str = "embedded"
@@ -78,6 +81,7 @@ class EvaluateConfig:
     lossless: bool = False
     draws: int = losslessness.DRAWS
     json: bool = False
+    mesh: tuple[int, int] = (1, 1)
 
 
 def run_evaluate(config: EvaluateConfig) -> int:
@@ -90,7 +94,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         raise InputError("json=True: goes with --lossless; a measurement writes results.json into --output")
     if len(set(config.drafter)) < len(config.drafter) or not config.drafter:
         raise InputError(f"drafter={config.drafter}: name at least one, and none twice")
-    output = Path(config.output) if config.output else None
+    output = Path(config.output) if config.output and speaks() else None
     if output is not None and output.is_file():
         raise InputError(f"output={config.output!r} is a file: give a directory")
     questions = read_questions("questions", config.questions, config.per_category) if config.questions else []
@@ -102,7 +106,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         rule=config.rule,
     )
     options.sampling.rows(1)  # refused before any weights are read
-    generator = pipeline.load(config.target, dtype=config.dtype or None, weights=config.weights)
+    generator = pipeline.load(config.target, dtype=config.dtype or None, weights=config.weights, mesh=mesh_for(config.mesh))
     drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
@@ -135,7 +139,7 @@ def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptio
     where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
     target, made = generator.target, parse_shape(shape) if at else None
     where = where if at else name
-    drafter = load_drafter(where, made, target.config, target.dtype, None, generator.tokenizer, weights)
+    drafter = load_drafter(where, made, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
     options.rule_for(drafter.draft_shape)  # refused before anything is timed
     return drafter
 

@@ -19,11 +19,12 @@ from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType
 from specjax.planning.choice import fastest_drafter
 from specjax.planning.costs import trial_speedup
+from specjax.processes import speaks
 from specjax.progress import waiting
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Rule
-from specjax.sharding import make_mesh
+from specjax.sharding import mesh_for
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class GenerateConfig:
 
 def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
     """The target with its tokenizer, and the drafter. Reads every config.json before any weight."""
-    mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
+    mesh = mesh_for(config.mesh)
     if config.drafter == "none":
         for name in ("draft", "only_if_faster", "show_tree"):
             if getattr(config, name) != getattr(GenerateConfig, name):
@@ -195,7 +196,8 @@ def _settle_drafter(
     if config.show_tree:
         if drafter is not None:
             snapshot = take_snapshot(target, drafter, ids[0], options=options)
-            pictures.save(snapshot.draw(generator.tokenizer), "show_tree", Path(config.show_tree))
+            if speaks():
+                pictures.save(snapshot.draw(generator.tokenizer), "show_tree", Path(config.show_tree))
         print(f"picture: {config.show_tree}" if drafter else "no picture: decoding plainly", file=sys.stderr)
     if config.only_if_faster and drafter is not None:
         speedup = trial_speedup(target, drafter, tokens, lengths, options=options)

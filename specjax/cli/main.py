@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import jax
 import tyro
 
+from specjax import processes
 from specjax.cli.client import ClientConfig, run_client
 from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
@@ -26,7 +28,7 @@ from specjax.cli.serve import ServeConfig, run_serve
 from specjax.cli.train import run_train
 from specjax.config import load_yaml
 from specjax.errors import InputError
-from specjax.progress import show_waits
+from specjax.progress import say, show_waits
 from specjax.training.config import TrainConfig
 
 _Config = TypeVar("_Config")
@@ -41,12 +43,14 @@ class Command:
         config: its options, a dataclass.
         run: does it. The exit status may be other than 0, where the answer to what was asked is no.
         continues: whether the same command goes on where it was interrupted.
+        over_hosts: whether several processes may run it together (`specjax.processes`).
     """
 
     about: str
     config: type
     run: Callable[[Any], int | None]
     continues: bool = False
+    over_hosts: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,12 @@ class Group:
 
 COMMANDS: dict[str, Command | Group] = {
     "demo": Command("show the embedded pair at work: text with accepted tokens in colour, and a table", DemoConfig, run_demo),
-    "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate),
+    "generate": Command("generate text from a model, with a drafter or without", GenerateConfig, run_generate, over_hosts=True),
     "client": Command("draft on this machine and have a server verify it", ClientConfig, run_client),
-    "serve": Command("serve a model under OpenAI's interface, with a page to try it", ServeConfig, run_serve),
-    "train": Command("train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True),
+    "serve": Command("serve a model under OpenAI's interface, with a page to try it", ServeConfig, run_serve, over_hosts=True),
+    "train": Command(
+        "train a model or a drafter, as a configuration file says", TrainConfig, run_train, continues=True, over_hosts=True
+    ),
     "regenerate": Command(
         "rewrite a data set in the target's own words, to train a drafter on",
         RegenerateConfig,
@@ -75,7 +81,9 @@ COMMANDS: dict[str, Command | Group] = {
         continues=True,
     ),
     "convert": Command("write a drafter in the layout of another engine: SGLang, vLLM", ConvertConfig, run_convert),
-    "evaluate": Command("measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate),
+    "evaluate": Command(
+        "measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate, over_hosts=True
+    ),
     "plan": Group(
         "say what speculation should gain, before anything is generated",
         {
@@ -129,10 +137,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     _keep_compilations()
     try:
-        join_processes()
-        if not jax.distributed.is_initialized() or jax.process_index() == 0:  # of several processes one speaks
+        place = _find_place(name, command)
+        if place is None or place.number == 0:  # of several processes one speaks
             show_waits()
-        return command.run(parse_options(command.config, options, prog=name)) or 0
+        config = parse_options(command.config, options, prog=name)
+        if (together := processes.join(place, say=say) if place else None) is None:
+            return command.run(config) or 0
+        with nullcontext() if together.is_first else _silence():
+            status = command.run(config) or 0
+        if status == 0:  # otherwise the others learn that this one is lost, and end too
+            together.leave()
+        return status
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -142,21 +157,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def join_processes() -> None:
-    """Where the environment names a coordinator, be one of several processes that train or decode together.
-
-    ``JAX_COORDINATOR_ADDRESS`` is host:port of the first, ``JAX_NUM_PROCESSES`` how many there are, ``JAX_PROCESS_ID`` which of
-    them this is. On clusters that JAX knows (SLURM, Cloud TPU) the first alone is enough.
-    """
-    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
-        jax.distributed.initialize(address, _number_in("JAX_NUM_PROCESSES"), _number_in("JAX_PROCESS_ID"))
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing is printed. Errors are, for they leave the body."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
 
 
-def _number_in(variable: str) -> int | None:
-    value = os.environ.get(variable)
-    if value is not None and not (value.isascii() and value.isdecimal()):
-        raise InputError(f"{variable}={value!r}: must be a whole number")
-    return None if value is None else int(value)
+def _find_place(name: str, command: Command) -> processes.Place | None:
+    """This process's place among several that run the ``command`` together."""
+    if command.over_hosts:
+        return processes.find()
+    if os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        raise InputError(f"{name} runs in one process: unset JAX_COORDINATOR_ADDRESS")
+    return None
 
 
 def _keep_compilations() -> None:

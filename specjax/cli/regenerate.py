@@ -21,7 +21,7 @@ from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.progress import waiting
 from specjax.serving.engine import Engine
-from specjax.sharding import make_mesh
+from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
 from specjax.training import chat, fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
@@ -99,7 +99,7 @@ def run_regenerate(config: RegenerateConfig) -> int:
         return 0
     wanted = _wanted(config, shard)
     missing = [each for each in wanted if each.label not in done]
-    mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
+    mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
     generator = pipeline.load(config.target, drafter=drafter, draft=config.draft or None, mesh=mesh)
     chat.with_template(generator.tokenizer, config.chat_template)
@@ -141,8 +141,6 @@ def _check(config: RegenerateConfig) -> None:
     if config.limit < 0:
         raise InputError(f"limit={config.limit}: must be at least 0, which is all")
     check_stop(config.stop)
-    if jax.process_count() > 1:
-        raise InputError("regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS")
 
 
 def _say_missing(config: RegenerateConfig) -> int:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -12,8 +12,9 @@ from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType
-from specjax.serving import ClientDrafts, Engine, memory
-from specjax.sharding import make_mesh
+from specjax.processes import speaks
+from specjax.serving import ClientDrafts, Engine, follow, memory
+from specjax.sharding import mesh_for
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,16 @@ def run_serve(config: ServeConfig) -> int:
     run.check_tls(config.tls_cert, config.tls_key)
     tls = (config.tls_cert, config.tls_key) if config.tls_cert else None
     names = config.served_model_name or (config.target,)
+    if not speaks():  # of several processes the first listens
+        follow(**engine_options(config))
+        return 0
     with run.bind(config.host, config.port) as bound:
         local = run.is_loopback(bound)
         if not local and not keys and not config.no_api_key:
             raise InputError(
                 f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
             )
-        engine = make_engine(config)
-        with engine:
+        with make_engine(config) as engine:
             options = AppOptions(
                 names=names,
                 api_keys=keys,
@@ -144,10 +147,15 @@ def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, boo
 
 def make_engine(config: ServeConfig) -> Engine:
     """The models, loaded, and the engine, compiled."""
+    return Engine(**engine_options(config))
+
+
+def engine_options(config: ServeConfig) -> dict[str, Any]:
+    """What `Engine` is given, in every process: the models, loaded, and the sizes."""
     shapes, takes_drafts = read_drafts(config)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
-    mesh = make_mesh(*config.mesh) if config.mesh != (1, 1) else None
+    mesh = mesh_for(config.mesh)
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
     generator = pipeline.load(config.target, config.drafter, mesh=mesh, **kept)
     drafter = generator.drafter
@@ -162,19 +170,19 @@ def make_engine(config: ServeConfig) -> Engine:
     if config.cache_gb:
         sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None, "capacity": capacity}
         pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, **sizes)
-    return Engine(
-        generator,
-        rows=config.rows,
-        drafts=shapes,
-        capacity=capacity,
-        pages=pages,
-        page=page,
-        chunk=config.chunk or None,
-        max_waiting=config.max_queue,
-        max_logprobs=config.max_logprobs,
-        max_prediction=config.max_prediction,
-        clients=ClientDrafts(drafter) if takes_drafts else None,
-    )
+    return {
+        "target": generator,
+        "rows": config.rows,
+        "drafts": shapes,
+        "capacity": capacity,
+        "pages": pages,
+        "page": page,
+        "chunk": config.chunk or None,
+        "max_waiting": config.max_queue,
+        "max_logprobs": config.max_logprobs,
+        "max_prediction": config.max_prediction,
+        "clients": ClientDrafts(drafter) if takes_drafts else None,
+    }
 
 
 def check_numbers(config: ServeConfig) -> None:

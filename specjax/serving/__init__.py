@@ -2,7 +2,7 @@
 
 from specjax.serving.clients import Checked, ClientRow, ClientStatistics, Dropped, Event, Ready, Told
 from specjax.serving.device import ClientDrafts
-from specjax.serving.engine import Engine, EngineStatistics
+from specjax.serving.engine import Engine, EngineStatistics, follow
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError, TokenLogprobs
 from specjax.serving.scheduler import QueueFullError
 
@@ -23,4 +23,5 @@ __all__ = [
     "TextCancelledError",
     "TokenLogprobs",
     "Told",
+    "follow",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import wire
+from specjax import sharding, wire
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import shapes_told
@@ -210,7 +210,7 @@ class Device:
         given, named = self._of_read(table, rows, counts, is_last, width, logprobs, for_client)
         self.state, *read = device_rows.read_chunk(*given, **named)
         border, said, told = read
-        return border, said, told
+        return border, *sharding.everywhere((said, told), self.target.mesh)
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
@@ -219,7 +219,7 @@ class Device:
         width = next(width for width in self.sizes.widths if width >= len(rows))
         given = self._of_verify(table, width, rows, drafts)
         self.state, checked = device_rows.verify_rows(*given, depth=self._clients.depth)
-        return checked
+        return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
         self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
@@ -227,7 +227,7 @@ class Device:
         """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
         given = table, free, np.int32(steps), np.bool_(until_any_done)
         self.state, progress = device_rows.decode_rows(*self._with(number), *given, width=width, **self._asked(logprobs))
-        return progress
+        return sharding.everywhere(progress, self.target.mesh)
 
     def catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed, in all rows."""
@@ -381,9 +381,10 @@ class Device:
 
     def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
         """Seconds of a step of a decode call that goes on with all rows."""
-        if np.asarray(self.state.done)[:width].all():  # there is little room
+        done, before = sharding.to_host((self.state.done, self.state.stats.steps), self.target.mesh)
+        if done[:width].all():  # there is little room
             self._begin_in_all_rows(words, table)
-        before = np.asarray(self.state.stats.steps)
+            before = sharding.to_host(self.state.stats.steps, self.target.mesh)
         started = time.perf_counter()
         progress = self.decode(number, table, self._none(), _TIMED_STEPS, False, width, logprobs=False)
         steps = jax.device_get(progress).stats.steps - before

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import decoding, pipeline, sharding, text
+from specjax import decoding, pipeline, processes, sharding, text
 from specjax.decoding import rows as device_rows
 from specjax.decoding.options import GenerationOptions, as_key, check_prompts
 from specjax.decoding.stats import Stats
@@ -28,6 +28,7 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
+from specjax.serving import over_hosts
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
 from specjax.serving.device import ENDS, ClientDrafts, Device, Sizes, is_paused
@@ -155,40 +156,38 @@ class Engine:
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
-        if isinstance(target, pipeline.TextGenerator):
-            if drafter is not None:
-                raise InputError("drafter: the generator has its own; give it to specjax.load")
-            target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
-        target.check_whole()
-        drafter = None if isinstance(drafter, NoDraft) else drafter
-        mesh = target.mesh
-        if mesh is not None and mesh.is_multi_process:
-            raise InputError("target: its mesh spans several processes, and an engine runs in one: give it a mesh of its own")
-        on_cpu = sharding.is_on_cpu(mesh)
-        shapes = _shapes(drafter, drafts)
-        drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
-        positions = decoding.most_positions(target, drafter)
-        self.page = page or usual_page()
-        self.chunk = chunk or usual_chunk(self.page, on_cpu=on_cpu)
-        self.capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
+        setup = _Setup.of(
+            target,
+            drafter,
+            rows=rows,
+            drafts=drafts,
+            capacity=capacity,
+            pages=pages,
+            page=page,
+            chunk=chunk,
+            steps=steps,
+            tokenizer=tokenizer,
+            widths=widths,
+            max_logprobs=max_logprobs,
+            max_prediction=max_prediction,
+            clients=clients,
+        )
+        together = processes.joined()
+        if over_hosts.check_processes(setup.target, together) and together and not together.is_first:
+            raise InputError(
+                f"this is process {together.number}: the engine is process 0's; give specjax.serving.follow the same"
+            )
+        sizes = setup.sizes
+        self.target, self.tokenizer = setup.target, setup.tokenizer
+        self.page, self.chunk, self.capacity, self.widths = sizes.page, sizes.chunk, sizes.capacity, sizes.widths
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
-        self.target, self.tokenizer = target, tokenizer
-        self._groups = groups_of(mesh)
-        self._check(positions)
-        if pages is not None and pages < 1:
-            raise InputError(f"pages={pages}: must be at least 1")
-        if pages is None:
-            pages = -(-rows // self._groups) * -(-min(self.capacity, USUAL_TEXT) // self.page)
-            pages = max(pages, -(-self.capacity // self.page))
-        self.widths = _widths(rows, widths, on_cpu and self._groups == 1)
-        choices, drafters = _drafters(target, drafter, shapes, max_prediction)
-        sizes = Sizes(rows, self.widths, self.capacity, pages, self.page, self.chunk, steps, max_logprobs)
-        self._device = Device(target, drafters, sizes, clients)
+        self._groups = groups_of(setup.target.mesh)
+        self._device = setup.device(together)
         self._depth = self._device.depth
         self._scheduler = Scheduler(
             rows=rows,
-            pages=pages,
+            pages=sizes.pages,
             page=self.page,
             chunk=self.chunk,
             capacity=self.capacity,
@@ -197,9 +196,8 @@ class Engine:
             max_waiting=max_waiting,
             borders=self._device.most_borders(),
         )
-        made_up = self._settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), 0, None, 2, ())
-        self._choice = DraftChoice(choices, self._device.warm_up(made_up))
-        self._draft = str(choices[0] or "none")  # that was used last
+        self._choice = DraftChoice(setup.choices, self._device.warm_up(setup.made_up()))
+        self._draft = str(setup.choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
         self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
@@ -672,29 +670,8 @@ class Engine:
     def _settings(
         self, options: GenerationOptions, choice: int, key: jax.Array | None, prompt: int, expected: Sequence[int]
     ) -> dict[str, Any]:
-        """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again."""
-        if not 0 <= (choice := operator.index(choice)) < 2**32:
-            raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
-        # On the host, so that nothing waits for the device, and wherever a given key lies.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
-            if own.ndim:
-                raise InputError(f"key has shape {own.shape}: give one key")
-            checked = options.check(self.target.config, 1)
-            ends = checked.eos[0]
-            if len(ends) > ENDS:
-                raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-            sampling = options.sampling.rows(1)
-            names = ("temperature", "top_k", "top_p", "min_p")
-            settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
-            settings["key"] = np.asarray(jax.random.key_data(own))
-        settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
-        settings["min_length"] = np.int32(prompt + int(checked.least[0]))
-        if self.max_prediction:
-            settings["prediction"] = np.zeros(self.capacity, np.int32)
-            settings["prediction"][: len(expected)] = expected
-            settings["predicted"] = np.int32(len(expected))
-        return settings
+        room = self.capacity if self.max_prediction else 0
+        return _settings(options, self.target, choice=choice, key=key, prompt=prompt, expected=expected, room=room)
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -714,20 +691,172 @@ class Engine:
         if max_new_tokens < 1 and not (echo and max_new_tokens == 0):
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
-    def _check(self, positions: int) -> None:
-        if self.rows < 1 or self.rows % self._groups:
-            raise InputError(f"rows={self.rows}: must be at least 1, and a multiple of the mesh's data axis ({self._groups})")
-        if self.page < 8 or self.page & (self.page - 1):
-            raise InputError(f"page={self.page}: must be a power of two, at least 8")
-        if self.chunk < 1 or self.chunk % self.page:
-            raise InputError(f"chunk={self.chunk}: must be a multiple of page={self.page}")
-        if not 2 <= self.capacity <= positions:
-            raise InputError(f"capacity={self.capacity}: must be from 2 to {positions}, the positions of target and drafter")
-        if not 1 <= self.steps <= ROOM:
-            raise InputError(f"steps={self.steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
-        for name, most in (("max_logprobs", self.target.config.vocab_size), ("max_prediction", self.capacity - 1)):
-            if not 0 <= getattr(self, name) <= most:
-                raise InputError(f"{name}={getattr(self, name)}: must be from 0 to {most}")
+
+@dataclass(frozen=True)
+class _Setup:
+    """What an engine is made of, before anything is compiled: the same in all processes.
+
+    Attributes:
+        target: the target.
+        tokenizer: of its text; None: prompts are token ids.
+        choices: the drafts to choose from.
+        drafters: one for each of them.
+        sizes: what programs are compiled for.
+        clients: drafts that come from clients.
+        max_prediction: longest draft that is copied from a prediction.
+    """
+
+    target: Target
+    tokenizer: Any
+    choices: tuple[DraftShape | Copies | None, ...]
+    drafters: list[Drafter]
+    sizes: Sizes
+    clients: ClientDrafts | None
+    max_prediction: int
+
+    @classmethod
+    def of(
+        cls,
+        target: Target | pipeline.TextGenerator,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 8,
+        drafts: Sequence[DraftShape | int | str | None] | None = None,
+        capacity: int | None = None,
+        pages: int | None = None,
+        page: int | None = None,
+        chunk: int | None = None,
+        steps: int = 8,
+        tokenizer: Any = None,
+        widths: Sequence[int] | None = None,
+        max_logprobs: int = 0,
+        max_prediction: int = 0,
+        clients: ClientDrafts | None = None,
+    ) -> "_Setup":
+        """Of the arguments of `Engine`. Refuses those that cannot be used."""
+        if isinstance(target, pipeline.TextGenerator):
+            if drafter is not None:
+                raise InputError("drafter: the generator has its own; give it to specjax.load")
+            target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
+        target.check_whole()
+        drafter = None if isinstance(drafter, NoDraft) else drafter
+        on_cpu = sharding.is_on_cpu(target.mesh)
+        shapes = _shapes(drafter, drafts)
+        drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
+        positions = decoding.most_positions(target, drafter)
+        page = page or usual_page()
+        chunk = chunk or usual_chunk(page, on_cpu=on_cpu)
+        capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
+        groups = groups_of(target.mesh)
+        if pages is not None and pages < 1:
+            raise InputError(f"pages={pages}: must be at least 1")
+        _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
+        for name, value, most in (
+            ("max_logprobs", max_logprobs, target.config.vocab_size),
+            ("max_prediction", max_prediction, capacity - 1),
+        ):
+            if not 0 <= value <= most:
+                raise InputError(f"{name}={value}: must be from 0 to {most}")
+        if pages is None:
+            pages = -(-rows // groups) * -(-min(capacity, USUAL_TEXT) // page)
+            pages = max(pages, -(-capacity // page))
+        widths = _widths(rows, widths, on_cpu and groups == 1)
+        choices, drafters = _drafters(target, drafter, shapes, max_prediction)
+        sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
+        return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction)
+
+    def device(self, together: processes.Processes | None) -> Device:
+        """Free rows; where others are to do ``together`` what this process does, they are told."""
+        is_shared = self.target.mesh is not None and self.target.mesh.is_multi_process
+        if is_shared and together is not None and together.is_first:
+            return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
+        return Device(self.target, self.drafters, self.sizes, self.clients)
+
+    def made_up(self) -> dict[str, Any]:
+        """The settings of a text without an end, to warm up with."""
+        options = pipeline.settings(max_new_tokens=1, eos_token_ids=())
+        room = self.sizes.capacity if self.max_prediction else 0
+        return _settings(options, self.target, choice=0, key=None, prompt=2, expected=(), room=room)
+
+
+def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:
+    """Refuse what is out of range."""
+    if rows < 1 or rows % groups:
+        raise InputError(f"rows={rows}: must be at least 1, and a multiple of the mesh's data axis ({groups})")
+    if page < 8 or page & (page - 1):
+        raise InputError(f"page={page}: must be a power of two, at least 8")
+    if chunk < 1 or chunk % page:
+        raise InputError(f"chunk={chunk}: must be a multiple of page={page}")
+    if not 2 <= capacity <= positions:
+        raise InputError(f"capacity={capacity}: must be from 2 to {positions}, the positions of target and drafter")
+    if not 1 <= steps <= ROOM:
+        raise InputError(f"steps={steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
+
+
+def follow(
+    target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, *, max_waiting: int | None = None, **options: Any
+) -> None:
+    """What every process but the first does with an `Engine` over several processes, until the engine is closed.
+
+    Takes the same arguments as the first process's `Engine`; ``max_waiting`` is the first one's alone. Each process calls
+    `specjax.processes.join` at the beginning. The first makes the engine, and the others call this.
+
+    Raises:
+        InputError: an argument cannot be used; or this is the first process, or works alone.
+    """
+    del max_waiting
+    setup = _Setup.of(target, drafter, **options)
+    together = processes.joined()
+    if not over_hosts.check_processes(setup.target, together) or together is None or together.is_first:
+        raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
+    device = setup.device(together)
+    device.warm_up(setup.made_up())
+    over_hosts.repeat_calls(device, together)
+
+
+def _settings(
+    options: GenerationOptions,
+    target: Target,
+    *,
+    choice: int,
+    key: jax.Array | None,
+    prompt: int,
+    expected: Sequence[int],
+    room: int,
+) -> dict[str, Any]:
+    """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
+
+    Args:
+        options: what was asked.
+        target: the target.
+        choice: the number of the text among several of one request.
+        key: in place of the options' own and ``choice``.
+        prompt: tokens of it.
+        expected: the tokens of a prediction.
+        room: for a prediction; 0: none is taken.
+    """
+    if not 0 <= (choice := operator.index(choice)) < 2**32:
+        raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
+    # On the host, so that nothing waits for the device, and wherever a given key lies.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+        if own.ndim:
+            raise InputError(f"key has shape {own.shape}: give one key")
+        checked = options.check(target.config, 1)
+        ends = checked.eos[0]
+        if len(ends) > ENDS:
+            raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
+        sampling = options.sampling.rows(1)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
+        settings["key"] = np.asarray(jax.random.key_data(own))
+    settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
+    settings["min_length"] = np.int32(prompt + int(checked.least[0]))
+    if room:
+        settings["prediction"] = np.zeros(room, np.int32)
+        settings["prediction"][: len(expected)] = expected
+        settings["predicted"] = np.int32(len(expected))
+    return settings
 
 
 def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:

@@ -29,7 +29,7 @@ from specjax.models.narrow import schemes
 from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key
-from specjax.sharding import make_mesh
+from specjax.sharding import mesh_for
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
 from specjax.training.contract import Given, Metrics
@@ -155,11 +155,7 @@ def _prepare(config: TrainConfig) -> _Run:
     config.check()
     output, method = Path(config.output), config.method
     run_directory.refuse_foreign(output, config)
-    mesh = None if config.mesh == (1, 1) else make_mesh(*config.mesh)
-    if jax.process_count() > 1 and config.mesh[0] * config.mesh[1] != jax.device_count():
-        raise ConfigError(
-            f"mesh={config.mesh}: {jax.process_count()} processes have {jax.device_count()} devices; give a mesh of all of them"
-        )
+    mesh = mesh_for(config.mesh)
     compute = jnp.dtype(config.compute_dtype)
     if method.target:
         huggingface.check_whole(huggingface.locate(method.target, weights=False))

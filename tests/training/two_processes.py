@@ -12,7 +12,7 @@ from unittest import mock
 
 import jax
 
-from specjax.cli.main import join_processes
+from specjax import processes
 from specjax.training import loop
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
 from specjax.training.methods import Eagle3Training
@@ -57,9 +57,11 @@ def main(directory: Path, coordinator: str, process: int) -> None:
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": str(process),
     }
-    join_processes()
+    together = processes.join()
+    assert together is not None
     train(config(directory, "data", (2, 1)), stop_at=5)
     loop.train(config(directory, "model", (1, 2)))
+    together.leave()
 
 
 if __name__ == "__main__":

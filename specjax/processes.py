@@ -1,0 +1,430 @@
+"""Several processes that work on one model: how they find each other, who is who, and what happens when one is lost.
+
+A model may need the devices of several hosts. Then a process runs on each, all of them run the same command, and JAX joins
+their devices into one mesh (`specjax.sharding`). JAX asks of them that all make the same calls in the same order. So whatever
+one process alone knows, such as a request that came in or what a clock said, the *first* process, number 0, decides and tells.
+
+For that each of the others keeps one connection to the first, for as long as they run. When a process ends, however it ends,
+its connection is closed. So the others learn of it at once, say which one it was, and end too: they would wait for it for ever.
+"""
+
+import json
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+
+import jax
+
+from specjax.errors import InputError
+from specjax.progress import waiting
+
+JOIN_SECONDS = 300.0
+"""How long processes wait for each other at the beginning, unless SPECJAX_JOIN_SECONDS says otherwise."""
+
+PORT = 8476
+"""Where the first process listens, where nothing says another port."""
+
+_HEARTBEAT_SECONDS = 20
+"""After which JAX gives up a process that still has its connection, but does nothing any more."""
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A host that is gone without a word is noticed after 5 + 3 * 5 seconds."""
+
+_HEADER = struct.Struct("!cI")  # what a message is, and how many bytes of it follow
+_DECISION, _NO_MORE, _LEAVE, _LOST = b"D", b"N", b"E", b"L"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among those that it works with.
+
+    Attributes:
+        address: host:port of the first.
+        count: how many there are.
+        number: which one this is, from 0.
+        devices: numbers of the devices of its host that are its own; None: all.
+    """
+
+    address: str
+    count: int
+    number: int
+    devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process, as the others know it.
+
+    Attributes:
+        number: from 0.
+        count: how many it says there are.
+        host: the name of its machine.
+        pid: its number there.
+        versions: of what must be the same everywhere.
+    """
+
+    number: int
+    count: int
+    host: str
+    pid: int
+    versions: str
+
+    def __str__(self) -> str:
+        return f"process {self.number} ({self.host}, pid {self.pid})"
+
+
+def find(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """What the environment says of this process's place; None: it works alone.
+
+    Three variables say it on any machines: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. LeaderWorkerSets of
+    Kubernetes say it by LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX. Slurm, Open MPI, Cloud TPUs and jobs of
+    Kubernetes are asked as JAX asks them. JAX_COORDINATOR_PORT is the port of the first process, where only its host is known.
+
+    Raises:
+        InputError: a variable is no number, or says something that cannot be.
+
+    Examples:
+        >>> from specjax import processes
+        >>> processes.find({"LWS_LEADER_ADDRESS": "m-0.m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
+        Place(address='m-0.m:8476', count=2, number=1, devices=None)
+        >>> processes.find({})
+    """
+    if address := environment.get("JAX_COORDINATOR_ADDRESS"):
+        count, number = (_number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+        if count is not None and number is not None:
+            return _checked(Place(address, count, number))
+        found = _of_scheduler(environment)
+        if found is None:
+            raise InputError(
+                f"JAX_COORDINATOR_ADDRESS={address!r}: no scheduler says how many processes there are, and which one this is: "
+                "set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"
+            )
+        count, number = found.count if count is None else count, found.number if number is None else number
+        return _checked(Place(address, count, number, found.devices))
+    if leader := environment.get("LWS_LEADER_ADDRESS"):
+        count, number = (_number_in(environment, name) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
+        if count is None or number is None:
+            raise InputError(f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE and LWS_WORKER_INDEX are not both set: set them")
+        port = _number_in(environment, "JAX_COORDINATOR_PORT") or PORT
+        return _checked(Place(f"{leader}:{port}", count, number))
+    return _of_scheduler(environment)
+
+
+def _checked(place: Place) -> Place | None:
+    host, colon, port = place.address.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address!r}: give the first process's HOST:PORT")
+    if not 0 <= place.number < place.count:
+        raise InputError(
+            f"this is process {place.number} of {place.count}: give numbers from 0 to {place.count - 1}, each to one process"
+        )
+    return place if place.count > 1 else None
+
+
+def _number_in(environment: Mapping[str, str], variable: str) -> int | None:
+    value = environment.get(variable)
+    if value is not None and not (value.isascii() and value.isdecimal()):
+        raise InputError(f"{variable}={value!r}: must be a whole number")
+    return None if value is None else int(value)
+
+
+_SCHEDULERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "JOB_COMPLETION_INDEX")
+"""A variable that Slurm's steps, Open MPI, TPUs of GKE, and jobs of Kubernetes set. Without one of them, and off a Cloud TPU,
+JAX need not look: in a pod of Kubernetes it would complain that it cannot ask the cluster."""
+
+
+def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
+    """What a scheduler that JAX knows says."""
+    # JAX has no public name for what `jax.distributed.initialize` finds, and that alone would not say who is who.
+    from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
+    from jax._src.clusters import ClusterEnv
+
+    if not running_in_cloud_tpu_vm and not any(name in environment for name in _SCHEDULERS):
+        return None
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(_join_seconds()))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise InputError(
+            f"the scheduler does not say which processes work together ({' '.join(str(error).split())}): set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from None
+    address, count, number, devices = found
+    if address is None or count is None or number is None or count < 2:
+        return None
+    return Place(address, count, number, None if devices is None else tuple(devices))
+
+
+def _join_seconds() -> float:
+    text = os.environ.get("SPECJAX_JOIN_SECONDS", "")
+    try:
+        seconds = float(text or JOIN_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        raise InputError(f"SPECJAX_JOIN_SECONDS={text!r}: must be a number of seconds above 0")
+    return seconds
+
+
+class Processes:
+    """Those that work together, as one of them sees them. `join` makes it.
+
+    Attributes:
+        number: of this process; the first, 0, decides.
+        roster: all of them, by number.
+    """
+
+    def __init__(self, number: int, roster: list[Member], links: dict[int, "_Link"]) -> None:
+        self.number, self.roster, self._links = number, roster, links
+        self._decisions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        for other, link in links.items():
+            threading.Thread(target=self._listen, args=(other, link), name=f"process-{other}", daemon=True).start()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one decides, and speaks for all."""
+        return self.number == 0
+
+    def send(self, decision: bytes) -> None:
+        """Tell all others what the first has decided."""
+        for link in self._links.values():
+            link.send(_DECISION, decision)
+
+    def receive(self) -> bytes | None:
+        """The next of the first's decisions, in their order; waits for it. None: there are no more (`end`)."""
+        return self._decisions.get()
+
+    def end(self) -> None:
+        """Tell all others that there are no more decisions, until the next one."""
+        for link in self._links.values():
+            link.send(_NO_MORE)
+
+    def leave(self) -> None:
+        """This process ends, and nothing is wrong."""
+        for link in self._links.values():
+            link.send(_LEAVE)
+
+    def _listen(self, other: int, link: "_Link") -> None:
+        """Hear from another until it ends."""
+        has_left = False
+        while (message := link.receive()) is not None:
+            kind, content = message
+            if kind == _LOST:  # another one, which only the first hears of
+                self._end_all(int(content))
+            has_left = has_left or kind == _LEAVE
+            self._decisions.put(content if kind == _DECISION else None)
+        if not has_left:
+            self._end_all(other)
+
+    def _end_all(self, lost: int) -> None:
+        """Say which one was lost, and end. No exception would reach a thread that waits for the device."""
+        for link in self._links.values():
+            link.send(_LOST, str(lost).encode())
+        print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+class _Link:
+    """One connection between the first process and another: messages, each with its length."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._sending = connection, threading.Lock()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, seconds in _KEEPALIVE.items():
+            if hasattr(socket, name):  # not everywhere
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+
+    def wait_at_most(self, seconds: float | None) -> None:
+        """From now on; None: for ever."""
+        self._socket.settimeout(seconds)
+
+    def send(self, kind: bytes, content: bytes = b"") -> None:
+        """To one that has gone nothing is sent: `receive` says that it has."""
+        try:
+            with self._sending:
+                self._socket.sendall(_HEADER.pack(kind, len(content)) + content)
+        except OSError:
+            return
+
+    def receive(self) -> tuple[bytes, bytes] | None:
+        """What a message is, and its content; None: the other side has closed, or is not there."""
+        header = self._exactly(_HEADER.size)
+        if header is None:
+            return None
+        kind, length = _HEADER.unpack(header)
+        content = self._exactly(length)
+        return None if content is None else (kind, content)
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._socket.close()
+
+    def _exactly(self, length: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < length:
+            try:
+                part = self._socket.recv(min(length - len(parts), 2**20))
+            except OSError:
+                return None
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+
+_joined: Processes | None = None
+
+
+def joined() -> Processes | None:
+    """Those that this process works with; None: it works alone, or has not called `join`."""
+    return _joined
+
+
+def speaks() -> bool:
+    """Whether this process prints, and writes files, for all."""
+    return _joined is None or _joined.is_first
+
+
+def join(place: Place | None = None, *, say: Callable[[str], None] | None = None) -> Processes | None:
+    """Meet the other processes, and give JAX the devices of all. To be called before the first array is made.
+
+    Args:
+        place: this process's; None: what `find` finds.
+        say: is told who is who, in the first process.
+
+    Returns:
+        The processes; None where this one works alone. Call `Processes.leave` when all is done: to the others a process that
+        ends without it is lost.
+
+    Raises:
+        InputError: not all have come in time; names those. Or they do not run the same versions.
+    """
+    global _joined  # noqa: PLW0603  JAX knows one group of processes, too
+    place = place or find()
+    if place is None or _joined is not None:
+        return _joined
+    seconds = _join_seconds()
+    own = Member(place.number, place.count, socket.gethostname(), os.getpid(), _versions())
+    roster, links = _gather(place, own, seconds) if place.number == 0 else _report(place, own, seconds)
+    # The port is JAX's now. Its processes meet once more, and nobody is late any more.
+    jax.distributed.initialize(
+        place.address,
+        place.count,
+        place.number,
+        local_device_ids=None if place.devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ else place.devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(seconds), 30),
+        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+    )
+    _joined = Processes(place.number, roster, links)
+    if say is not None and _joined.is_first:
+        say(f"{len(roster)} processes: " + ", ".join(f"{each.number} is {each.host} (pid {each.pid})" for each in roster))
+    return _joined
+
+
+def _versions() -> str:
+    specjax = sys.modules["specjax"]  # whose version this is part of
+    return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
+
+
+def _gather(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
+    """In the first process: wait until all others have said who they are, and tell each the roster."""
+    deadline = time.monotonic() + seconds
+    here: dict[int, Member] = {0: own}
+    links: list[tuple[int, _Link]] = []  # of all that came, be it that they are to hear why they are refused
+    port = int(place.address.rpartition(":")[2])
+    try:
+        server = _listen_at(port)
+    except OSError as error:
+        raise InputError(
+            f"JAX_COORDINATOR_ADDRESS={place.address!r}: cannot listen at port {port} ({error.strerror})"
+        ) from None
+    why = ""
+    with server, waiting("waiting for other processes", place.count, 1) as wait:
+        while len(here) < place.count and not why:
+            server.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                late = [number for number in range(place.count) if number not in here]
+                came = ", ".join(map(str, here.values()))
+                why = (
+                    f"after {seconds:g} s process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))} of {place.count} "
+                    f"had not come to {place.address} ({came} had): see why not, or set SPECJAX_JOIN_SECONDS"
+                )
+                break
+            link = _Link(connection)
+            link.wait_at_most(5.0)  # what comes to this port may be anybody, and say nothing
+            member = _read_member(link.receive())
+            link.wait_at_most(None)
+            if member is None:
+                link.close()
+                continue
+            links.append((member.number, link))
+            if member.count != place.count:
+                why = f"{member} is one of {member.count}, and {own} one of {place.count}: give all the same JAX_NUM_PROCESSES"
+            elif member.number in here:
+                why = f"{member} and {here[member.number]} have one number: give each JAX_PROCESS_ID to one process"
+            elif member.versions != own.versions:
+                why = f"{member} has {member.versions}, and {own} has {own.versions}: install the same on all machines"
+            here[member.number] = member
+            wait.update(done=len(here))
+    for _, link in links:
+        link.send(_LOST if why else _DECISION, json.dumps(why or [asdict(here[number]) for number in sorted(here)]).encode())
+    if why:
+        raise InputError(why)
+    return [here[number] for number in range(place.count)], dict(links)
+
+
+def _listen_at(port: int) -> socket.socket:
+    """A socket at all addresses of this machine."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
+
+
+def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
+    """Who a message is from; None: it is none of this program."""
+    try:
+        content = json.loads(message[1]) if message and message[0] == _DECISION else {}
+        member = Member(**content)
+        numbers, texts = (member.number, member.count, member.pid), (member.host, member.versions)
+        is_one = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
+        return member if is_one and 0 <= member.number < member.count else None
+    except (TypeError, ValueError):
+        return None
+
+
+def _report(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
+    """In every other process: tell the first who this is, and wait for the roster."""
+    deadline = time.monotonic() + seconds
+    host, _, port = place.address.rpartition(":")
+    while True:
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"JAX_COORDINATOR_ADDRESS={place.address!r}: after {seconds:g} s nothing answers there "
+                    f"({error.strerror or error}): see whether process 0 runs, and whether this machine reaches it"
+                ) from None
+            time.sleep(0.2)
+    link = _Link(connection)
+    link.send(_DECISION, json.dumps(asdict(own)).encode())
+    link.wait_at_most(max(deadline - time.monotonic(), 0.0) + 10.0)  # the first gives up before, and says for whom it waits
+    message = link.receive()
+    link.wait_at_most(None)
+    if message is None:
+        raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address!r}: process 0 ended before all processes had come")
+    kind, content = message[0], json.loads(message[1])
+    if kind == _LOST:
+        raise InputError(str(content))
+    return [Member(**each) for each in content], {0: link}

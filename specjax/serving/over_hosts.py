@@ -1,0 +1,242 @@
+"""An engine over several processes, whose devices hold one model together (`specjax.processes`).
+
+The first process has the engine: it takes requests and decides, by its own clock and queue, what the device does next. Every
+such call it tells the others, by name and with the numbers that the host gave it; they make the same calls in the same order.
+What a call brings comes from their devices and need not be sent.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from specjax.decoding import rows as device_rows
+from specjax.drafters import Drafter
+from specjax.errors import InputError
+from specjax.models.transformer import Target
+from specjax.processes import Processes
+from specjax.serving.device import ClientDrafts, Device, Sizes
+
+
+class Plain(msgspec.Struct, frozen=True, array_like=True):
+    """An array of the host, in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def of(array: Any) -> "Plain":
+        """Of anything that numpy makes an array of."""
+        array = np.asarray(array)
+        return Plain(array.dtype.str, array.shape, array.tobytes())
+
+    def array(self) -> np.ndarray:
+        """What it was made of."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Admit(msgspec.Struct, frozen=True, tag=True):
+    """`Device.admit`; ``border`` is the number of the read that it came out of, -1 where nothing has been read."""
+
+    row: int
+    text: dict[str, Plain]
+    start: int
+    border: int
+    group: int
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """`Device.read`, and the numbers of earlier ones whose borders nobody will ask for any more."""
+
+    table: Plain
+    rows: list[int]
+    counts: list[int]
+    is_last: list[bool]
+    width: int
+    logprobs: bool
+    for_client: bool
+    forget: list[int]
+
+
+class Verify(msgspec.Struct, frozen=True, tag=True):
+    """`Device.verify`."""
+
+    table: Plain
+    rows: list[int]
+    drafts: list[tuple[Plain, Plain]]
+
+
+class Decode(msgspec.Struct, frozen=True, tag=True):
+    """`Device.decode`."""
+
+    number: int
+    table: Plain
+    free: Plain
+    steps: int
+    until_any_done: bool
+    width: int
+    logprobs: bool
+
+
+class CatchUp(msgspec.Struct, frozen=True, tag=True):
+    """`Device.catch_up`."""
+
+    table: Plain
+
+
+class Rearrange(msgspec.Struct, frozen=True, tag=True):
+    """`Device.rearrange`."""
+
+    order: Plain
+
+
+Call = Admit | Read | Verify | Decode | CatchUp | Rearrange
+"""What the others are told: a call of `specjax.serving.device.Device`."""
+
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
+
+
+class _Border:
+    """What came out of a read, with the number by which the others know theirs."""
+
+    def __init__(self, number: int, border: Any) -> None:
+        self.number, self.border = number, border
+
+
+class LeadingDevice(Device):
+    """The first process's `Device`: it tells the others what it does.
+
+    All compile and warm up by themselves, alike. From then on each of its calls is one of theirs.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafters: Sequence[Drafter],
+        sizes: Sizes,
+        clients: ClientDrafts | None = None,
+        *,
+        processes: Processes,
+    ) -> None:
+        """As `Device`; the others have called `follow`."""
+        super().__init__(target, drafters, sizes, clients)
+        self._processes, self._is_warm = processes, False
+        self._reads, self._forgotten = 0, []
+
+    def warm_up(self, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+        """As `Device.warm_up`."""
+        seconds = super().warm_up(settings)
+        self._is_warm = True
+        return seconds
+
+    def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
+        """As `Device.admit`."""
+        if self._is_warm:
+            kept, group = border or (_Border(-1, None), np.int32(0))
+            text = {name: Plain.of(value) for name, value in vars(words).items() if value is not None}
+            self._tell(Admit(row, text, start, kept.number, int(group)))
+            border = None if border is None else (kept.border, group)
+        super().admit(row, words, start, border)
+
+    def read(
+        self,
+        table: np.ndarray,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        is_last: Sequence[bool],
+        width: int,
+        logprobs: bool,
+        for_client: bool = False,
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
+        """As `Device.read`."""
+        if not self._is_warm:
+            return super().read(table, rows, counts, is_last, width, logprobs, for_client)
+        forget, self._forgotten = self._forgotten, []
+        self._tell(Read(Plain.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
+        border, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
+        kept = _Border(self._reads, border)
+        weakref.finalize(kept, self._forgotten_later, kept.number).atexit = False
+        self._reads += 1
+        return kept, said, told
+
+    def _forgotten_later(self, number: int) -> None:
+        self._forgotten.append(number)
+
+    def verify(
+        self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
+    ) -> device_rows.Checked:
+        """As `Device.verify`."""
+        if self._is_warm:
+            packed = [(Plain.of(tokens), Plain.of(parents)) for tokens, parents in drafts]
+            self._tell(Verify(Plain.of(table), list(rows), packed))
+        return super().verify(table, rows, drafts)
+
+    def decode(
+        self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
+    ) -> device_rows.Progress:
+        """As `Device.decode`."""
+        if self._is_warm:
+            self._tell(Decode(number, Plain.of(table), Plain.of(free), steps, until_any_done, width, logprobs))
+        return super().decode(number, table, free, steps, until_any_done, width, logprobs)
+
+    def catch_up(self, table: np.ndarray) -> None:
+        """As `Device.catch_up`."""
+        if self._is_warm:
+            self._tell(CatchUp(Plain.of(table)))
+        super().catch_up(table)
+
+    def rearrange(self, order: np.ndarray) -> None:
+        """As `Device.rearrange`."""
+        if self._is_warm:
+            self._tell(Rearrange(Plain.of(order)))
+        super().rearrange(order)
+
+    def release(self) -> None:
+        """As `Device.release`; the others' calls end."""
+        self._processes.end()
+        super().release()
+
+    def _tell(self, call: Call) -> None:
+        self._processes.send(_ENCODER.encode(call))
+
+
+def repeat_calls(device: Device, processes: Processes) -> None:
+    """Make the calls of the first process on this one's ``device``, until there are no more."""
+    borders: dict[int, Any] = {}
+    reads = 0
+    while (message := processes.receive()) is not None:
+        match _DECODER.decode(message):
+            case Admit(row, text, start, border, group):
+                words = device_rows.Text(**{name: packed.array() for name, packed in text.items()})
+                device.admit(row, words, start, None if border < 0 else (borders[border], np.int32(group)))
+            case Read(table, rows, counts, is_last, width, logprobs, for_client, forget):
+                for number in forget:
+                    borders.pop(number, None)
+                borders[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)
+                reads += 1
+            case Verify(table, rows, drafts):
+                device.verify(table.array(), rows, [(tokens.array(), parents.array()) for tokens, parents in drafts])
+            case Decode(number, table, free, steps, until_any_done, width, logprobs):
+                device.decode(number, table.array(), free.array(), steps, until_any_done, width, logprobs)
+            case CatchUp(table):
+                device.catch_up(table.array())
+            case Rearrange(order):
+                device.rearrange(order.array())
+    device.release()
+
+
+def check_processes(target: Target, processes: Processes | None) -> bool:
+    """Whether the ``target`` lies on several processes.
+
+    Raises:
+        InputError: it does, and they were joined in another way than by `specjax.processes.join`.
+    """
+    if target.mesh is None or not target.mesh.is_multi_process:
+        return False
+    if processes is None:
+        raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
+    return True

@@ -1,0 +1,45 @@
+"""Two processes that serve one model together against one that serves it alone."""
+
+import json
+import time
+
+import pytest
+
+from specjax.serving import Engine
+from tests.conftest import tiny_target
+from tests.processes import processes, wait
+from tests.serving import two_processes
+
+
+@pytest.fixture
+def directory(tmp_path):
+    sizes = {"num_layers": 1, "vocab_size": 12}
+    tiny_target(**sizes).save_pretrained(tmp_path / "target")
+    tiny_target(**sizes, scale=22.0).save_pretrained(tmp_path / "draft")
+    return tmp_path
+
+
+def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
+    """Rows over ``data`` and params over ``model``: chunks, shared prefixes, log-probabilities, predictions and clients."""
+    with processes(two_processes.__name__, directory) as running:
+        with Engine(*two_processes.models(directory, None), **two_processes.options(None)) as engine:
+            alone = json.loads(json.dumps(two_processes.serve(engine)))
+        wait(running, directory)
+    together = json.loads((directory / "texts.json").read_text())
+    assert alone["shared"] and len(alone["client"]) >= 1
+    assert together["model"] == alone
+    assert together["data"] == alone | {"client": None}
+
+
+@pytest.mark.thorough
+def test_when_one_is_lost_the_other_says_so_and_ends(directory) -> None:
+    (directory / two_processes.DIES).touch()
+    with processes(two_processes.__name__, directory) as running:
+        running[1].wait(240)
+        died = time.monotonic()
+        assert running[0].wait(30) == 1
+        assert time.monotonic() - died < 30
+    assert (
+        f"process 1 ({two_processes.processes.socket.gethostname()}, pid {running[1].pid}) is lost"
+        in (directory / "0.log").read_text()
+    )

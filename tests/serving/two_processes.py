@@ -1,0 +1,108 @@
+"""One of two processes that serve one model together: `test_over_hosts` starts both, and serves alone to compare.
+
+    python -m tests.serving.two_processes DIRECTORY COORDINATOR PROCESS
+
+The directory holds the models. The first process writes the texts into it as texts.json; where it has a file DIES, the second
+ends itself in the middle of a text.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from specjax import processes
+from specjax.drafters import DraftModel
+from specjax.drafts.shapes import Chain
+from specjax.serving import ClientDrafts, Engine, Ready, follow
+from specjax.sharding import make_mesh
+
+DIES = "dies"
+MESHES = {"data": (2, 1), "model": (1, 2)}
+SIZES = {"rows": 4, "widths": (4,), "capacity": 64, "page": 8, "chunk": 16, "steps": 4, "drafts": (None, Chain(2))}
+ASKED = {"max_logprobs": 2, "max_prediction": 3}
+LONG = [int(token) for token in np.random.default_rng(3).integers(1, 12, 40)]  # some chunks
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": [1, 4, 2, 4, 2, 7], "max_new_tokens": 30},
+    {"prompt": [3, 5, 9], "max_new_tokens": 20, "temperature": 1.0, "seed": 4},
+    {"prompt": LONG, "max_new_tokens": 16, "temperature": 0.7, "top_p": 0.9, "seed": 5},
+    {"prompt": [8], "max_new_tokens": 12, "temperature": 1.3, "seed": 6, "logprobs": 2},
+    {"prompt": [6] * 6, "max_new_tokens": 20, "prediction": [6] * 12},
+    {"prompt": [2, 3, 4, 5], "max_new_tokens": 9, "eos_token_ids": (5, 6)},
+    {"prompt": LONG[:20], "max_new_tokens": 4, "logprobs": 1, "echo": True},
+]
+GOES_ON = {"prompt": [*LONG, 7], "max_new_tokens": 8, "temperature": 0.7, "seed": 9}  # after the pages of another text
+CLIENT = ([3, 5, 9, 1], [5, 5, 5])  # a text and what a client drafts below its newest token
+
+
+def models(directory: Path, mesh: jax.sharding.Mesh | None) -> tuple[specjax.Target, DraftModel]:
+    target = specjax.Target.from_pretrained(directory / "target", dtype=np.float32, mesh=mesh)
+    return target, DraftModel.from_pretrained(directory / "draft", draft=Chain(2), dtype=np.float32, mesh=mesh)
+
+
+def options(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
+    """Of the engine; clients are served where rows are not split."""
+    takes_clients = mesh is None or mesh.shape["data"] == 1
+    return {**SIZES, **ASKED, "clients": ClientDrafts(nodes=8, depth=4) if takes_clients else None}
+
+
+def serve(engine: Engine) -> dict[str, Any]:
+    """The texts of all requests, and what a client is told, as JSON."""
+    handles = [engine.submit(**{"eos_token_ids": (), **request}) for request in REQUESTS]
+    texts = [list(handle.result(120).tokens) for handle in handles]
+    texts.append(list(engine.submit(**{"eos_token_ids": (), **GOES_ON}).result(120).tokens))
+    shared = engine.statistics.prompt_tokens_shared
+    return {"texts": texts, "shared": shared > 0, "client": client(engine)}
+
+
+def client(engine: Engine) -> list[int] | None:
+    """The tokens of a client's verdict."""
+    if engine.client_drafts is None:
+        return None
+    tokens, drafted = CLIENT
+    events: list[Any] = []
+    is_ready, is_checked = threading.Event(), threading.Event()
+
+    def listen(event: Any) -> None:
+        events.append(event)
+        (is_ready if isinstance(event, Ready) else is_checked).set()
+
+    row = engine.open_row(tokens, max_new_tokens=8, listener=listen, eos_token_ids=())
+    assert is_ready.wait(60)
+    row.verify(np.array([tokens[-1], *drafted]), np.array([-1, 0, 1, 2]))
+    assert is_checked.wait(60)
+    row.close()
+    return [*events[-1].accepted, events[-1].token]
+
+
+def main(directory: Path, coordinator: str, process: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    together = processes.join(processes.Place(coordinator, 2, process))
+    assert together is not None
+    found = {}
+    for name, sizes in MESHES.items():
+        mesh = make_mesh(*sizes)
+        given = models(directory, mesh)
+        if not together.is_first:
+            follow(*given, **options(mesh))
+            continue
+        with Engine(*given, **options(mesh)) as engine:
+            found[name] = serve(engine)
+            if (directory / DIES).exists():
+                os.kill(together.roster[1].pid, signal.SIGKILL)
+                engine.submit(**REQUESTS[0], eos_token_ids=()).result(120)
+    if together.is_first:
+        (directory / "texts.json").write_text(json.dumps(found))
+    together.leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
