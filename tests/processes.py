@@ -14,12 +14,17 @@ import pytest
 TIMEOUT = 240  # seconds; two cores take a tenth of it. Processes that wait for each other would wait for ever.
 
 
+def free_port() -> int:
+    """Where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 @contextmanager
 def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[subprocess.Popen]]:
     """``python -m MODULE DIRECTORY COORDINATOR PROCESS``, two of them; none outlives the block."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     command = [sys.executable, "-m", module, str(directory), coordinator]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has
     running = []

@@ -13,8 +13,8 @@ from specjax import processes
 from specjax.errors import InputError
 from specjax.processes import Member, Place
 from tests import three_processes
+from tests.processes import free_port, wait
 from tests.processes import processes as started
-from tests.processes import wait
 
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -22,6 +22,12 @@ SLURM = {
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "2",
     "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp://10.9.0.1:3",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
 
 
@@ -42,10 +48,9 @@ SLURM = {
         ({"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}, None),  # a batch script, outside of any step
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place("a:1", 4, 2, (0,))),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod that is no job's
-        ({"OMPI_MCA_orte_hnp_uri": "1314521088.0;tcp://10.9.0.1:3", "OMPI_COMM_WORLD_SIZE": "2",
-          "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, Place(f"10.9.0.1:{1314521088 // 4096 % 4096 + 61440}", 2, 1, (1,))),
+        (OPEN_MPI, Place(f"10.9.0.1:{1314521088 // 4096 % 4096 + 61440}", 2, 1, (1,))),
     ],
-)  # fmt: skip
+)
 def test_each_environment_says_its_place(monkeypatch, environment, place) -> None:
     for name in [
         name for name in os.environ if name.startswith(("JAX_COORD", "JAX_NUM_P", "JAX_PROC", "SLURM", "LWS", "OMPI"))
@@ -72,9 +77,7 @@ def test_what_an_environment_says_wrongly_is_refused(environment, says) -> None:
 
 
 def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return f"localhost:{free.getsockname()[1]}"
+    return f"localhost:{free_port()}"
 
 
 def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0) -> list:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse_options(command.config, options, prog=name)
         if (together := processes.join(place, say=say) if place else None) is None:
             return command.run(config) or 0
-        with nullcontext() if together.is_first else _silence():
+        with _one_speaks(together.is_first):
             status = command.run(config) or 0
         if status == 0:  # otherwise the others learn that this one is lost, and end too
             together.leave()
@@ -158,10 +158,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing is printed. Errors are, for they leave the body."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        yield
+def _one_speaks(is_first: bool) -> Iterator[None]:
+    """What the first of several processes prints is all that is printed. Errors are printed, for they leave the body."""
+    if is_first:
+        # Libraries of JAX's print who is connected, past Python. It goes to the standard error: the output may be JSON.
+        own = os.dup(1)
+        os.dup2(2, 1)
+        with open(own, "w", encoding="utf-8") as output, redirect_stdout(output):
+            yield
+    else:
+        os.dup2(2, 1)
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            yield
 
 
 def _find_place(name: str, command: Command) -> processes.Place | None:

@@ -1,0 +1,139 @@
+"""Commands that several processes run together, as their users start them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import free_port
+
+TOGETHER = ["--mesh", "1", "2"]
+"""The model is split over the devices of two processes, of which each has one."""
+
+
+@contextlib.contextmanager
+def commands(directory: Path, *words: str, count: int = 2, port: int | None = None) -> Iterator[list[subprocess.Popen]]:
+    """``specjax WORDS`` in several processes, whose outputs go to I.out and I.err; none outlives the block."""
+    port = port or free_port()
+    running = []
+    try:
+        for number in range(count):
+            own = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
+            own |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"} if count > 1 else {}
+            own |= {
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1",
+            }
+            with (directory / f"{number}.out").open("w") as out, (directory / f"{number}.err").open("w") as err:
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "specjax", *words],
+                        cwd=Path(__file__).parents[2],
+                        env=os.environ | own,
+                        stdout=out,
+                        stderr=err,
+                    )
+                )
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def run(directory: Path, *words: str, count: int = 2) -> list[str]:
+    """The output of each process."""
+    with commands(directory, *words, count=count) as running:
+        codes = [process.wait(300) for process in running]
+    logs = [(directory / f"{number}.err").read_text() for number in range(count)]
+    assert codes == [0] * count, logs
+    return [(directory / f"{number}.out").read_text() for number in range(count)]
+
+
+def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
+    words = ["generate", "--prompt", "def area(", "--drafter", "embedded:eagle3", "--max-new-tokens", "24", "--json"]
+    words += ["--temperature", "0.8", "--seed", "3", "--rule", "coupled", "--precision", "highest"]
+    first, second = run(tmp_path, *words, *TOGETHER)
+    (alone,) = run(tmp_path, *words, count=1)
+    assert second == ""
+    assert json.loads(first)["token_ids"] == json.loads(alone)["token_ids"]
+
+
+def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
+    with commands(tmp_path, "generate", "--prompt", "x") as running:
+        codes = [process.wait(120) for process in running]
+    said = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
+    assert any("mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in each for each in said)
+    assert all(codes)
+
+
+def test_what_runs_in_one_process_says_so(tmp_path) -> None:
+    with commands(tmp_path, "regenerate", "--source", "x", "--output", "y.jsonl") as running:
+        assert [process.wait(120) for process in running] == [2, 2]
+    assert "specjax regenerate runs in one process: unset JAX_COORDINATOR_ADDRESS" in (tmp_path / "1.err").read_text()
+
+
+@pytest.mark.thorough
+def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -> None:
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "def area("}\n{"prompt": "class Tree:"}\n')
+    words = ["evaluate", "--questions", str(questions), "--drafter", "embedded:eagle3@chain:3", "--max-new-tokens", "24"]
+    first, second = run(tmp_path, *words, "--output", str(tmp_path / "two"), *TOGETHER)
+    run(tmp_path, *words, "--output", str(tmp_path / "one"), count=1)
+    assert "embedded:eagle3@chain:3" in first and second == ""
+    one, two = (json.loads((tmp_path / name / "results.json").read_text())["results"] for name in ("one", "two"))
+    assert [each["acceptance_length"] for each in two] == pytest.approx([each["acceptance_length"] for each in one], rel=0.02)
+
+
+def ask(port: int, prompt: str, seed: int) -> str:
+    """A text, drawn."""
+    asked = {"model": "embedded", "prompt": prompt, "max_tokens": 24, "temperature": 0.9, "seed": seed}
+    request = urllib.request.Request(
+        f"http://localhost:{port}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)["choices"][0]["text"]
+
+
+def until_ready(port: int, running: list[subprocess.Popen], seconds: float = 400) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and all(process.poll() is None for process in running):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5):
+            return
+        time.sleep(0.5)
+    pytest.fail("the server did not begin")
+
+
+@pytest.mark.thorough
+def test_serve_answers_as_one_process_does_ends_with_any_and_starts_again(tmp_path) -> None:
+    """kill -9 of either process ends both within 30 seconds; whatever started them may start them again, at the same ports."""
+    http, coordinator = free_port(), free_port()
+    words = ["serve", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3", "--rows", "2", "--capacity", "256"]
+    words += ["--port", str(http), "--max-logprobs", "0", "--max-prediction", "0", "--precision", "highest"]
+    asked = [("def area(", 1), ("class Tree:", 2), ("import os\n", 3), ("for each in ", 4)]
+    with commands(tmp_path, *words, count=1) as running:
+        until_ready(http, running)
+        alone = [ask(http, *each) for each in asked]
+    for lost in (1, 0):
+        with commands(tmp_path, *words, *TOGETHER, port=coordinator) as running:
+            until_ready(http, running)
+            assert [ask(http, *each) for each in asked] == alone
+            running[lost].send_signal(signal.SIGKILL)
+            running[lost].wait()
+            died = time.monotonic()
+            assert running[1 - lost].wait(30) != 0
+            assert time.monotonic() - died < 30
+        assert f"process {lost} (" in (tmp_path / f"{1 - lost}.err").read_text() or lost == 0
+    with commands(tmp_path, *words, *TOGETHER, port=coordinator) as running:
+        until_ready(http, running)
+        running[0].terminate()  # as a supervisor ends it
+        assert [process.wait(60) for process in running] == [0, 0]
