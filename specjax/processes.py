@@ -50,6 +50,11 @@ class Place:
         count: how many there are.
         number: which one this is, from 0.
         devices: numbers of the devices of its host that are its own; None: all.
+
+    Examples:
+        >>> from specjax.processes import Place
+        >>> Place("10.0.0.1:8476", count=2, number=1)
+        Place(address='10.0.0.1:8476', count=2, number=1, devices=None)
     """
 
     address: str
@@ -68,6 +73,11 @@ class Member:
         host: the name of its machine.
         pid: its number there.
         versions: of what must be the same everywhere.
+
+    Examples:
+        >>> from specjax.processes import Member
+        >>> str(Member(number=1, count=2, host="node-b", pid=4711, versions="jax 0.10.2"))
+        'process 1 (node-b, pid 4711)'
     """
 
     number: int
@@ -178,6 +188,16 @@ class Processes:
     Attributes:
         number: of this process; the first, 0, decides.
         roster: all of them, by number.
+
+    Examples:
+        >>> from specjax import processes
+        >>> together = processes.join()  # in each of them, before the first array
+        >>> if together is not None:
+        ...     if together.is_first:
+        ...         together.send(b"begin")
+        ...     else:
+        ...         assert together.receive() == b"begin"
+        ...     together.leave()
     """
 
     def __init__(self, number: int, roster: list[Member], links: dict[int, "_Link"]) -> None:
@@ -283,12 +303,24 @@ _joined: Processes | None = None
 
 
 def joined() -> Processes | None:
-    """Those that this process works with; None: it works alone, or has not called `join`."""
+    """Those that this process works with; None: it works alone, or has not called `join`.
+
+    Examples:
+        >>> from specjax import processes
+        >>> print(processes.joined())
+        None
+    """
     return _joined
 
 
 def speaks() -> bool:
-    """Whether this process prints, and writes files, for all."""
+    """Whether this process prints, and writes files, for all.
+
+    Examples:
+        >>> from specjax import processes
+        >>> processes.speaks()  # one that works alone does
+        True
+    """
     return _joined is None or _joined.is_first
 
 
@@ -305,6 +337,12 @@ def join(place: Place | None = None, *, say: Callable[[str], None] | None = None
 
     Raises:
         InputError: not all have come in time; names those. Or they do not run the same versions.
+
+    Examples:
+        >>> from specjax import processes
+        >>> together = processes.join()  # nothing in the environment says that there are others
+        >>> print(together)
+        None
     """
     global _joined  # noqa: PLW0603  JAX knows one group of processes, too
     place = place or find()

@@ -803,6 +803,15 @@ def follow(
 
     Raises:
         InputError: an argument cannot be used; or this is the first process, or works alone.
+
+    Examples:
+        >>> from specjax import processes
+        >>> from specjax.serving import Engine, follow
+        >>> if processes.speaks():
+        ...     with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+        ...         generation = engine.submit(prompts[0].tolist(), max_new_tokens=8).result()
+        ... else:
+        ...     follow(target, drafts=(None,), rows=2, widths=(2,), capacity=32)
     """
     del max_waiting
     setup = _Setup.of(target, drafter, **options)
