@@ -56,6 +56,8 @@ class TurnCosts:
         collectives: exchanges between chips, by kind.
         collective_bytes: of their results.
         sent: bytes of which each of many chips sends as many: a sum over chips goes round twice.
+        slice_bytes: that a chip sends to other slices of TPUs, over the network of the data centre (DCN). What is exchanged
+            above goes over the links between chips (ICI).
         kernels: operations that are launched on their own.
         cycles: the compiler's estimate; 0 where it makes none. Custom kernels are not in it.
         cycles_by_kind: likewise, of the operations that take most, by kind and shape.
@@ -66,6 +68,7 @@ class TurnCosts:
     collectives: Mapping[str, int]
     collective_bytes: int
     sent: int
+    slice_bytes: int
     kernels: int
     cycles: int
     cycles_by_kind: Mapping[str, int]
@@ -111,6 +114,11 @@ class Compiled:
     def collective_bytes(self) -> int:
         """Of a step, likewise."""
         return sum(turn.turns * turn.collective_bytes for turn in self.turns)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of a step, likewise."""
+        return sum(turn.turns * turn.slice_bytes for turn in self.turns)
 
     @property
     def kernels(self) -> int:
@@ -341,6 +349,7 @@ def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
         collectives=dict(Counter(operation.collective for operation in collectives)),
         collective_bytes=sum(hlo.array_bytes(operation) for operation in collectives),
         sent=sum(hlo.array_bytes(operation) * (1 + (operation.collective == "all-reduce")) for operation in collectives),
+        slice_bytes=hlo.sent_between_slices(turn.operations),
         kernels=hlo.kernels(turn.operations),
         cycles=sum(operation.cycles for operation in turn.operations),
         cycles_by_kind=dict(by_kind.most_common(12)),

@@ -76,6 +76,11 @@ class Operation:
         kind = self.kind.removesuffix("-start")
         return kind if kind in COLLECTIVES else ""
 
+    @property
+    def is_sent_between_slices(self) -> bool:
+        """Whether it hands its operand to the runtime that connects slices of TPUs, over the network of the data centre."""
+        return self.kind == "send" and "xla_megascale_runtime" in self.text
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -325,6 +330,12 @@ def kernels(operations: tuple[Operation, ...]) -> int:
 def array_bytes(operation: Operation) -> int:
     """Bytes of the result of an exchange, wherever it lies; of one that only begins, of what comes of it."""
     return sum(_sizes(without_layout(_exchanged(operation))))
+
+
+def sent_between_slices(operations: Sequence[Operation]) -> int:
+    """Bytes that one chip hands over for other slices; those of exchanges inside a slice are not among them."""
+    sent = [operation for operation in operations if operation.is_sent_between_slices]
+    return sum(sum(_sizes(without_layout(_elements(operation.shape)[0]))) for operation in sent)
 
 
 def _exchanged(operation: Operation) -> str:

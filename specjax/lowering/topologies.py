@@ -42,19 +42,23 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """What XLA's compiler asks of a device, for an H100 SXM5 at NVIDIA's own figures."""
 
 
-def find_mesh(topology: str, data: int, model: int) -> tuple[Mesh, Chip]:
+def find_mesh(topology: str, data: int, model: int, slices: int = 1) -> tuple[Mesh, Chip]:
     """A ``data x model`` mesh of devices that need not be there, and what each of them is.
 
     Args:
         topology: ``h100``, or of TPUs the kind and how the chips lie, such as ``v5e:2x4`` or ``v5p:2x2x2``.
         data: devices that split the batch.
         model: devices that split the weights.
+        slices: how many such topologies of TPUs, between which data goes over the network of the data centre. The first devices
+            of the mesh are those of the first one: with a ``data`` axis of as many, each splits the weights by itself.
 
     Raises:
         InputError: there is no such topology, it has fewer chips than the mesh, or what compiles for it is not installed.
     """
     if data < 1 or model < 1:
         raise InputError(f"mesh={data} {model}: each axis is at least 1")
+    if slices < 1 or (slices > 1 and topology == "h100"):
+        raise InputError(f"slices={slices}: must be at least 1, and 1 for h100: of GPUs no network is compiled for")
     if topology == "h100":
         return make_mesh(data, model, _gpus(data * model)), CHIPS["h100"]
     kind, _, sides = topology.partition(":")
@@ -64,10 +68,11 @@ def find_mesh(topology: str, data: int, model: int) -> tuple[Mesh, Chip]:
             f"chips={topology!r}: give h100, or a kind of TPU ({', '.join(_TPUS)}) and how its chips lie, such as v5e:2x4 or "
             "v5p:2x2x2"
         )
-    chips = math.prod(map(int, sides.split("x")))
-    if data * model > chips:
-        raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {topology} has {chips}")
-    return make_mesh(data, model, _tpus(topology)), CHIPS[_TPUS[kind][0]]
+    chips = math.prod(map(int, sides.split("x"))) * slices
+    if data * model > chips or (slices > 1 and data * model < chips):
+        have = f"{topology} has" if slices == 1 else f"{slices} slices of {topology}, which are all used, have"
+        raise InputError(f"mesh={data} {model}: needs {data * model} chips, and {have} {chips}")
+    return make_mesh(data, model, _tpus(topology, slices)), CHIPS[_TPUS[kind][0]]
 
 
 def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
@@ -78,7 +83,7 @@ def compiler_options(mesh: Mesh) -> Mapping[str, Any]:
     return {"xla_gpu_autotune_level": 0, "xla_gpu_cuda_data_dir": cuda_directory()}
 
 
-def _tpus(topology: str) -> list[jax.Device]:
+def _tpus(topology: str, slices: int) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise InputError(f"chips={topology!r}: needs libtpu, which compiles for TPUs: pip install 'specjax[compile]'")
     libtpu = importlib.import_module("libtpu")
@@ -91,7 +96,8 @@ def _tpus(topology: str) -> list[jax.Device]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }.items():
         os.environ.setdefault(name, value)
-    return _devices(topology, platform="tpu", topology_name=topology)
+    several = {"num_slices": slices} if slices > 1 else {}
+    return _devices(topology, platform="tpu", topology_name=topology, **several)
 
 
 def _gpus(count: int) -> list[jax.Device]:

@@ -188,6 +188,7 @@ PUBLISHED: dict[str, ModelConfig] = {
     "llama-2-70b": _sized(_LLAMA_2, 8192, 28672, 80, 64, 8, 128),
     "llama-3.1-8b": _sized(_LLAMA_3_1, 4096, 14336, 32, 32, 8, 128),
     "llama-3.1-70b": _sized(_LLAMA_3_1, 8192, 28672, 80, 64, 8, 128),
+    "llama-3.1-405b": _sized(_LLAMA_3_1, 16384, 53248, 126, 128, 8, 128),
     "llama-3.2-1b": _sized(_LLAMA_3_2, 2048, 8192, 16, 32, 8, 64),
     "llama-3.2-3b": _sized(_LLAMA_3_2, 3072, 8192, 28, 24, 8, 128),
     "mistral-7b-v0.3": _sized(_MISTRAL, 4096, 14336, 32, 32, 8, 128),

@@ -205,7 +205,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
 def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatch) -> None:
     """``specjax plan compile``, with four CPU devices in place of a TPU's; and what a step must read at least."""
     chip = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
-    monkeypatch.setattr(plan_compile, "find_mesh", lambda topology, data, model: (make_mesh(data, model), chip))
+    monkeypatch.setattr(plan_compile, "find_mesh", lambda topology, data, model, slices: (make_mesh(data, model), chip))
     shape = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64)
     (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(shape, "float32")))
     options = ("--target", str(tmp_path), "--drafter", "wizard", "--draft", "chain:2", "--batch", "4", "--context", "24")

@@ -231,7 +231,7 @@ def directory(tmp_path):
 def run(capsys, monkeypatch, command: str, *arguments: str) -> str:
     """What a command of ``specjax plan`` prints, with four CPU devices in place of a TPU's."""
     for module in (plan_compile, compile_training):
-        monkeypatch.setattr(module, "find_mesh", lambda topology, data, model: (make_mesh(data, model), CHIP))
+        monkeypatch.setattr(module, "find_mesh", lambda topology, data, model, slices: (make_mesh(data, model), CHIP))
     assert main(["plan", command, "--chips", "v5e:2x2", "--mesh", "2", "2", *arguments]) == 0
     return capsys.readouterr().out
 

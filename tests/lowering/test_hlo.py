@@ -229,3 +229,26 @@ def test_the_bytes_of_an_exchange(line, size) -> None:
     operation = hlo._operation(line)
     assert operation.collective
     assert hlo.array_bytes(operation) == size
+
+
+BETWEEN_SLICES = """
+ENTRY %main (x: bf16[32,4096]) -> bf16[32,4096] {
+  %x = bf16[32,4096]{1,0} parameter(0)
+  %token = token[] after-all(), frontend_attributes={MegascaleRendezvousKeyName="all-reduce.1_0"}
+  %sum = bf16[32,4096]{1,0} all-reduce(%x), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  %send = (bf16[32,4096]{1,0:T(8,128)(2,1)}, u32[], token[]) send(%sum, %token), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %own = (bf16[32,4096]{1,0}, u32[], token[]) send(%sum, %token), channel_id=3, is_host_transfer=true
+  %recv = (bf16[32,4096]{1,0}, u32[], token[]) recv(%token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}
+  %recv-done = (bf16[32,4096]{1,0}, token[]) recv-done(%recv), channel_id=4, is_host_transfer=true
+  ROOT %result = bf16[32,4096]{1,0} get-tuple-element(%recv-done), index=0
+}
+"""  # noqa: E501  as the compiler prints it
+
+
+def test_what_goes_to_another_slice_is_told_from_what_goes_to_another_chip() -> None:
+    """Of what the runtime between slices is handed, and no other send, the bytes; once, where it begins."""
+    (turn,) = step(Program(BETWEEN_SLICES))
+    assert hlo.sent_between_slices(turn.operations) == 2 * 32 * 4096
+    (exchange,) = [each for each in turn.operations if each.collective]
+    assert hlo.array_bytes(exchange) == 2 * 32 * 4096

@@ -29,6 +29,7 @@ class CompileConfig:
 
     Attributes:
         chips: to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
+        slices: how many such slices of TPUs, joined by the network of the data centre.
         mesh: devices by axis: data (splits the rows) and model (splits the weights).
         target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
         drafter: its draft model, named likewise, or a method such as eagle3 or prompt-lookup; by default none.
@@ -43,6 +44,7 @@ class CompileConfig:
     """
 
     chips: str = ""
+    slices: int = 1
     mesh: tuple[int, int] = (1, 1)
     target: str = ""
     drafter: str = ""
@@ -76,7 +78,7 @@ def run_compile(config: CompileConfig) -> None:
     draft = parse_shape(config.draft) if config.draft else None
     shape = find_model("target", config.target)
 
-    mesh, chip = find_mesh(config.chips, *config.mesh)
+    mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
     target = abstract.abstract_model(shape, mesh, weights=config.weights)
     setup = Setup(target, mesh, chip, config.batch, config.context, sampling=sampling, page=config.page)
     drafters = [abstract.abstract_drafter(name, None if name == "none" else draft, target, config.weights) for name in names]
@@ -92,13 +94,13 @@ def run_compile(config: CompileConfig) -> None:
         return
     where = f"{config.target} on {mesh.size} x {chip.name}, {config.batch} rows, context of {config.context:,} tokens"
     console.print(memory_table(where, [program for step in steps for program in (step.prefill, step.decode)], chip))
-    console.print(_step_table(steps, chip, mesh.size))
+    console.print(_step_table(steps, chip, mesh.size, config.slices))
     console.print(_loop_table(steps[-1].decode))
     if len(steps) > 1:
         _say_gain(console, steps[0], steps[1], chip, mesh.size, alpha if is_chain else None)
 
 
-def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
+def _step_table(steps: list[Step], chip: Chip, chips: int, slices: int) -> Table:
     table = table_of_numbers("a step, on one chip", "", *(step.drafter for step in steps), named=True)
     limits, has_states = [step.limits(chip, chips) for step in steps], any(step.states for step in steps)
     lines: dict[str, list[str]] = {
@@ -108,7 +110,8 @@ def _step_table(steps: list[Step], chip: Chip, chips: int) -> Table:
         "must be read, GB": [f"{step.floor / 1e9:.2f}" for step in steps],
         "moved / must be read": [f"{step.decode.bytes / step.floor:.2f}" for step in steps],
         "exchanges": [exchanges_of(step.decode) for step in steps],
-        "exchanged, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
+        f"exchanged{' in a slice' * (slices > 1)}, MB": [f"{step.decode.collective_bytes / 1e6:.2f}" for step in steps],
+        **({"sent to other slices, MB": [f"{step.decode.slice_bytes / 1e6:.2f}" for step in steps]} if slices > 1 else {}),
         f"copies of the cache{' or states' * has_states}": [f"{len(step.decode.cache_copies)}" for step in steps],
         "largest new array, MB": [f"{step.decode.largest / 1e6:.2f}" for step in steps],
         "kernels": [f"{step.decode.kernels:,}" for step in steps],

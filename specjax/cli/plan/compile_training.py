@@ -23,6 +23,7 @@ class CompileTrainingConfig:
 
     Attributes:
         chips: to compile for: h100, or TPUs such as v5e:2x4, v5p:2x2x2, v6e:2x4.
+        slices: how many such slices of TPUs, joined by the network of the data centre.
         mesh: devices by axis: data (splits the rows) and model (splits the weights).
         train: a configuration of the training, as for train.
         target: the target in place of the configuration's: a published model such as llama-3.1-8b, a directory or a hub id.
@@ -30,6 +31,7 @@ class CompileTrainingConfig:
     """
 
     chips: str = ""
+    slices: int = 1
     mesh: tuple[int, int] = (1, 1)
     train: str = ""
     target: str = ""
@@ -50,7 +52,7 @@ def run_compile_training(config: CompileTrainingConfig) -> None:
     if target is None and training.method.target:
         target = huggingface.read_config(huggingface.locate(training.method.target, weights=False))
 
-    mesh, chip = find_mesh(config.chips, *config.mesh)
+    mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
     placed = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)
     run = abstract_run(training, mesh, placed, lambda student: abstract.place_model(student, mesh))
     compiled, _ = compile_program(f"a training step, {training.method.name}", run.lower(), mesh)
@@ -60,4 +62,6 @@ def run_compile_training(config: CompileTrainingConfig) -> None:
     console = new_console()
     console.print(memory_table(f"{config.train} on {mesh.size} x {chip.name}", [compiled], chip))
     exchanged = f"{exchanges_of(compiled)}, {compiled.collective_bytes / 1e6:,.1f} MB"
+    if config.slices > 1:
+        exchanged += f" in a slice, and {compiled.slice_bytes / 1e6:,.1f} MB to other slices"
     console.out(f"A step moves {compiled.bytes / 1e9:,.2f} GB on each chip. Exchanged: {exchanged}.")

@@ -35,5 +35,8 @@ def exchanges_of(program: Compiled) -> str:
 
 def program_as_json(program: Compiled) -> dict[str, Any]:
     """Its fields, but for the text, and what all of its turns cost together."""
-    totals = {name: getattr(program, name) for name in ("bytes", "collectives", "collective_bytes", "kernels", "cycles")}
+    totals = {
+        name: getattr(program, name)
+        for name in ("bytes", "collectives", "collective_bytes", "slice_bytes", "kernels", "cycles")
+    }
     return {name: value for name, value in asdict(program).items() if name != "text"} | {"a_step": totals}
