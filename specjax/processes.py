@@ -246,7 +246,8 @@ class Processes:
         """Say which one was lost, and end. No exception would reach a thread that waits for the device."""
         for link in self._links.values():
             link.send(_LOST, str(lost).encode())
-        print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.stderr, flush=True)
+        # Past what is printed to `sys.stderr`, which all processes but the first keep to themselves.
+        print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.__stderr__, flush=True)
         os._exit(1)
 
 

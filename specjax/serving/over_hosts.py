@@ -6,6 +6,7 @@ What a call brings comes from their devices and need not be sent.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -125,7 +126,8 @@ class LeadingDevice(Device):
         """As `Device`; the others have called `follow`."""
         super().__init__(target, drafters, sizes, clients)
         self._processes, self._is_warm = processes, False
-        self._reads, self._forgotten = 0, []
+        self._reads = 0
+        self._forgotten: deque[int] = deque()  # other threads add to it: a border is forgotten where its last prefix is
 
     def warm_up(self, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
         """As `Device.warm_up`."""
@@ -155,16 +157,13 @@ class LeadingDevice(Device):
         """As `Device.read`."""
         if not self._is_warm:
             return super().read(table, rows, counts, is_last, width, logprobs, for_client)
-        forget, self._forgotten = self._forgotten, []
+        forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         self._tell(Read(Plain.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
         border, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
         kept = _Border(self._reads, border)
-        weakref.finalize(kept, self._forgotten_later, kept.number).atexit = False
+        weakref.finalize(kept, self._forgotten.append, kept.number).atexit = False
         self._reads += 1
         return kept, said, told
-
-    def _forgotten_later(self, number: int) -> None:
-        self._forgotten.append(number)
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]

@@ -136,5 +136,6 @@ def test_serve_answers_as_one_process_does_ends_with_any_and_starts_again(tmp_pa
         assert f"process {lost} (" in (tmp_path / f"{1 - lost}.err").read_text() or lost == 0
     with commands(tmp_path, *words, *TOGETHER, port=coordinator) as running:
         until_ready(http, running)
-        running[0].terminate()  # as a supervisor ends it
+        for process in running:  # as a supervisor ends them
+            process.terminate()
         assert [process.wait(60) for process in running] == [0, 0]

@@ -13,6 +13,7 @@ COUNTS = {  # parameters, as the hub counts those of each checkpoint (a head tha
     "llama-2-70b": 68_976_648_192,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b-v0.3": 7_248_023_552,
