@@ -10,11 +10,17 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from specjax.config import dump_yaml
+from tests.conftest import save_tiny
 from tests.processes import free_port
+from tests.training import two_processes
 
 TOGETHER = ["--mesh", "1", "2"]
 """The model is split over the devices of two processes, of which each has one."""
@@ -93,6 +99,38 @@ def test_evaluate_writes_once_and_with_the_acceptance_of_one_process(tmp_path) -
     results = [json.loads((tmp_path / name / "results.json").read_text())["results"]["overall"] for name in ("one", "two")]
     one, two = (each["embedded:eagle3@chain:3"]["acceptance_by_position"] for each in results)
     assert one == two and one[0] > 0
+
+
+@pytest.mark.thorough
+def test_a_training_of_which_one_process_is_killed_goes_on_to_the_same_weights(tmp_path) -> None:
+    """kill -9 of either, at different steps: both end, and the same command ends with the weights of an undisturbed run."""
+    save_tiny(tmp_path / "target", num_layers=1)
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.py").write_text(f"def function_{number}(self): return {number}\n" * 9)
+
+    def words(output: Path) -> list[str]:
+        config = two_processes.config(tmp_path, "", (1, 2))
+        file = tmp_path / "train.yaml"
+        file.write_text(dump_yaml(replace(config, steps=40, checkpoint_every=4, evaluate_every=40, output="", mesh=(1, 1))))
+        return ["train", "--config", str(file), "--output", str(output), *TOGETHER]
+
+    run(tmp_path, *words(tmp_path / "whole"))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for lost, steps in ((1, 6), (0, 15)):
+        with commands(tmp_path, *words(tmp_path / "killed")) as running:
+            deadline = time.monotonic() + 300
+            while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+                assert time.monotonic() < deadline and all(process.poll() is None for process in running)
+                time.sleep(0.05)
+            running[lost].kill()
+            running[lost].wait()
+            assert running[1 - lost].wait(30) != 0
+    run(tmp_path, *words(tmp_path / "killed"))
+    whole, killed = (load_file(tmp_path / name / "latest" / "model.safetensors") for name in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    for name, value in whole.items():
+        np.testing.assert_array_equal(killed[name], value, err_msg=name)
 
 
 def ask(port: int, prompt: str, seed: int) -> str:
