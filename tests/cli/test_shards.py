@@ -157,4 +157,4 @@ def test_processes_that_are_killed_at_any_moment_leave_the_same_bytes(tiny_pair,
     assert killed >= 3
     assert main([*command, "--output", str(part.parent)]) == 0
     assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "calm" / name).read_bytes()
-    assert len(json.loads((tmp_path / "calm" / name).read_text().splitlines()[0])) == 4
+    assert "tokens" in json.loads((tmp_path / "calm" / name).read_text().splitlines()[0])
