@@ -286,15 +286,20 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
     """Add ``records``, and say how many they are. The first ones make ``output`` this command's: ``claim`` goes beside it."""
     if not records:
         return 0
-    if not _is_begun(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = output.with_name(f".{output.stem}.yaml.tmp")
-        scratch.write_text(claim)
-        scratch.replace(shards.beside(output))  # whole or not at all
-    with output.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        if not _is_begun(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            scratch = output.with_name(f".{output.stem}.yaml.tmp")
+            scratch.write_text(claim)
+            scratch.replace(shards.beside(output))  # whole or not at all
+        with output.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # what was written of a line is cut off when the run goes on
+        raise InputError(
+            f"output={str(output)!r}: cannot be written ({error.strerror}): make room, and give the same command again"
+        ) from None
     return len(records)
 
 
