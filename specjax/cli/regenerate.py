@@ -20,6 +20,7 @@ from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.progress import waiting
+from specjax.sampling import named_key
 from specjax.serving.engine import Engine
 from specjax.sharding import make_mesh
 from specjax.text import check_stop, read_json_lines
@@ -186,9 +187,7 @@ class _Copy:
 
     def key(self, root: jax.Array) -> jax.Array:
         """Its random key, the same wherever in the source it lies."""
-        for word in (self.identity[:8], self.identity[8:16]):
-            root = jax.random.fold_in(root, int(word, 16))
-        return jax.random.fold_in(root, self.number)
+        return jax.random.fold_in(named_key(root, self.identity), self.number)
 
 
 def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:

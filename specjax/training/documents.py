@@ -140,7 +140,7 @@ def find_origin(document: Document) -> str:
 
     A hash of its content; where it was itself written after another, the origin of that one.
     """
-    return document.origin or _hash(_content(document))
+    return document.origin or hash_of(_content(document))
 
 
 def identities(documents: Sequence[Document]) -> list[str]:
@@ -153,7 +153,7 @@ def identities(documents: Sequence[Document]) -> list[str]:
     found = []
     for document in documents:
         content = _content(document)
-        found.append(_hash(f"{before[content]} {content}"))
+        found.append(hash_of(f"{before[content]} {content}"))
         before[content] += 1
     return found
 
@@ -163,7 +163,8 @@ def _content(document: Document) -> str:
     return json.dumps([document.text, document.messages, *origin], sort_keys=True)
 
 
-def _hash(content: str) -> str:
+def hash_of(content: str) -> str:
+    """128 bits of it, in hexadecimal digits."""
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
