@@ -58,7 +58,7 @@ class Generate:
                 Generate,
                 fn_constructor_kwargs={"target": "Qwen/Qwen3-8B", "rows": 64},
                 batch_size=512,
-                concurrency=4,
+                compute=ray.data.ActorPoolStrategy(size=4),
                 num_gpus=1,
             )
     """

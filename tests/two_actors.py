@@ -37,7 +37,7 @@ def main(target: str, what: str, directory: str) -> None:
         Traced,
         fn_constructor_kwargs={"target": target, **SETTINGS},
         batch_size=4,
-        concurrency=2,
+        compute=ray.data.ActorPoolStrategy(size=2),
         num_cpus=1,
     )
     if what == "calm":
