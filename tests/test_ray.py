@@ -19,7 +19,9 @@ from specjax.ray import Generate
 from specjax.training import data
 from specjax.training.config import DataConfig
 from specjax.training.documents import read_documents
+from tests import ray_over_http
 from tests.cli.test_evaluate import TEMPLATE, records
+from tests.serving.http.process import serving
 
 PROMPTS = ["def one(", "import os", "class Stack:", "x = 1", "import os", "return"]
 SETTINGS = {"rows": 2, "max_new_tokens": 10, "capacity": 64}
@@ -174,3 +176,19 @@ def test_two_actors_write_what_one_process_writes(target, what, tmp_path) -> Non
         read = read_documents(str(tmp_path / kind))
         assert sorted(each.written.tokens.tolist() for each in read) == sorted(found["of actors"].values())
         data.prepare(DataConfig(str(tmp_path / kind), target, window=8, holdout=0.3))
+
+
+@needs_ray
+@pytest.mark.thorough
+def test_rays_requests_are_answered_as_others_are(target, tmp_path) -> None:
+    """A processor of `ray.data.llm`, without vLLM, on ``specjax serve``."""
+    options = ("--target", target, "--served-model-name", "tiny", "--rows", "4", "--capacity", "128")
+    with serving(tmp_path / "log", *options) as server:
+        environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+        command = [sys.executable, "-m", "tests.ray_over_http", server.address]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=400)
+        assert run.returncode == 0, run.stderr[-4000:]
+        directly = [server.post("/v1/completions", ray_over_http.payload(prompt)) for prompt in ray_over_http.PROMPTS]
+    answers = json.loads(run.stdout.splitlines()[-1])
+    assert answers == [each["choices"][0]["text"] for each in directly]
+    assert len(set(answers)) > 20
