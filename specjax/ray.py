@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
@@ -108,7 +109,8 @@ class Generate:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         self.column, self.copy = column, copy
-        self._root = make_key(seed)
+        with _on_host():
+            self._root = make_key(seed)
         self._settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop)}
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
         generator = pipeline.load(target, drafter=None if drafter == "none" else drafter, draft=draft or None, mesh=devices)
@@ -159,9 +161,10 @@ class Generate:
         most, room = self._settings["max_new_tokens"], self._engine.capacity
         if len(prompt) + most > room:
             return lambda: self._left_out(row, f"there is no room for max_new_tokens={most} in {room} tokens")
-        key = jax.random.fold_in(named_key(self._root, row.identity), number)
-        if row.is_chat:  # the key of its next turn
-            key = jax.random.fold_in(key, row.answers)
+        with _on_host():
+            key = jax.random.fold_in(named_key(self._root, row.identity), number)
+            if row.is_chat:  # the key of its next turn
+                key = jax.random.fold_in(key, row.answers)
         handle = self._engine.submit(prompt, key=key, **self._settings)
         return lambda: self._written(row, prompt, handle.result())
 
@@ -177,6 +180,11 @@ class Generate:
         nothing = {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[row.is_chat]}
         left = {"answer": "", REGENERATED_FROM: row.origin, "left_out": why, **nothing}
         return left | ({"messages": list(row.prompt)} if row.is_chat else {"text": ""})
+
+
+def _on_host() -> AbstractContextManager[Any]:
+    """Keys are made there: on the device each would wait for the texts that are being written, and rows for it."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
 class _Row:
