@@ -18,7 +18,7 @@ test-browser: .venv-test/installed
 # What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And all of the above, compiled
 # as users compile: the tests for every change tell XLA to take less trouble.
 test-thorough: .venv-test/installed
-	@$(PYTHON) install.py .venv-test -e '.[compile,peers]'
+	@$(PYTHON) install.py .venv-test -e '.[compile,peers,ray]'
 	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser"
 
 lint: .venv-test/installed

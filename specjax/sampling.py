@@ -263,6 +263,25 @@ def make_key(seed: int) -> jax.Array:
     return jax.random.wrap_key_data(jnp.array(divmod(seed, 2**32), jnp.uint32), impl="threefry2x32")
 
 
+def named_key(root: jax.Array, name: str) -> jax.Array:
+    """The random key of what is called ``name``, such as a document by the hash of its content: the same wherever it lies.
+
+    Args:
+        root: is not consumed. Keys of other names are independent of this one.
+        name: a hexadecimal number, of which the first 16 digits count.
+
+    Examples:
+        >>> from specjax.sampling import make_key, named_key
+        >>> root = make_key(0)
+        >>> keys = [named_key(root, name) for name in ("00000000ffffffff", "ffffffff00000000")]
+        >>> keys[0] == keys[1]
+        Array(False, dtype=bool)
+    """
+    for word in (name[:8], name[8:16]):
+        root = jax.random.fold_in(root, int(word, 16))
+    return root
+
+
 def position_keys(keys: jax.Array, positions: jax.Array) -> jax.Array:
     """``[n, B]`` keys of the tokens at ``positions [n, B]`` of rows with ``keys [B]``, which are not consumed.
 

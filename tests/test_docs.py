@@ -148,7 +148,7 @@ SLOW = {
     *("verify_rows", "ClientRow", "ClientStatistics"),
     *("compare_drafts", "fastest_drafter", "measure_acceptance", "measure_contexts"),
     *("measure_costs", "trial_speedup", "chain_survival", "insert", "Generation", "Run"),
-    "calibrate",
+    *("calibrate", "Generate"),
 }
 """Their examples compile several programs each, and run in the thorough tier. Other tests run the functions every time."""
 

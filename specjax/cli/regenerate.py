@@ -20,11 +20,13 @@ from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.progress import waiting
+from specjax.sampling import named_key
 from specjax.serving.engine import Engine
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
 from specjax.training import chat, fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
+from specjax.training.written import NOTE, WrittenTokens
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class RegenerateConfig:
         output: a .jsonl file; a line a document and copy, with the document's identity (``document``), the number of the copy
             (``copy``), and what both go back to (``regenerated_from``): a training holds out all copies of a document, and all
             that is written after those, or none. So also documents that are equal. With shard a folder, with a file for each.
+            A line also has the tokens that the target was given and wrote (``tokens``), and which of them it wrote
+            (``loss_spans``): a training with the same tokenizer and chat template takes these, and tokenises nothing again.
         shard: "I/N": write the documents of shard I, from 0, of N. Under a scheduler "auto" or "auto/N": its array of tasks
             (Slurm, Kubernetes) says which one. The file is renamed when it is whole; a whole one is not written again.
         missing: print which of so many shards are not in the folder output, and end with status 1 if any is not.
@@ -181,9 +185,7 @@ class _Copy:
 
     def key(self, root: jax.Array) -> jax.Array:
         """Its random key, the same wherever in the source it lies."""
-        for word in (self.identity[:8], self.identity[8:16]):
-            root = jax.random.fold_in(root, int(word, 16))
-        return jax.random.fold_in(root, self.number)
+        return jax.random.fold_in(named_key(root, self.identity), self.number)
 
 
 def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
@@ -210,10 +212,6 @@ def _usable(documents: list[Document]) -> list[Document]:
     return usable
 
 
-_CLAIM = "# written by the target of the fingerprint "
-"""How the file beside an output begins, in which its options are noted."""
-
-
 def _is_begun(output: Path) -> bool:
     """Whether something has been written to ``output``. Until then what is noted beside it binds nobody."""
     return output.exists() and output.stat().st_size > 0
@@ -224,7 +222,7 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
     beside = shards.beside(output)
     if not _is_begun(output):
         # A claim that nothing came after, be it cut short, is written again. Any other file is somebody's own.
-        if beside.exists() and not _CLAIM.startswith(beside.read_text(errors="replace")[: len(_CLAIM)]):
+        if beside.exists() and not NOTE.startswith(beside.read_text(errors="replace")[: len(NOTE)]):
             raise InputError(
                 f"output={config.output!r}: {beside.name}, where its options would be kept, is another file: choose another one"
             )
@@ -241,7 +239,7 @@ def _refuse_foreign(output: Path, config: RegenerateConfig) -> None:
 def _claim(config: RegenerateConfig, generator: pipeline.TextGenerator) -> str:
     """What is noted beside the output: what the target and its tokenizer are, a line of comment each, and the options."""
     return (
-        f"{_CLAIM}{fingerprint.of_target(generator.target)}\n"
+        f"{NOTE}{fingerprint.of_target(generator.target)}\n"
         f"# with the tokenizer and the chat template of the fingerprint {fingerprint.of_tokenizer(generator.tokenizer)}\n"
         f"{dump_yaml(config)}"
     )
@@ -285,15 +283,20 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
     """Add ``records``, and say how many they are. The first ones make ``output`` this command's: ``claim`` goes beside it."""
     if not records:
         return 0
-    if not _is_begun(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = output.with_name(f".{output.stem}.yaml.tmp")
-        scratch.write_text(claim)
-        scratch.replace(shards.beside(output))  # whole or not at all
-    with output.open("a", encoding="utf-8") as file:
-        file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        if not _is_begun(output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            scratch = output.with_name(f".{output.stem}.yaml.tmp")
+            scratch.write_text(claim)
+            scratch.replace(shards.beside(output))  # whole or not at all
+        with output.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # what was written of a line is cut off when the run goes on
+        raise InputError(
+            f"output={str(output)!r}: cannot be written ({error.strerror}): make room, and give the same command again"
+        ) from None
     return len(records)
 
 
@@ -331,6 +334,7 @@ class _Writer:
     def __init__(self, generator: pipeline.TextGenerator, config: RegenerateConfig, engine: Engine) -> None:
         self._generator, self._config, self._engine = generator, config, engine
         self._root = pipeline.make_key(config.seed)
+        self._of_texts, self._of_chats = (fingerprint.of_tokenizer(generator.tokenizer, chats) for chats in (False, True))
 
     def write(self, copies: Sequence[_Copy]) -> Iterator[list[_Written]]:
         """What became of ``copies``, in their order, ``batch`` at a time."""
@@ -364,18 +368,24 @@ class _Writer:
         answer = self._answer(prompt, copy.key(self._root))
         # Both together: a character may lie on either side of the cut.
         content = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
-        return _Written({"text": content})
+        return _Written({"text": content, **WrittenTokens.of_turns([(prompt, answer.tokens)], self._of_texts).record()})
 
     def _write_chat(self, copy: _Copy) -> _Written:
         chat: list[Message] = []
+        written: list[tuple[list[int], tuple[int, ...]]] = []
+        why_not = ""
         key = copy.key(self._root)
         for number, turn in enumerate(_turns(copy.document)):
             prompt, why_not = self._prompt([*chat, *turn])
             if why_not:
-                return _Written({"messages": chat}, cut=why_not) if chat else _Written({}, left_out=why_not)
+                break
             answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop)
             chat += [*turn, {"role": "assistant", "content": answer.text}]
-        return _Written({"messages": chat})
+            written.append((prompt, answer.tokens))
+        if not chat:
+            return _Written({}, left_out=why_not)
+        tokens = WrittenTokens.of_turns(written, self._of_chats)
+        return _Written({"messages": chat, **tokens.record()}, cut=why_not)
 
     def _prompt(self, prompt: str | list[Message], most: int | None = None) -> tuple[list[int], str]:
         """The tokens of ``prompt``, of which ``most`` are kept; and why they cannot be answered, or nothing."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specjax.errors import InputError
+from specjax.training.written import BEGUN
 
 _NAME = re.compile(r"(\d{5})-of-(\d{5})\.jsonl(\.part)?")
-_BEGUN = ".part"
 _WHOLE = "# whole: "
 
 
@@ -88,7 +88,7 @@ def _of_scheduler(text: str, environment: Mapping[str, str]) -> tuple[str, str |
 
 def beside(file: Path) -> Path:
     """Where is noted how a ``file`` was written; of a shard the same whether it is whole or only begun."""
-    return file.with_name(file.name.removesuffix(_BEGUN)).with_suffix(".yaml")
+    return file.with_name(file.name.removesuffix(BEGUN)).with_suffix(".yaml")
 
 
 def open_shard(folder: Path, shard: Shard) -> Path:
@@ -106,7 +106,7 @@ def open_shard(folder: Path, shard: Shard) -> Path:
             f"output={str(folder)!r}: has shards of {other[0]}, and shard={shard} is of {shard.count}: give another"
         )
     file = shard.file(folder)
-    part = file.with_name(f"{file.name}{_BEGUN}")
+    part = file.with_name(f"{file.name}{BEGUN}")
     if file.is_file() and not is_whole(file):
         file.replace(part)
     return file if file.is_file() else part
@@ -114,13 +114,13 @@ def open_shard(folder: Path, shard: Shard) -> Path:
 
 def is_begun(file: Path) -> bool:
     """Whether a shard's ``file`` is not whole yet."""
-    return file.name.endswith(_BEGUN)
+    return file.name.endswith(BEGUN)
 
 
 def finish(part: Path, claim: str) -> Path:
     """The file of a shard that was begun in ``part`` and is whole: that is noted beside it, and then it is renamed. ``claim``
     is what is noted beside one of no documents."""
-    file, noted = part.with_name(part.name.removesuffix(_BEGUN)), beside(part)
+    file, noted = part.with_name(part.name.removesuffix(BEGUN)), beside(part)
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     lines = (noted.read_text() if noted.exists() else claim).splitlines(keepends=True)

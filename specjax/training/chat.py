@@ -13,7 +13,7 @@ import numpy as np
 from specjax.config import ConfigError
 from specjax.training.documents import Message
 
-Encoded = tuple[list[int], np.ndarray]
+Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
 """Token ids, and ``[tokens]`` bool, which of them are to be learnt."""
 
 

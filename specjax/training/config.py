@@ -16,12 +16,14 @@ class DataConfig:
     Attributes:
         source: ``stdlib`` (the running Python's own source); a file, a directory or a glob; or ``hf:OWNER/NAME``, with
             ``:SPLIT`` or without, of the Hugging Face hub. Records of JSONL and Parquet files hold ``text``, or a conversation
-            as ``messages`` or ``conversations``, in OpenAI's form or ShareGPT's. Every other file is a text.
+            as ``messages`` or ``conversations``, in OpenAI's form or ShareGPT's. Every other file is a text. Records that
+            ``specjax regenerate`` wrote are read in the tokens that they have beside, where those are this tokenizer's.
         tokenizer: a directory with tokenizer.json; empty: the target's, or where there is none a byte-level BPE
             tokenizer trained on the source.
         vocab_size: of a tokenizer trained here.
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        responses_only: of conversations, learn from what the assistant wrote alone.
+        responses_only: of conversations, learn from what the assistant wrote alone; of records with the tokens that they were
+            written in, from what the target wrote.
         window: tokens a training window.
         batch: windows a step.
         holdout: share of the documents kept for evaluation.

@@ -10,12 +10,15 @@ import json
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specjax.config import ConfigError
+from specjax.progress import say
 from specjax.text import read_json_lines
+from specjax.training import written
+from specjax.training.written import WrittenTokens
 
 Message = dict[str, str]
 
@@ -52,16 +55,20 @@ class Document:
         text: the text.
         messages: the conversation.
         origin: of a record that ``specjax regenerate`` wrote, what `REGENERATED_FROM` says.
+        written: the tokens that it was written in, where its record has them.
     """
 
     name: str
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     origin: str | None = None
+    written: WrittenTokens | None = field(default=None, compare=False)
 
 
 def find_files(source: str, argument: str = "data.source") -> list[Path]:
     """The files of a ``source`` that is no hub id: "stdlib", a file, a directory or a glob; sorted by name.
+
+    What ``specjax regenerate`` has not finished is left out, and so are the notes that it keeps beside its outputs.
 
     Raises:
         ConfigError: there are none; names the ``argument`` that gave it.
@@ -73,6 +80,11 @@ def find_files(source: str, argument: str = "data.source") -> list[Path]:
         files = [f for f in Path(source).rglob("*") if f.is_file()]
     else:
         files = [Path(f) for f in glob.glob(source, recursive=True) if Path(f).is_file()]
+    if source != "stdlib":
+        unfinished = [file.name for file in files if file.name.endswith(f".jsonl{written.BEGUN}")]
+        if unfinished:
+            say(f"{argument}={source!r}: not read, as they are still being written: {', '.join(sorted(unfinished))}")
+        files = [file for file in files if not written.is_beside(file)]
     if not files:
         raise ConfigError(f"{argument}={source!r}: no files there; give 'stdlib', a file, a directory, a glob, hf:OWNER/NAME")
     return sorted(files)
@@ -104,20 +116,21 @@ def read_documents(source: str, argument: str = "data.source") -> list[Document]
 
 def parse_record(record: Any, where: str) -> Document:
     """The document in a record: ``text``; or ``messages`` or ``conversations``, as OpenAI (role, content) or ShareGPT (from,
-    value) write them. Its name is ``where``, or what `REGENERATED_FROM` says.
+    value) write them. Its name is ``where``, or what `REGENERATED_FROM` says. Beside it may be the tokens that it was written
+    in, `specjax.training.written`.
 
     Raises:
-        ConfigError: it is none of these; ``where`` says which record it is.
+        ConfigError: it is none of these, or its tokens are damaged; ``where`` says which record it is.
     """
     if isinstance(record, Mapping):
         origin = record[REGENERATED_FROM] if isinstance(record.get(REGENERATED_FROM), str) else None
         name = origin or where
-        for field in ("messages", "conversations"):
-            if isinstance(record.get(field), Sequence) and not isinstance(record[field], str):
-                messages = tuple(_message(entry, f"{where}: {field}") for entry in record[field])
-                return Document(name, messages=messages, origin=origin)
+        for kind in ("messages", "conversations"):
+            if isinstance(record.get(kind), Sequence) and not isinstance(record[kind], str):
+                messages = tuple(_message(entry, f"{where}: {kind}") for entry in record[kind])
+                return Document(name, messages=messages, origin=origin, written=written.parse(record, where))
         if isinstance(record.get("text"), str):
-            return Document(name, text=record["text"], origin=origin)
+            return Document(name, text=record["text"], origin=origin, written=written.parse(record, where))
     fields = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
     raise ConfigError(f"{where}: has {fields}; a record needs text, or messages or conversations, a list of messages")
 
@@ -127,7 +140,7 @@ def find_origin(document: Document) -> str:
 
     A hash of its content; where it was itself written after another, the origin of that one.
     """
-    return document.origin or _hash(_content(document))
+    return document.origin or hash_of(_content(document))
 
 
 def identities(documents: Sequence[Document]) -> list[str]:
@@ -140,7 +153,7 @@ def identities(documents: Sequence[Document]) -> list[str]:
     found = []
     for document in documents:
         content = _content(document)
-        found.append(_hash(f"{before[content]} {content}"))
+        found.append(hash_of(f"{before[content]} {content}"))
         before[content] += 1
     return found
 
@@ -150,7 +163,8 @@ def _content(document: Document) -> str:
     return json.dumps([document.text, document.messages, *origin], sort_keys=True)
 
 
-def _hash(content: str) -> str:
+def hash_of(content: str) -> str:
+    """128 bits of it, in hexadecimal digits."""
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from specjax import sharding
 from specjax.models.fingerprint import stated
@@ -42,11 +43,19 @@ def of_target(target: Target | None) -> str | None:
     return digest.hexdigest()[:32]
 
 
-def of_tokenizer(tokenizer: Any) -> str:
-    """What decides the tokens of a prompt and the text of an answer: a tokenizer of transformers with its chat template."""
+def of_tokenizer(tokenizer: Any, chats: bool = True) -> str:
+    """What decides the tokens of a prompt and the text of an answer: a tokenizer of transformers, for chats with its template.
+
+    How texts are padded and cut is no part of it: here they are neither.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and (backend.padding or backend.truncation):
+        backend = tokenizers.Tokenizer.from_str(backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
     rules = tokenizer.get_vocab() if backend is None else backend.to_str()
-    content = json.dumps([rules, tokenizer.special_tokens_map, tokenizer.chat_template], sort_keys=True, default=str)
+    template = tokenizer.chat_template if chats else None
+    content = json.dumps([rules, tokenizer.special_tokens_map, template], sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

@@ -165,7 +165,7 @@ def _prepare(config: TrainConfig) -> _Run:
         data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     with waiting(f"reading {data_config.source}"):
-        tokenizer, packed, held_out = data.prepare(data_config, end)
+        tokenizer, packed, held_out = data.prepare(data_config, end, None if target is None else target.config.vocab_size)
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size

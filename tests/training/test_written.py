@@ -1,0 +1,266 @@
+"""Records with the tokens that they were written in: what is read of them, when it is used, and what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specjax import text
+from specjax.config import ConfigError
+from specjax.training import chat, data, documents, fingerprint
+from specjax.training.config import DataConfig
+from specjax.training.tokenizer import read_tokenizer
+from specjax.training.written import TOKENIZER, WrittenTokens, parse
+from tests.conftest import ASSETS
+from tests.training.test_data import CUT, PADDED, TEMPLATE, TEXTS, flat, tokenizer_with
+
+CHATS = [
+    [
+        {"role": "user", "content": f"What is {number}?"},
+        {"role": "assistant", "content": f"It is {number + 1} minus one."},
+        {"role": "user", "content": "And then?"},
+        {"role": "assistant", "content": "return None"},
+    ]
+    for number in range(30)
+]
+
+
+@pytest.fixture
+def tokenizer():
+    made = text.load_tokenizer(ASSETS / "target")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(data, "say", lines.append)
+    monkeypatch.setattr(documents, "say", lines.append)
+    return lines
+
+
+def write(file: Path, records: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def by_letters(tokenizer, words: str) -> list[int]:
+    """Tokens of a text that no tokenizer would give it: one a character."""
+    return [token for letter in words for token in text.encode_continuation(tokenizer, letter)]
+
+
+def written_texts(tokenizer, encode) -> list[dict]:
+    """`TEXTS` as ``encode`` has them, of which the first three tokens are the prompt's."""
+    own = fingerprint.of_tokenizer(tokenizer, chats=False)
+    return [
+        {"text": each, **WrittenTokens.of_turns([(ids[:3], ids[3:])], own).record()}
+        for each in TEXTS
+        for ids in [encode(tokenizer, each)]
+    ]
+
+
+def spans(mask: np.ndarray) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(np.pad(mask.astype(int), 1)))
+    return edges.reshape(-1, 2).tolist()
+
+
+def written_chats(tokenizer) -> list[dict]:
+    own = fingerprint.of_tokenizer(tokenizer)
+    encoded = chat.encode(tokenizer, CHATS, responses_only=True)
+    return [
+        {"messages": messages, TOKENIZER: own, "tokens": list(ids), "loss_spans": spans(mask)}
+        for messages, (ids, mask) in zip(CHATS, encoded, strict=True)
+    ]
+
+
+def config(source: Path, template: Path | None = None) -> DataConfig:
+    named = "" if template is None else str(template)
+    return DataConfig(str(source), str(ASSETS / "target"), chat_template=named, window=8, holdout=0.2)
+
+
+def without_tokens(records: list[dict]) -> list[dict]:
+    return [{name: record[name] for name in ("text", "messages") if name in record} for record in records]
+
+
+def test_answers_stand_after_the_tokens_that_they_were_written_after() -> None:
+    goes_on = WrittenTokens.of_turns([([1, 2], [3, 4]), ([1, 2, 3, 4, 5], (6,))], "t")
+    assert goes_on.tokens.tolist() == [1, 2, 3, 4, 5, 6] and goes_on.starts == (0,)
+    assert goes_on.loss_spans.tolist() == [[2, 4], [5, 6]]
+    left_out = WrittenTokens.of_turns([([1, 2], [3, 4]), ([1, 2, 4, 5], [6]), ([1, 2, 4, 5, 6, 7], [8])], "t")
+    found = [(tokens.tolist(), np.flatnonzero(counts).tolist()) for tokens, counts in left_out.sequences(True)]
+    assert found == [([1, 2, 3, 4], [2, 3]), ([1, 2, 4, 5, 6, 7, 8], [4, 6])]
+    everything = [np.flatnonzero(counts).tolist() for _, counts in left_out.sequences(False)]
+    assert everything == [[1, 2, 3], [4, 6]]
+    for each in (goes_on, left_out):
+        read = parse(json.loads(json.dumps(each.record())), "somewhere")
+        assert read is not None and read.record() == each.record()
+
+
+def test_texts_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) -> None:
+    records = written_texts(tokenizer, text.encode)
+    own = write(tmp_path / "own.jsonl", records)
+    for responses_only in (True, False):
+        settings = replace(config(own), responses_only=responses_only)
+        _, packed, held = data.prepare(settings)
+        write(own, without_tokens(records))
+        _, expected, expected_held = data.prepare(settings)
+        write(own, records)
+        for ours, theirs in ((packed, expected), (held, expected_held)):
+            assert ours["tokens"].tolist() == theirs["tokens"].tolist()
+            assert ours["segments"].tolist() == theirs["segments"].tolist()
+        train, _ = data.split_documents(documents.read_documents(str(own)), 0.2)
+        place = [place for document in train for place in range(len(document.written.tokens))]
+        labels = np.array(place[1 : packed["loss_mask"].size + 1])
+        # The text before may have been cut, so that another one begins is no label of it.
+        assert packed["loss_mask"].ravel().tolist() == (labels >= (3 if responses_only else 1)).tolist()
+    assert said == 2 * [f"data.source='{own}': 40 of 40 documents are read in the tokens they were written in"]
+
+
+def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    records = written_chats(tokenizer)
+    source = write(tmp_path / "chats.jsonl", records)
+    found = data.prepare(config(source, template))[1:]
+    write(source, without_tokens(records))
+    expected = data.prepare(config(source, template))[1:]
+    assert len(said) == 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {name: array.tolist() for name, array in ours.items()} == {name: a.tolist() for name, a in theirs.items()}
+    template.write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    with pytest.raises(ConfigError, match="marks no token as the assistant's"):
+        data.prepare(config(source, template))
+    unmarked = fingerprint.of_tokenizer(chat.with_template(text.load_tokenizer(ASSETS / "target"), str(template)))
+    write(source, [record | {TOKENIZER: unmarked} for record in records])  # their spans say what the marks would
+    assert data.prepare(config(source, template))[1]["loss_mask"].tolist() == expected[0]["loss_mask"].tolist()
+
+
+def test_tokens_that_the_text_does_not_say_are_those_that_are_trained_on(tokenizer, tmp_path) -> None:
+    records = written_texts(tokenizer, by_letters)
+    source = write(tmp_path / "texts.jsonl", records)
+    _, packed, _ = data.prepare(config(source))
+    train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
+    tokens = {record["text"]: record["tokens"] for record in records}
+    assert tokens[TEXTS[0]] != text.encode(tokenizer, TEXTS[0])
+    expected = [token for document in train for token in tokens[document.text]]
+    found = flat(packed)
+    assert found == expected[: len(found)] and len(expected) - len(found) < 8
+
+
+def test_records_with_and_without_tokens_stand_in_their_order(tokenizer, tmp_path, said) -> None:
+    records = written_texts(tokenizer, by_letters)
+    mixed = [record if number % 2 else {"text": record["text"]} for number, record in enumerate(records)]
+    source = write(tmp_path / "texts.jsonl", mixed)
+    _, packed, _ = data.prepare(config(source))
+    train, _ = data.split_documents(documents.read_documents(str(source)), 0.2)
+    expected = [
+        token
+        for document in train
+        for token in (text.encode if document.written is None else by_letters)(tokenizer, document.text)
+    ]
+    assert flat(packed) == expected[: len(flat(packed))]
+    assert said == [f"data.source='{source}': 20 of 40 documents are read in the tokens they were written in"]
+
+
+def test_tokens_of_another_tokenizer_or_template_are_not_used(tokenizer, tmp_path, said) -> None:
+    records = [record | {TOKENIZER: "another"} for record in written_texts(tokenizer, by_letters)]
+    source = write(tmp_path / "texts.jsonl", records)
+    _, packed, _ = data.prepare(config(source))
+    assert said == [
+        f"data.source='{source}': 40 of 40 documents have tokens of another tokenizer or chat template than this run's: "
+        "their text is tokenised"
+    ]
+    write(source, without_tokens(records))
+    _, expected, _ = data.prepare(config(source))
+    assert {name: array.tolist() for name, array in packed.items()} == {name: a.tolist() for name, a in expected.items()}
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE.replace("<end>", "<stop>"))
+    write(source, written_chats(tokenizer))
+    tokenizer_read, packed, _ = data.prepare(config(source, template))
+    assert "<stop>" in tokenizer_read.decode(flat(packed)) and "30 of 30 documents have tokens of another" in said[-1]
+
+
+def test_a_tokenizer_trained_here_has_no_tokens_of_records(tokenizer, tmp_path, said) -> None:
+    records = [record | {TOKENIZER: ""} for record in written_texts(tokenizer, by_letters)]
+    source = write(tmp_path / "texts.jsonl", records)
+    data.prepare(DataConfig(str(source), vocab_size=300, window=8, holdout=0.2))
+    assert "40 of 40 documents have tokens of another" in said[-1]
+
+
+def test_what_other_data_sets_call_tokens_is_not_looked_at(tmp_path) -> None:
+    source = write(tmp_path / "texts.jsonl", [{"text": "a", "tokens": 57}, {"text": "b", "tokens": ["b"], "loss_spans": "c"}])
+    assert [document.written for document in documents.read_documents(str(source))] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tokens": "one two"}, "tokens: must be a list of token ids"),
+        ({"tokens": [0, 5.5, 6]}, "tokens: must be a list of token ids"),
+        ({"tokens": [0, -1, 6]}, "tokens: must be a list of token ids"),
+        ({"tokens": [0, [1], 6]}, "tokens: must be a list of token ids"),
+        ({"tokens": []}, "tokens: must be a list of token ids"),
+        ({"tokens": [0, 3072] * 8}, r"tokens: holds the id 3072, and the vocabulary has 3072 tokens"),
+        ({"loss_spans": None}, "loss_spans: must be a list of pairs, begin and end"),
+        ({"loss_spans": [1, 1, 0]}, "loss_spans: must be a list of pairs, begin and end"),
+        ({"loss_spans": [[0, 9999]]}, "loss_spans: must be in order, and in the 7 tokens"),
+        ({"loss_spans": [[3, 5], [4, 6]]}, "loss_spans: must be in order, and in the 7 tokens"),
+        ({"starts": [1]}, "starts: must begin with 0, rise, and be in the 7 tokens"),
+        ({"starts": [0, 7]}, "starts: must begin with 0, rise, and be in the 7 tokens"),
+    ],
+)
+def test_damaged_tokens_are_refused_by_their_line(tokenizer, tmp_path, changed, words) -> None:
+    own = fingerprint.of_tokenizer(tokenizer, chats=False)
+    whole = {"text": "abcdef", TOKENIZER: own, "tokens": [0, 5, 6, 7, 8, 9, 10], "loss_spans": [[3, 7]]}
+    source = write(tmp_path / "texts.jsonl", [whole, whole | changed, *40 * [whole]])
+    with pytest.raises(ConfigError, match=rf"{tmp_path.name}/texts.jsonl:2: {words}"):
+        data.prepare(config(source))
+
+
+def test_ids_that_the_target_has_and_the_tokenizer_has_not_are_the_targets(tokenizer, tmp_path) -> None:
+    """Published targets have more rows than their tokenizer has tokens, and may write what no text stands for."""
+    records = written_texts(tokenizer, text.encode)
+    for record in records:
+        record["tokens"][-1] = 3075
+    source = write(tmp_path / "texts.jsonl", records)
+    _, packed, _ = data.prepare(config(source), vocab=3076)
+    assert (packed["tokens"] == 3075).sum() > 20
+    with pytest.raises(ConfigError, match="holds the id 3075, and the vocabulary has 3075 tokens"):
+        data.prepare(config(source), vocab=3075)
+
+
+def test_a_folder_is_read_without_what_is_not_whole_and_without_notes(tokenizer, tmp_path, said) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write(folder / "00001-of-00003.jsonl", [{"text": "second"}])
+    write(folder / "00000-of-00003.jsonl", [{"text": "first"}])
+    write(folder / "00002-of-00003.jsonl.part", [{"text": "third"}])
+    for number in range(3):
+        (folder / f"{number:05d}-of-00003.yaml").write_text("# written by the target of the fingerprint ab\ntarget: embedded\n")
+    (folder / ".00002-of-00003.yaml.tmp").write_text("# written by the tar")
+    (folder / "my.yaml").write_text("a: text of one's own")
+    for source in (str(folder), f"{folder}/*", f"{folder}/*.jsonl"):
+        read = [document.text for document in documents.read_documents(source)]
+        assert read == ["first", "second", *(["a: text of one's own"] if "jsonl" not in source else [])]
+    assert len(said) == 2 and all("still being written: 00002-of-00003.jsonl.part" in line for line in said)
+
+
+def test_a_fingerprint_is_of_what_decides_the_tokens(tokenizer, tmp_path) -> None:
+    whole, texts = fingerprint.of_tokenizer(tokenizer), fingerprint.of_tokenizer(tokenizer, chats=False)
+    tokenizer("a", truncation=True, max_length=5)  # leaves it on
+    assert fingerprint.of_tokenizer(tokenizer) == whole
+    for name, left_on in (("padded", {"padding": {**PADDED, "pad_token": "<|endoftext|>"}}), ("cut", {"truncation": CUT})):
+        directory = tokenizer_with(tmp_path / name, **left_on)
+        generates, trains = text.load_tokenizer(directory), read_tokenizer(directory)
+        assert fingerprint.of_tokenizer(generates) == fingerprint.of_tokenizer(trains)
+    tokenizer.chat_template = "{{ messages }}"
+    assert fingerprint.of_tokenizer(tokenizer) != whole
+    assert fingerprint.of_tokenizer(tokenizer, chats=False) == texts
+    shutil.copytree(ASSETS / "target", tmp_path / "other")
+    content = (tmp_path / "other" / "tokenizer.json").read_text()
+    (tmp_path / "other" / "tokenizer.json").write_text(content.replace("<|endoftext|>", "<|text|>"))
+    assert fingerprint.of_tokenizer(text.load_tokenizer(tmp_path / "other"), chats=False) != texts
