@@ -25,7 +25,9 @@ from specjax.models import huggingface
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
+from specjax.processes import meet
 from specjax.sampling import Rule, Sampling, make_key
+from specjax.sharding import spans_processes
 from specjax.text import GrowingText, Messages
 
 LOOK_EVERY = 4
@@ -120,6 +122,8 @@ def load(
         target = Target.from_pretrained(target, dtype=dtype, mesh=mesh, weights=weights)
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
+    if spans_processes(target.mesh):
+        meet("loaded")  # one may have read from a slower disk, or from the network
     return TextGenerator(target, tokenizer, drafter)
 
 

@@ -8,19 +8,24 @@ For that each of the others keeps one connection to the first, for as long as th
 its connection is closed. So the others learn of it at once, say which one it was, and end too: they would wait for it for ever.
 """
 
+import atexit
+import hashlib
 import json
 import os
 import queue
+import signal
 import socket
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 
 import jax
+from jax.experimental import multihost_utils
 
 from specjax.errors import InputError
 from specjax.progress import waiting
@@ -34,11 +39,17 @@ PORT = 8476
 _HEARTBEAT_SECONDS = 20
 """After which JAX gives up a process that still has its connection, but does nothing any more."""
 
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""A host that is gone without a word is noticed after 5 + 3 * 5 seconds."""
+_PATIENCE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+"""A host that is gone without a word is noticed after 20 seconds: where nothing is sent, 5 + 3 * 5; else the last."""
 
 _HEADER = struct.Struct("!cI")  # what a message is, and how many bytes of it follow
-_DECISION, _NO_MORE, _LEAVE, _LOST = b"D", b"N", b"E", b"L"
+_HELLO, _ROSTER, _REFUSED = b"H", b"R", b"X"  # at the beginning
+_DECISION, _NO_MORE, _LEAVES, _LOST = b"D", b"N", b"E", b"L"  # from then on
+_LONGEST_HELLO = 2**16
+
+_SCHEDULERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "JOB_COMPLETION_INDEX")
+"""A variable that Slurm's steps, Open MPI, TPUs of GKE, and jobs of Kubernetes set. Without one of them, and off a Cloud TPU,
+JAX need not look: in a pod of Kubernetes it would complain that it cannot ask the cluster."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,7 @@ class Member:
         host: the name of its machine.
         pid: its number there.
         versions: of what must be the same everywhere.
+        task: what it is to do, such as a digest of a command and its options: the same everywhere.
 
     Examples:
         >>> from specjax.processes import Member
@@ -85,6 +97,7 @@ class Member:
     host: str
     pid: int
     versions: str
+    task: str = ""
 
     def __str__(self) -> str:
         return f"process {self.number} ({self.host}, pid {self.pid})"
@@ -95,7 +108,8 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
 
     Three variables say it on any machines: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. LeaderWorkerSets of
     Kubernetes say it by LWS_LEADER_ADDRESS, LWS_GROUP_SIZE and LWS_WORKER_INDEX. Slurm, Open MPI, Cloud TPUs and jobs of
-    Kubernetes are asked as JAX asks them. JAX_COORDINATOR_PORT is the port of the first process, where only its host is known.
+    Kubernetes are asked as JAX asks them: by the process's own environment. JAX_COORDINATOR_PORT is the port of the first
+    process, where only its host is known. JAX_NUM_PROCESSES=1 says that this process works alone, whatever started it.
 
     Raises:
         InputError: a variable is no number, or says something that cannot be.
@@ -106,6 +120,8 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
         Place(address='m-0.m:8476', count=2, number=1, devices=None)
         >>> processes.find({})
     """
+    if _number_in(environment, "JAX_NUM_PROCESSES") == 1:
+        return None
     if address := environment.get("JAX_COORDINATOR_ADDRESS"):
         count, number = (_number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         if count is not None and number is not None:
@@ -130,7 +146,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
 def _checked(place: Place) -> Place | None:
     host, colon, port = place.address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address!r}: give the first process's HOST:PORT")
+        raise InputError(f"the address of the first process is {place.address!r}: give HOST:PORT, as JAX_COORDINATOR_ADDRESS")
     if not 0 <= place.number < place.count:
         raise InputError(
             f"this is process {place.number} of {place.count}: give numbers from 0 to {place.count - 1}, each to one process"
@@ -145,11 +161,6 @@ def _number_in(environment: Mapping[str, str], variable: str) -> int | None:
     return None if value is None else int(value)
 
 
-_SCHEDULERS = ("SLURM_STEP_NODELIST", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "JOB_COMPLETION_INDEX")
-"""A variable that Slurm's steps, Open MPI, TPUs of GKE, and jobs of Kubernetes set. Without one of them, and off a Cloud TPU,
-JAX need not look: in a pod of Kubernetes it would complain that it cannot ask the cluster."""
-
-
 def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
     """What a scheduler that JAX knows says."""
     # JAX has no public name for what `jax.distributed.initialize` finds, and that alone would not say who is who.
@@ -160,7 +171,7 @@ def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
         return None
     try:
         found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, int(_join_seconds()))
-    except (RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:  # what the clients of the schedulers raise has no common kind
         raise InputError(
             f"the scheduler does not say which processes work together ({' '.join(str(error).split())}): set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
@@ -168,6 +179,9 @@ def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
     address, count, number, devices = found
     if address is None or count is None or number is None or count < 2:
         return None
+    # JAX takes a task of Slurm's to be one device's. Where a node has one task alone, all of its devices are meant.
+    if environment.get("SLURM_STEP_NUM_NODES") == str(count):
+        devices = None
     return Place(address, count, number, None if devices is None else tuple(devices))
 
 
@@ -201,7 +215,7 @@ class Processes:
     """
 
     def __init__(self, number: int, roster: list[Member], links: dict[int, "_Link"]) -> None:
-        self.number, self.roster, self._links = number, roster, links
+        self.number, self.roster, self._links, self._has_left = number, roster, links, False
         self._decisions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for other, link in links.items():
             threading.Thread(target=self._listen, args=(other, link), name=f"process-{other}", daemon=True).start()
@@ -227,28 +241,45 @@ class Processes:
 
     def leave(self) -> None:
         """This process ends, and nothing is wrong."""
+        self._has_left = True
         for link in self._links.values():
-            link.send(_LEAVE)
+            link.send(_LEAVES)
 
     def _listen(self, other: int, link: "_Link") -> None:
         """Hear from another until it ends."""
-        has_left = False
+        others_left = False
         while (message := link.receive()) is not None:
             kind, content = message
             if kind == _LOST:  # another one, which only the first hears of
                 self._end_all(int(content))
-            has_left = has_left or kind == _LEAVE
-            self._decisions.put(content if kind == _DECISION else None)
-        if not has_left:
+            elif kind == _DECISION:
+                self._decisions.put(content)
+            elif kind == _NO_MORE:
+                self._decisions.put(None)
+            others_left = others_left or kind == _LEAVES
+        if not others_left:
             self._end_all(other)
 
     def _end_all(self, lost: int) -> None:
         """Say which one was lost, and end. No exception would reach a thread that waits for the device."""
-        for link in self._links.values():
-            link.send(_LOST, str(lost).encode())
-        # Past what is printed to `sys.stderr`, which all processes but the first keep to themselves.
-        print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.__stderr__, flush=True)
-        os._exit(1)
+        limit = threading.Timer(5.0, os._exit, (1,))  # if somebody does not take what is sent or printed
+        limit.daemon = True
+        limit.start()
+        try:
+            # Not `sys.stderr`, which may lead nowhere: of several processes the first speaks.
+            print(f"specjax: error: {self.roster[lost]} is lost, and all others end with it", file=sys.__stderr__, flush=True)
+            for link in self._links.values():
+                link.send(_LOST, str(lost).encode())
+        finally:
+            os._exit(1)
+
+    def _end_unless_left(self) -> None:
+        """At the end of Python. JAX would wait for the others, who wait for this one, before it lets go of the connections."""
+        if not self._has_left:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(1)
 
 
 class _Link:
@@ -258,13 +289,9 @@ class _Link:
         self._socket, self._sending = connection, threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, seconds in _KEEPALIVE.items():
+        for name, value in _PATIENCE.items():
             if hasattr(socket, name):  # not everywhere
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
-
-    def wait_at_most(self, seconds: float | None) -> None:
-        """From now on; None: for ever."""
-        self._socket.settimeout(seconds)
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, kind: bytes, content: bytes = b"") -> None:
         """To one that has gone nothing is sent: `receive` says that it has."""
@@ -274,23 +301,36 @@ class _Link:
         except OSError:
             return
 
-    def receive(self) -> tuple[bytes, bytes] | None:
-        """What a message is, and its content; None: the other side has closed, or is not there."""
-        header = self._exactly(_HEADER.size)
+    def receive(self, most: int | None = None, seconds: float | None = None) -> tuple[bytes, bytes] | None:
+        """What a message is, and its content; None: the other side has closed, or is not there, or sends more than ``most``
+        bytes, or takes more than so many ``seconds``."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        header = self._exactly(_HEADER.size, deadline)
         if header is None:
             return None
         kind, length = _HEADER.unpack(header)
-        content = self._exactly(length)
+        content = None if most is not None and length > most else self._exactly(length, deadline)
         return None if content is None else (kind, content)
+
+    def is_closed(self) -> bool:
+        """Whether the other side has gone."""
+        try:
+            self._socket.settimeout(None)
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Say nothing more."""
         self._socket.close()
 
-    def _exactly(self, length: int) -> bytes | None:
+    def _exactly(self, length: int, deadline: float | None) -> bytes | None:
         parts = bytearray()
         while len(parts) < length:
             try:
+                self._socket.settimeout(None if deadline is None else max(deadline - time.monotonic(), 0.001))
                 part = self._socket.recv(min(length - len(parts), 2**20))
             except OSError:
                 return None
@@ -325,11 +365,12 @@ def speaks() -> bool:
     return _joined is None or _joined.is_first
 
 
-def join(place: Place | None = None, *, say: Callable[[str], None] | None = None) -> Processes | None:
+def join(place: Place | None = None, *, task: str = "", say: Callable[[str], None] | None = None) -> Processes | None:
     """Meet the other processes, and give JAX the devices of all. To be called before the first array is made.
 
     Args:
         place: this process's; None: what `find` finds.
+        task: what this process is to do, in any words: all must say the same.
         say: is told who is who, in the first process.
 
     Returns:
@@ -337,7 +378,7 @@ def join(place: Place | None = None, *, say: Callable[[str], None] | None = None
         ends without it is lost.
 
     Raises:
-        InputError: not all have come in time; names those. Or they do not run the same versions.
+        InputError: not all have come in time; names those. Or they do not run the same versions, or not the same task.
 
     Examples:
         >>> from specjax import processes
@@ -350,8 +391,12 @@ def join(place: Place | None = None, *, say: Callable[[str], None] | None = None
     if place is None or _joined is not None:
         return _joined
     seconds = _join_seconds()
-    own = Member(place.number, place.count, socket.gethostname(), os.getpid(), _versions())
+    digest = hashlib.sha256(task.encode()).hexdigest()
+    own = Member(place.number, place.count, socket.gethostname(), os.getpid(), _versions(), digest)
     roster, links = _gather(place, own, seconds) if place.number == 0 else _report(place, own, seconds)
+    together = Processes(place.number, roster, links)
+    atexit.register(together._end_unless_left)  # before what JAX has registered
+    ends = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     # The port is JAX's now. Its processes meet once more, and nobody is late any more.
     jax.distributed.initialize(
         place.address,
@@ -362,64 +407,103 @@ def join(place: Place | None = None, *, say: Callable[[str], None] | None = None
         initialization_timeout=max(int(seconds), 30),
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
-    _joined = Processes(place.number, roster, links)
+    if ends is not None:
+        signal.signal(signal.SIGTERM, ends)  # JAX would note the signal, and go on
+    _joined = together
+    meet("joined")
     if say is not None and _joined.is_first:
         say(f"{len(roster)} processes: " + ", ".join(f"{each.number} is {each.host} (pid {each.pid})" for each in roster))
     return _joined
 
 
+def meet(what: str) -> None:
+    """Wait until all processes have come here; where this one works alone, do nothing.
+
+    After what takes one of them much longer than another, such as loading or compiling: the devices themselves wait for each
+    other only half a minute, the first time.
+
+    Args:
+        what: a name, the same in all of them.
+
+    Examples:
+        >>> from specjax import processes
+        >>> processes.meet("loaded")
+    """
+    if _joined is not None:
+        multihost_utils.sync_global_devices(what)
+
+
 def _versions() -> str:
-    specjax = sys.modules["specjax"]  # whose version this is part of
+    specjax = sys.modules["specjax"]  # it imports this module, and has been imported
     return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
 
 
 def _gather(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
     """In the first process: wait until all others have said who they are, and tell each the roster."""
     deadline = time.monotonic() + seconds
-    here: dict[int, Member] = {0: own}
-    links: list[tuple[int, _Link]] = []  # of all that came, be it that they are to hear why they are refused
+    here: dict[int, tuple[Member, _Link]] = {}
     port = int(place.address.rpartition(":")[2])
     try:
         server = _listen_at(port)
     except OSError as error:
-        raise InputError(
-            f"JAX_COORDINATOR_ADDRESS={place.address!r}: cannot listen at port {port} ({error.strerror})"
-        ) from None
+        raise InputError(f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another one") from None
     why = ""
+    refused: list[_Link] = []
+    came: queue.SimpleQueue[tuple[Member, _Link]] = queue.SimpleQueue()
     with server, waiting("waiting for other processes", place.count, 1) as wait:
-        while len(here) < place.count and not why:
-            server.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                late = [number for number in range(place.count) if number not in here]
-                came = ", ".join(map(str, here.values()))
+        server.settimeout(0.1)
+        while not why:
+            # Whoever comes is heard in a thread: it may be anybody, and say nothing.
+            with suppress(TimeoutError):
+                link = _Link(server.accept()[0])
+                threading.Thread(target=_hear, args=(link, came), daemon=True).start()
+            for gone in [number for number, (_, link) in here.items() if link.is_closed()]:
+                here.pop(gone)[1].close()
+            while not came.empty() and not why:
+                member, link = came.get()
+                if why := _why_not(member, own, here):
+                    refused.append(link)
+                else:
+                    here[member.number] = member, link
+            wait.update(done=1 + len(here))
+            if len(here) == place.count - 1 or why:
+                break
+            if time.monotonic() > deadline:
+                late = [number for number in range(1, place.count) if number not in here]
+                known = ", ".join(map(str, [own, *(member for _, (member, _) in sorted(here.items()))]))
                 why = (
                     f"after {seconds:g} s process{'es' if len(late) > 1 else ''} {', '.join(map(str, late))} of {place.count} "
-                    f"had not come to {place.address} ({came} had): see why not, or set SPECJAX_JOIN_SECONDS"
+                    f"had not come to {place.address} ({known} had): see why not, or set SPECJAX_JOIN_SECONDS"
                 )
-                break
-            link = _Link(connection)
-            link.wait_at_most(5.0)  # what comes to this port may be anybody, and say nothing
-            member = _read_member(link.receive())
-            link.wait_at_most(None)
-            if member is None:
-                link.close()
-                continue
-            links.append((member.number, link))
-            if member.count != place.count:
-                why = f"{member} is one of {member.count}, and {own} one of {place.count}: give all the same JAX_NUM_PROCESSES"
-            elif member.number in here:
-                why = f"{member} and {here[member.number]} have one number: give each JAX_PROCESS_ID to one process"
-            elif member.versions != own.versions:
-                why = f"{member} has {member.versions}, and {own} has {own.versions}: install the same on all machines"
-            here[member.number] = member
-            wait.update(done=len(here))
-    for _, link in links:
-        link.send(_LOST if why else _DECISION, json.dumps(why or [asdict(here[number]) for number in sorted(here)]).encode())
+    roster = [own, *(here[number][0] for number in sorted(here))]
+    for link in [*refused, *(link for _, link in here.values())]:
+        link.send(_REFUSED if why else _ROSTER, json.dumps(why or [asdict(each) for each in roster]).encode())
     if why:
         raise InputError(why)
-    return [here[number] for number in range(place.count)], dict(links)
+    return roster, {number: link for number, (_, link) in here.items()}
+
+
+def _hear(link: _Link, came: "queue.SimpleQueue[tuple[Member, _Link]]") -> None:
+    """Who has connected, if it says so soon and as one of these processes does."""
+    member = _read_member(link.receive(most=_LONGEST_HELLO, seconds=5.0))
+    if member is None:
+        link.close()
+    else:
+        came.put((member, link))
+
+
+def _why_not(member: Member, own: Member, here: Mapping[int, tuple[Member, _Link]]) -> str:
+    """Why one that has come cannot take part; empty: it can. A place is free again when who had it has gone."""
+    if member.count != own.count:
+        return f"{member} is one of {member.count}, and {own} one of {own.count}: give all the same JAX_NUM_PROCESSES"
+    other = own if member.number == 0 else here[member.number][0] if member.number in here else None
+    if other is not None:
+        return f"{member} and {other} have one number: give each JAX_PROCESS_ID to one process"
+    if member.versions != own.versions:
+        return f"{member} has {member.versions}, and {own} has {own.versions}: install the same on all machines"
+    if member.task != own.task:
+        return f"{member} was given another command, or other options, than {own}: give all the same"
+    return ""
 
 
 def _listen_at(port: int) -> socket.socket:
@@ -432,38 +516,40 @@ def _listen_at(port: int) -> socket.socket:
 def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
     """Who a message is from; None: it is none of this program."""
     try:
-        content = json.loads(message[1]) if message and message[0] == _DECISION else {}
-        member = Member(**content)
-        numbers, texts = (member.number, member.count, member.pid), (member.host, member.versions)
-        is_one = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
-        return member if is_one and 0 <= member.number < member.count else None
-    except (TypeError, ValueError):
+        member = Member(**json.loads(message[1] if message and message[0] == _HELLO else b"{}"))
+    except (TypeError, ValueError, RecursionError):
         return None
+    numbers, texts = (member.number, member.count, member.pid), (member.host, member.versions, member.task)
+    is_one = all(isinstance(each, int) for each in numbers) and all(isinstance(x, str) and x.isprintable() for x in texts)
+    return member if is_one and 0 <= member.number < member.count else None
 
 
 def _report(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
     """In every other process: tell the first who this is, and wait for the roster."""
     deadline = time.monotonic() + seconds
     host, _, port = place.address.rpartition(":")
-    while True:
-        try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"JAX_COORDINATOR_ADDRESS={place.address!r}: after {seconds:g} s nothing answers there "
-                    f"({error.strerror or error}): see whether process 0 runs, and whether this machine reaches it"
-                ) from None
-            time.sleep(0.2)
-    link = _Link(connection)
-    link.send(_DECISION, json.dumps(asdict(own)).encode())
-    link.wait_at_most(max(deadline - time.monotonic(), 0.0) + 10.0)  # the first gives up before, and says for whom it waits
-    message = link.receive()
-    link.wait_at_most(None)
+    with waiting(f"waiting for process 0, at {place.address}"):
+        while True:
+            try:
+                connection = socket.create_connection((host.strip("[]"), int(port)), timeout=5.0)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        f"{place.address}: after {seconds:g} s nothing answers there ({error.strerror or error}): see whether "
+                        "process 0 runs, and whether this machine reaches it"
+                    ) from None
+                time.sleep(0.2)
+        link = _Link(connection)
+        link.send(_HELLO, json.dumps(asdict(own)).encode())
+        message = link.receive()  # the first gives up at its own deadline, and says for whom it waited
     if message is None:
-        raise InputError(f"JAX_COORDINATOR_ADDRESS={place.address!r}: process 0 ended before all processes had come")
-    kind, content = message[0], json.loads(message[1])
-    if kind == _LOST:
-        raise InputError(str(content))
-    return [Member(**each) for each in content], {0: link}
+        raise InputError(f"{place.address}: process 0 ended before all processes had come, or another program listens there")
+    kind, content = message
+    try:
+        said = json.loads(content) if kind in (_ROSTER, _REFUSED) else None
+        if kind == _ROSTER:
+            return [Member(**each) for each in said], {0: link}  # pyright: ignore[reportOptionalIterable]
+    except (TypeError, ValueError):
+        said = None
+    raise InputError(said if isinstance(said, str) else f"{place.address}: what listens there is no process 0 that waits")

@@ -104,11 +104,16 @@ def to_host(arrays: Any, mesh: Mesh | None) -> Any:
     return jax.device_get(everywhere(arrays, mesh))
 
 
+def spans_processes(mesh: Mesh | None) -> bool:
+    """Whether the devices of ``mesh`` are those of several processes."""
+    return mesh is not None and mesh.is_multi_process
+
+
 def everywhere(arrays: Any, mesh: Mesh | None) -> Any:
     """``arrays`` such that each process that the ``mesh`` spans can read them whole. All of these must call this."""
-    if mesh is not None and mesh.is_multi_process:
-        return _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
-    return arrays
+    if mesh is None or not spans_processes(mesh):
+        return arrays
+    return _replicated(arrays, NamedSharding(mesh, PartitionSpec()))
 
 
 @partial(jax.jit, static_argnames="place")

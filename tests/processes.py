@@ -23,7 +23,7 @@ def free_port() -> int:
 
 @contextmanager
 def processes(module: str, directory: Path, count: int = 2) -> Iterator[list[subprocess.Popen]]:
-    """``python -m MODULE DIRECTORY COORDINATOR PROCESS``, two of them; none outlives the block."""
+    """``python -m MODULE DIRECTORY COORDINATOR PROCESS``, so many of them; none outlives the block."""
     coordinator = f"localhost:{free_port()}"
     command = [sys.executable, "-m", module, str(directory), coordinator]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}  # whatever else the machine has

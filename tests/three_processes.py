@@ -3,7 +3,7 @@
     python -m tests.three_processes DIRECTORY COORDINATOR PROCESS
 
 The first tells the others numbers, who write what they hear. Where the directory holds a file DIES, the process of that number
-ends itself then.
+ends itself then; where it holds a file FAILS, that one raises an exception, while the others are in a collective.
 """
 
 import json
@@ -20,6 +20,7 @@ from specjax import processes
 from specjax.sharding import make_mesh, to_host
 
 DIES = "dies"
+FAILS = "fails"
 
 
 def main(directory: Path, coordinator: str, process: int) -> None:
@@ -43,9 +44,11 @@ def main(directory: Path, coordinator: str, process: int) -> None:
     rows = jax.make_array_from_callback(
         (3,), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")), lambda _: jnp.array([process + 1])
     )
-    together.leave()
+    if (directory / FAILS).exists() and process == int((directory / FAILS).read_text()):
+        raise ValueError("this one alone")
     found = {"heard": heard, "rows": to_host(rows, mesh).tolist(), "roster": [each.pid for each in together.roster]}
     (directory / f"{process}.json").write_text(json.dumps(found))
+    together.leave()
 
 
 if __name__ == "__main__":

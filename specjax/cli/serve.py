@@ -1,6 +1,7 @@
 """``specjax serve``: an OpenAI-compatible server."""
 
 import math
+import signal
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -100,7 +101,9 @@ def run_serve(config: ServeConfig) -> int:
     run.check_tls(config.tls_cert, config.tls_key)
     tls = (config.tls_cert, config.tls_key) if config.tls_cert else None
     names = config.served_model_name or (config.target,)
-    if not speaks():  # of several processes the first listens
+    if not speaks():  # of several processes the first listens, and decides when to end
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
         follow(**engine_options(config))
         return 0
     with run.bind(config.host, config.port) as bound:

@@ -19,6 +19,7 @@ from specjax.drafters.pausable import Pausable
 from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
+from specjax.processes import meet
 from specjax.progress import track, waiting
 from specjax.serving.memory import borders_kept
 
@@ -164,8 +165,8 @@ class Device:
         self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
         self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
 
-    def release(self) -> None:
-        """The caches are free, whoever still holds this."""
+    def release(self, is_orderly: bool = True) -> None:
+        """The caches are free, whoever still holds this; ``is_orderly`` unless something has failed."""
         self.state = self._fresh = None
 
     def widths_of(self, number: int) -> tuple[int, ...]:
@@ -251,6 +252,8 @@ class Device:
         """
         table, words = self._made_up(settings)
         self._compile(table, words)
+        if sharding.spans_processes(self.target.mesh):
+            meet("compiled")  # one may have found its programs compiled
         wanted = [(width, number) for number in range(len(self.drafters)) for width in self.widths_of(number)]
         seconds = {}
         for width, number in track(wanted, f"timing decoding, {self.sizes.rows} rows"):

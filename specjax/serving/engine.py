@@ -5,6 +5,7 @@ row is free, and a long prompt holds the others up for no longer than a chunk.
 """
 
 import atexit
+import inspect
 import operator
 import threading
 import time
@@ -172,11 +173,9 @@ class Engine:
             max_prediction=max_prediction,
             clients=clients,
         )
-        together = processes.joined()
-        if over_hosts.check_processes(setup.target, together) and together and not together.is_first:
-            raise InputError(
-                f"this is process {together.number}: the engine is process 0's; give specjax.serving.follow the same"
-            )
+        together = setup.together()
+        if together is not None and not together.is_first:
+            raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
         sizes = setup.sizes
         self.target, self.tokenizer = setup.target, setup.tokenizer
         self.page, self.chunk, self.capacity, self.widths = sizes.page, sizes.chunk, sizes.capacity, sizes.widths
@@ -456,7 +455,7 @@ class Engine:
             self._clients.end("the engine could not go on" if self._error else "the engine is closed")
             # The caches are free, whoever still holds the engine or a handle.
             self._scheduler.forget_prefixes()
-            self._device.release()
+            self._device.release(is_orderly=self._error is None)
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
@@ -718,20 +717,20 @@ class _Setup:
     def of(
         cls,
         target: Target | pipeline.TextGenerator,
-        drafter: Drafter | None = None,
+        drafter: Drafter | None,
         *,
-        rows: int = 8,
-        drafts: Sequence[DraftShape | int | str | None] | None = None,
-        capacity: int | None = None,
-        pages: int | None = None,
-        page: int | None = None,
-        chunk: int | None = None,
-        steps: int = 8,
-        tokenizer: Any = None,
-        widths: Sequence[int] | None = None,
-        max_logprobs: int = 0,
-        max_prediction: int = 0,
-        clients: ClientDrafts | None = None,
+        rows: int,
+        drafts: Sequence[DraftShape | int | str | None] | None,
+        capacity: int | None,
+        pages: int | None,
+        page: int | None,
+        chunk: int | None,
+        steps: int,
+        tokenizer: Any,
+        widths: Sequence[int] | None,
+        max_logprobs: int,
+        max_prediction: int,
+        clients: ClientDrafts | None,
     ) -> "_Setup":
         """Of the arguments of `Engine`. Refuses those that cannot be used."""
         if isinstance(target, pipeline.TextGenerator):
@@ -765,10 +764,17 @@ class _Setup:
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
         return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction)
 
+    def together(self) -> processes.Processes | None:
+        """The processes on whose devices the target lies; None: it is this one's alone."""
+        if not sharding.spans_processes(self.target.mesh):
+            return None
+        if (found := processes.joined()) is None:
+            raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
+        return found
+
     def device(self, together: processes.Processes | None) -> Device:
-        """Free rows; where others are to do ``together`` what this process does, they are told."""
-        is_shared = self.target.mesh is not None and self.target.mesh.is_multi_process
-        if is_shared and together is not None and together.is_first:
+        """Free rows. The first of those that work ``together`` tells the others what it does."""
+        if together is not None and together.is_first:
             return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
         return Device(self.target, self.drafters, self.sizes, self.clients)
 
@@ -793,13 +799,11 @@ def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, p
         raise InputError(f"steps={steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
 
 
-def follow(
-    target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, *, max_waiting: int | None = None, **options: Any
-) -> None:
+def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any) -> None:
     """What every process but the first does with an `Engine` over several processes, until the engine is closed.
 
-    Takes the same arguments as the first process's `Engine`; ``max_waiting`` is the first one's alone. Each process calls
-    `specjax.processes.join` at the beginning. The first makes the engine, and the others call this.
+    Takes the same arguments as the first process's `Engine`. Each process calls `specjax.processes.join` at the beginning. The
+    first makes the engine, and the others call this.
 
     Raises:
         InputError: an argument cannot be used; or this is the first process, or works alone.
@@ -813,10 +817,11 @@ def follow(
         ... else:
         ...     follow(target, drafts=(None,), rows=2, widths=(2,), capacity=32)
     """
-    del max_waiting
-    setup = _Setup.of(target, drafter, **options)
-    together = processes.joined()
-    if not over_hosts.check_processes(setup.target, together) or together is None or together.is_first:
+    given = inspect.signature(Engine).bind(target, drafter, **options)
+    given.apply_defaults()
+    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name != "max_waiting"})
+    together = setup.together()
+    if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
     device = setup.device(together)
     device.warm_up(setup.made_up())

@@ -16,7 +16,6 @@ import numpy as np
 
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
-from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.processes import Processes
 from specjax.serving.device import ClientDrafts, Device, Sizes
@@ -169,38 +168,37 @@ class LeadingDevice(Device):
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> device_rows.Checked:
         """As `Device.verify`."""
-        if self._is_warm:
-            packed = [(Plain.of(tokens), Plain.of(parents)) for tokens, parents in drafts]
-            self._tell(Verify(Plain.of(table), list(rows), packed))
+        packed = [(Plain.of(tokens), Plain.of(parents)) for tokens, parents in drafts]
+        self._tell(Verify(Plain.of(table), list(rows), packed))
         return super().verify(table, rows, drafts)
 
     def decode(
         self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
         """As `Device.decode`."""
-        if self._is_warm:
-            self._tell(Decode(number, Plain.of(table), Plain.of(free), steps, until_any_done, width, logprobs))
+        self._tell(Decode(number, Plain.of(table), Plain.of(free), steps, until_any_done, width, logprobs))
         return super().decode(number, table, free, steps, until_any_done, width, logprobs)
 
     def catch_up(self, table: np.ndarray) -> None:
         """As `Device.catch_up`."""
-        if self._is_warm:
-            self._tell(CatchUp(Plain.of(table)))
+        self._tell(CatchUp(Plain.of(table)))
         super().catch_up(table)
 
     def rearrange(self, order: np.ndarray) -> None:
         """As `Device.rearrange`."""
-        if self._is_warm:
-            self._tell(Rearrange(Plain.of(order)))
+        self._tell(Rearrange(Plain.of(order)))
         super().rearrange(order)
 
-    def release(self) -> None:
-        """As `Device.release`; the others' calls end."""
-        self._processes.end()
-        super().release()
+    def release(self, is_orderly: bool = True) -> None:
+        """As `Device.release`; the others' calls end. Where something has failed they are not told so: they wait until whoever
+        looks after this process ends it."""
+        if is_orderly:
+            self._processes.end()
+        super().release(is_orderly)
 
     def _tell(self, call: Call) -> None:
-        self._processes.send(_ENCODER.encode(call))
+        if self._is_warm:  # until then all do the same by themselves
+            self._processes.send(_ENCODER.encode(call))
 
 
 def repeat_calls(device: Device, processes: Processes) -> None:
@@ -221,21 +219,9 @@ def repeat_calls(device: Device, processes: Processes) -> None:
                 device.verify(table.array(), rows, [(tokens.array(), parents.array()) for tokens, parents in drafts])
             case Decode(number, table, free, steps, until_any_done, width, logprobs):
                 device.decode(number, table.array(), free.array(), steps, until_any_done, width, logprobs)
+                device.wait()  # what this one's device could not do is raised here
             case CatchUp(table):
                 device.catch_up(table.array())
             case Rearrange(order):
                 device.rearrange(order.array())
     device.release()
-
-
-def check_processes(target: Target, processes: Processes | None) -> bool:
-    """Whether the ``target`` lies on several processes.
-
-    Raises:
-        InputError: it does, and they were joined in another way than by `specjax.processes.join`.
-    """
-    if target.mesh is None or not target.mesh.is_multi_process:
-        return False
-    if processes is None:
-        raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
-    return True

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,12 +27,14 @@ TOGETHER = ["--mesh", "1", "2"]
 
 
 @contextlib.contextmanager
-def commands(directory: Path, *words: str, count: int = 2, port: int | None = None) -> Iterator[list[subprocess.Popen]]:
+def commands(
+    directory: Path, *words: str, count: int = 2, port: int | None = None, numbers: Sequence[int] | None = None
+) -> Iterator[list[subprocess.Popen]]:
     """``specjax WORDS`` in several processes, whose outputs go to I.out and I.err; none outlives the block."""
     port = port or free_port()
     running = []
     try:
-        for number in range(count):
+        for number in range(count) if numbers is None else numbers:
             own = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
             own |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}"} if count > 1 else {}
             own |= {
@@ -78,8 +80,31 @@ def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
     with commands(tmp_path, "generate", "--prompt", "x") as running:
         codes = [process.wait(120) for process in running]
     said = [(tmp_path / f"{number}.err").read_text() for number in range(2)]
+    # Whichever is first to see it ends, and the other with it.
     assert any("mesh=(1, 1): 2 processes have 2 devices; give a mesh of all of them" in each for each in said)
     assert all(codes)
+
+
+def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
+    port = free_port()
+    prompts = [["generate", "--prompt", each, *TOGETHER] for each in ("x", "y")]
+    with (
+        commands(tmp_path, *prompts[0], port=port, numbers=(0,)) as first,
+        commands(tmp_path, *prompts[1], port=port, numbers=(1,)) as second,
+    ):
+        assert [process.wait(120) for process in (*first, *second)] == [2, 2]
+    for number in range(2):
+        assert "was given another command, or other options" in (tmp_path / f"{number}.err").read_text()
+
+
+def test_an_error_in_one_process_ends_the_other_soon(tmp_path) -> None:
+    """An address that others reach needs a key: the process that listens says so."""
+    with commands(tmp_path, "serve", "--host", "0.0.0.0", *TOGETHER) as running:
+        assert running[0].wait(120) != 0
+        ended = time.monotonic()
+        assert running[1].wait(30) != 0
+        assert time.monotonic() - ended < 30
+    assert "give --api-key-file FILE" in (tmp_path / "0.err").read_text()
 
 
 def test_what_runs_in_one_process_says_so(tmp_path) -> None:

@@ -297,7 +297,7 @@ TREE = ("--drafter", "llama-3.2-1b", "--draft", "complete:2")
     ],
 )
 def test_what_cannot_be_compiled_is_refused(capsys, monkeypatch, arguments, reason) -> None:
-    monkeypatch.setattr(topologies, "_tpus", lambda topology: jax.devices())
+    monkeypatch.setattr(topologies, "_tpus", lambda topology, slices: jax.devices())
     assert reason in refused(capsys, *arguments)
 
 
