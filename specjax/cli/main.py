@@ -141,11 +141,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place is None or place.number == 0:  # of several processes one speaks
             show_waits()
         config = parse_options(command.config, options, prog=name)
-        if (together := processes.join(place, task=f"{name} {config}", say=say) if place else None) is None:
+        if place is None:
             return command.run(config) or 0
-        with _one_speaks(together.is_first):
+        with _one_speaks(place.number == 0):
+            together = processes.join(place, task=f"{name} {config}", say=say)
             status = command.run(config) or 0
-        together.leave()  # one that does not come here is lost to the others, and they end too
+        if together is not None:
+            together.leave()  # one that does not come here is lost to the others, and they end too
         return status
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
