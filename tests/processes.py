@@ -55,3 +55,12 @@ def wait(running: list[subprocess.Popen], directory: Path) -> None:
             logs = "\n".join(f"--- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(directory.glob("*.log")))
             pytest.fail(f"exit codes {codes} (None: still running after at most {TIMEOUT} s)\n{logs}")
         time.sleep(0.05)
+
+
+def ends_all(running: list[subprocess.Popen], lost: int) -> None:
+    """That process ends, and within half a minute all others do too, none of them well."""
+    running[lost].wait(TIMEOUT)
+    ended = time.monotonic()
+    for process in running:
+        assert process.wait(30) != 0
+    assert time.monotonic() - ended < 30

@@ -15,7 +15,7 @@ from specjax import processes
 from specjax.errors import InputError
 from specjax.processes import Member, Place
 from tests import three_processes
-from tests.processes import free_port, wait
+from tests.processes import ends_all, free_port, wait
 from tests.processes import processes as started
 
 SLURM = {
@@ -225,12 +225,8 @@ def test_three_processes_hear_all_decisions_in_order(tmp_path) -> None:
 def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
     (tmp_path / three_processes.DIES).write_text(str(lost))
     with started(three_processes.__name__, tmp_path, count=3) as running:
-        running[lost].wait(120)
-        died = time.monotonic()
+        ends_all(running, lost)
         others = [number for number in range(3) if number != lost]
-        for number in others:
-            assert running[number].wait(30) != 0
-        assert time.monotonic() - died < 30
         name = f"process {lost} ({socket.gethostname()}, pid {running[lost].pid}) is lost"
         logs = [(tmp_path / f"{number}.log").read_text() for number in others]
     # Of the first JAX learns as soon as we do, and may end a process before it has said so.
@@ -243,11 +239,7 @@ def test_when_one_alone_fails_all_end_soon(tmp_path, failing) -> None:
     """The others are in a collective with it; JAX by itself would let them wait for five minutes."""
     (tmp_path / three_processes.FAILS).write_text(str(failing))
     with started(three_processes.__name__, tmp_path, count=3) as running:
-        running[failing].wait(120)
-        ended = time.monotonic()
-        for process in running:
-            assert process.wait(30) != 0
-        assert time.monotonic() - ended < 30
+        ends_all(running, failing)
     assert "ValueError: this one alone" in (tmp_path / f"{failing}.log").read_text()
 
 

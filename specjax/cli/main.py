@@ -161,16 +161,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _one_speaks(is_first: bool) -> Iterator[None]:
     """What the first of several processes prints is all that is printed. Errors are printed, for they leave the body."""
-    if is_first:
-        # Libraries of JAX's print who is connected, past Python. It goes to the standard error: the output may be JSON.
-        own = os.dup(1)
-        os.dup2(2, 1)
-        with open(own, "w", encoding="utf-8") as output, redirect_stdout(output):
-            yield
-    else:
-        os.dup2(2, 1)
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            yield
+    # Libraries of JAX's print who is connected, past Python. It goes to the standard error: the output may be JSON.
+    own = os.dup(1)
+    os.dup2(2, 1)
+    with (
+        open(own, "w", encoding="utf-8") as output,
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(output if is_first else nowhere),
+        redirect_stderr(sys.stderr if is_first else nowhere),
+    ):
+        yield
 
 
 def _find_place(name: str, command: Command) -> processes.Place | None:

@@ -329,7 +329,7 @@ def agreed(values: np.ndarray, mesh: Mesh | None) -> np.ndarray:
         >>> agreed(np.array([0.5, 0.7]), mesh=None)  # one process agrees with itself
         array([0.5, 0.7])
     """
-    if mesh is None or not mesh.is_multi_process:
+    if mesh is None or not sharding.spans_processes(mesh):
         return values
     by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     own = values.astype(np.float32)[None]

@@ -165,8 +165,8 @@ class Device:
         self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
         self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
 
-    def release(self, is_orderly: bool = True) -> None:
-        """The caches are free, whoever still holds this; ``is_orderly`` unless something has failed."""
+    def release(self) -> None:
+        """The caches are free, whoever still holds this."""
         self.state = self._fresh = None
 
     def widths_of(self, number: int) -> tuple[int, ...]:

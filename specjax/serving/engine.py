@@ -173,7 +173,7 @@ class Engine:
             max_prediction=max_prediction,
             clients=clients,
         )
-        together = setup.together()
+        self._setup, self._together = setup, (together := setup.together())
         if together is not None and not together.is_first:
             raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
         sizes = setup.sizes
@@ -283,7 +283,7 @@ class Engine:
             seed=seed,
             eos_token_ids=eos_token_ids,
         )
-        settings = self._settings(options, choice, key, len(tokens), expected)
+        settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
         text.check_stop(stop)
         growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
@@ -349,7 +349,7 @@ class Engine:
             seed=seed,
             eos_token_ids=eos_token_ids,
         )
-        settings = self._settings(options, 0, None, length, ())
+        settings = self._setup.settings(options, length)
         with self._wake:
             self._check_open()
             return self._clients.open(tokens, length, max_new_tokens, known, settings, listener)
@@ -455,7 +455,9 @@ class Engine:
             self._clients.end("the engine could not go on" if self._error else "the engine is closed")
             # The caches are free, whoever still holds the engine or a handle.
             self._scheduler.forget_prefixes()
-            self._device.release(is_orderly=self._error is None)
+            if self._together is not None and self._error is None:
+                self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
+            self._device.release()
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
@@ -666,12 +668,6 @@ class Engine:
 
     # --- what was asked ------------------------------------------------------------------------------------------------
 
-    def _settings(
-        self, options: GenerationOptions, choice: int, key: jax.Array | None, prompt: int, expected: Sequence[int]
-    ) -> dict[str, Any]:
-        room = self.capacity if self.max_prediction else 0
-        return _settings(options, self.target, choice=choice, key=key, prompt=prompt, expected=expected, room=room)
-
     def _check_open(self) -> None:
         if self._error is not None:
             raise EngineError("the engine could not go on") from self._error
@@ -780,9 +776,48 @@ class _Setup:
 
     def made_up(self) -> dict[str, Any]:
         """The settings of a text without an end, to warm up with."""
-        options = pipeline.settings(max_new_tokens=1, eos_token_ids=())
-        room = self.sizes.capacity if self.max_prediction else 0
-        return _settings(options, self.target, choice=0, key=None, prompt=2, expected=(), room=room)
+        return self.settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), prompt=2)
+
+    def settings(
+        self,
+        options: GenerationOptions,
+        prompt: int,
+        *,
+        choice: int = 0,
+        key: jax.Array | None = None,
+        expected: Sequence[int] = (),
+    ) -> dict[str, Any]:
+        """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
+
+        Args:
+            options: what was asked.
+            prompt: how many tokens it has.
+            choice: the number of the text among several of one request.
+            key: in place of the options' own and ``choice``.
+            expected: the tokens of a prediction.
+        """
+        if not 0 <= (choice := operator.index(choice)) < 2**32:
+            raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
+        # On the host, so that nothing waits for the device, and wherever a given key lies.
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+            if own.ndim:
+                raise InputError(f"key has shape {own.shape}: give one key")
+            checked = options.check(self.target.config, 1)
+            ends = checked.eos[0]
+            if len(ends) > ENDS:
+                raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
+            sampling = options.sampling.rows(1)
+            names = ("temperature", "top_k", "top_p", "min_p")
+            settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
+            settings["key"] = np.asarray(jax.random.key_data(own))
+        settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
+        settings["min_length"] = np.int32(prompt + int(checked.least[0]))
+        if self.max_prediction:
+            settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
+            settings["prediction"][: len(expected)] = expected
+            settings["predicted"] = np.int32(len(expected))
+        return settings
 
 
 def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:
@@ -826,51 +861,6 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     device = setup.device(together)
     device.warm_up(setup.made_up())
     over_hosts.repeat_calls(device, together)
-
-
-def _settings(
-    options: GenerationOptions,
-    target: Target,
-    *,
-    choice: int,
-    key: jax.Array | None,
-    prompt: int,
-    expected: Sequence[int],
-    room: int,
-) -> dict[str, Any]:
-    """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
-
-    Args:
-        options: what was asked.
-        target: the target.
-        choice: the number of the text among several of one request.
-        key: in place of the options' own and ``choice``.
-        prompt: tokens of it.
-        expected: the tokens of a prediction.
-        room: for a prediction; 0: none is taken.
-    """
-    if not 0 <= (choice := operator.index(choice)) < 2**32:
-        raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
-    # On the host, so that nothing waits for the device, and wherever a given key lies.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
-        if own.ndim:
-            raise InputError(f"key has shape {own.shape}: give one key")
-        checked = options.check(target.config, 1)
-        ends = checked.eos[0]
-        if len(ends) > ENDS:
-            raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-        sampling = options.sampling.rows(1)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
-        settings["key"] = np.asarray(jax.random.key_data(own))
-    settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
-    settings["min_length"] = np.int32(prompt + int(checked.least[0]))
-    if room:
-        settings["prediction"] = np.zeros(room, np.int32)
-        settings["prediction"][: len(expected)] = expected
-        settings["predicted"] = np.int32(len(expected))
-    return settings
 
 
 def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:

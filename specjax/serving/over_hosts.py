@@ -189,13 +189,6 @@ class LeadingDevice(Device):
         self._tell(Rearrange(Plain.of(order)))
         super().rearrange(order)
 
-    def release(self, is_orderly: bool = True) -> None:
-        """As `Device.release`; the others' calls end. Where something has failed they are not told so: they wait until whoever
-        looks after this process ends it."""
-        if is_orderly:
-            self._processes.end()
-        super().release(is_orderly)
-
     def _tell(self, call: Call) -> None:
         if self._is_warm:  # until then all do the same by themselves
             self._processes.send(_ENCODER.encode(call))

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.deploy.files import DEPLOY
 from tests.documents import ROOT
+from tests.processes import free_port
 
 STARTING = 300  # seconds; a tenth of it where nothing else runs
 PATIENCE = 60  # seconds for an answer
@@ -31,12 +32,6 @@ def has_nginx() -> bool:
 
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin"
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager
