@@ -20,6 +20,9 @@ FORMS = {
     "int4, w4a8": Form("int4", group=32, activations=8),
 }
 
+SIZES = [(1, 64, 33), (2, 96, 1), (3, 1, 5), (5, 33, 7), (17, 257, 31), (1, 288, 1028), (2, 288, 1026), (1, 288, 1025), (5, 1056, 260)]
+"""Rows, inputs, outputs; those of 2^18 weights and more are multiplied by longer rows on a CPU."""
+
 
 def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> Narrow:
     weights = np.random.default_rng(seed).normal(size=(inputs, outputs)).astype(np.float32)
@@ -61,7 +64,7 @@ def test_rows_are_rounded_to_the_nearest_step_of_their_own(bits: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 64, 33), (2, 96, 1), (3, 1, 5), (5, 33, 7), (17, 257, 31)])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SIZES)
 def test_sums_are_those_of_whole_numbers(form: Form, rows: int, inputs: int, outputs: int) -> None:
     weight, x = matrix(form, inputs, outputs), states(rows, inputs)
     found = np.asarray(jax.jit(products.narrow_product)(x, weight))
@@ -85,13 +88,13 @@ def test_with_zeros_and_an_order() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("inputs", "outputs"), [(192, 512), (129, 65)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(192, 512), (129, 65), (257, 1026), (1056, 260)])
 def test_a_row_gives_the_same_bits_among_any_number_of_rows(form: Form, inputs: int, outputs: int) -> None:
     weight, x = matrix(form, inputs, outputs), states(64, inputs)
     bias = jnp.asarray(np.random.default_rng(4).normal(size=outputs), jnp.float32)
     run = jax.jit(lambda x: linear({"w": weight, "w_bias": bias}, "w", x))
     whole = np.asarray(run(x))
-    for rows in range(1, 64):
+    for rows in range(1, 64) if inputs == 192 else (1, 2, 3, 4, 5, 8, 31):
         np.testing.assert_array_equal(np.asarray(run(x[:rows])), whole[:rows], err_msg=f"{rows} rows")
         np.testing.assert_array_equal(np.asarray(run(x[rows:])), whole[rows:], err_msg=f"the last {64 - rows} rows")
 
@@ -167,3 +170,17 @@ def test_a_cpu_converts_no_weights() -> None:
     compiled = jax.jit(products.narrow_product).lower(states(1, 256), weight).compile().as_text()
     assert "f32[256,512]" not in compiled and "f32[512,256]" not in compiled and "f32[1,512,256]" not in compiled
     assert "s32[2,512]" in compiled
+
+
+@pytest.mark.parametrize("sharded", ["inputs", "outputs"])
+def test_longer_rows_are_cut_where_the_weights_are(sharded: str) -> None:
+    """On a mesh of CPUs no device gets weights of another, and the sums are the same."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    rows, values = rng.integers(-127, 128, (1, 1024), np.int8), rng.integers(-127, 128, (512, 1024), np.int8)
+    spec = jax.P(None, "model") if sharded == "inputs" else jax.P("model", None)
+    placed = jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))
+    compiled = jax.jit(products._sums_on_cpu).lower(rows, placed).compile()
+    np.testing.assert_array_equal(compiled(rows, placed), rows.astype(int) @ values.T.astype(int))
+    moved = [line for line in compiled.as_text().splitlines() if "all-gather" in line or "all-to-all" in line]
+    assert not [line for line in moved if "s8[" in line]
