@@ -42,7 +42,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.models import huggingface
-from specjax.progress import track
+from specjax.progress import show_waits, track
 from specjax.reports.arrivals import Spread
 
 Part = Literal["bytes", "cut", "compression", "networks", "clients"]
@@ -480,6 +480,7 @@ def main(config: ClientServerConfig) -> None:
 
 
 if __name__ == "__main__":
+    show_waits()
     try:
         main(tyro.cli(ClientServerConfig))
     except InputError as error:

@@ -34,7 +34,7 @@ from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models import huggingface
-from specjax.progress import track
+from specjax.progress import show_waits, track
 
 SHAPES: dict[str, DraftShape] = {
     "chain of 5": Chain(5),
@@ -187,6 +187,7 @@ def main(config: DraftersConfig) -> None:
 
 
 if __name__ == "__main__":
+    show_waits()
     try:
         main(tyro.cli(DraftersConfig))
     except InputError as error:

@@ -41,6 +41,7 @@ from specjax.evaluation import metrics, same_texts
 from specjax.models import huggingface
 from specjax.models.calibration import calibrate, windows
 from specjax.models.transformer import Target
+from specjax.progress import show_waits, track
 from specjax.training.documents import read_documents
 
 Weights = Literal[
@@ -141,7 +142,7 @@ def quality(config: NarrowConfig) -> list[dict[str, Any]]:
         texts, window = tokens_of(name, prompts), 256
         batches = prompts_of(texts, max(config.tokens // window, 16), window).reshape(-1, 16, window)
         baseline: dict[str, float] = {}
-        for weights in config.weights:
+        for weights in track(config.weights, f"quality of {name}: {{}}"):
             target = load(name, weights, calibration)
             loss = float(np.mean([_loss(target, batch) for batch in batches]))
             row: dict[str, Any] = {"target": name, "weights": weights, "loss": loss}
@@ -166,10 +167,11 @@ def texts(config: NarrowConfig) -> list[dict[str, Any]]:
         batches = [(batch, np.full(len(batch), 16)) for batch in np.array_split(pieces, max(config.texts // 50, 1))]
         for weights in config.weights:
             target = load(name, weights, calibration)
-            for title, drafter in _drafters(name, target).items():
+            drafters = _drafters(name, target)
+            for title in track(list(drafters), f"texts of {name}, {weights}: {{}}"):
                 found = same_texts.compare(
                     target,
-                    drafter,
+                    drafters[title],
                     batches,
                     temperature=0.0,
                     max_new_tokens=config.new_tokens,
@@ -235,7 +237,7 @@ def speed(config: NarrowConfig) -> list[dict[str, Any]]:
             for name, run in _llama(config, inflated, Path(scratch)).items():
                 runs["q8_0", name] = run
         found: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
-        for repeat in range(config.repeats + 1):
+        for repeat in track(range(config.repeats + 1), "speed"):  # the first time is not counted
             for name, run in runs.items():
                 started = time.perf_counter()
                 emitted = sum(run(piece) for piece in pieces)
@@ -329,6 +331,7 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
+    show_waits()
     try:
         main(tyro.cli(NarrowConfig))
     except InputError as error:

@@ -32,7 +32,7 @@ from benchmarks.serving_clients import Answer, Ask, Request, figures, for_second
 from benchmarks.serving_servers import Running, Server
 from specjax import text
 from specjax.errors import InputError
-from specjax.progress import track
+from specjax.progress import show_waits, track
 from specjax.reports import pictures
 from specjax.reports.arrivals import Spread
 
@@ -436,6 +436,7 @@ def main(config: ServingConfig) -> None:
 
 
 if __name__ == "__main__":
+    show_waits()
     try:
         main(tyro.cli(ServingConfig))
     except InputError as error:
