@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -181,15 +182,10 @@ def texts(config: NarrowConfig) -> list[dict[str, Any]]:
                 margins = [parting.margin for parting in found.partings]
                 row = {"target": name, "weights": weights, "drafter": title, "texts": found.texts, "parted": len(margins)}
                 rows.append(row | {"largest_margin": max(margins, default=0.0), "lag": found.lag})
-            alone = [
-                specjax.generate(target, None, batch[i : i + 1], max_new_tokens=config.new_tokens, eos_token_ids=()).tokens[0]
-                for batch, _ in batches[:4]
-                for i in range(len(batch))
-            ]
-            together = [
-                specjax.generate(target, None, batch, max_new_tokens=config.new_tokens, eos_token_ids=()).tokens
-                for batch, _ in batches[:4]
-            ]
+            plain = partial(specjax.generate, target, None, max_new_tokens=config.new_tokens, eos_token_ids=())
+            each = track(range(len(pieces)), f"texts of {name}, {weights}: one by one")
+            alone = [plain(pieces[i : i + 1]).tokens[0] for i in each]
+            together = [plain(batch).tokens for batch, _ in batches]
             parted = int((np.stack(alone) != np.concatenate(together)).any(axis=1).sum())
             rows.append({"target": name, "weights": weights, "drafter": "rows alone", "texts": len(alone), "parted": parted})
     return rows
