@@ -344,7 +344,7 @@ NARROW = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
 def test_narrow_weights_are_those_that_they_stand_for(made, name, weights, monkeypatch) -> None:
     """As everywhere but on a CPU, where activations are rounded to whole numbers (tests/models/test_products.py says how far):
     these models of random weights make fifty times as much of any rounding, which hides what would be wrong."""
-    monkeypatch.setattr(products, "_by_whole_numbers", products._by_converted)
+    monkeypatch.setattr(products, "_by_whole_numbers", lambda _, x, weight: products._by_converted(x, weight))
     narrow = made(name).target.narrow(weights)
     expected = logits(in_floats(narrow))
     np.testing.assert_allclose(logits(narrow), expected, rtol=0, atol=1e-4 * np.abs(expected).max())
