@@ -116,8 +116,9 @@ def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
     """Floats by converted values. Scales and zeros come in afterwards, group by group: to multiply the weights with
     their scales before the product would take seven times as long on a TPU v5e, by its compiler's estimate.
 
-    One row stays one on a GPU. In groups there are sums of their own for each row of a product, and XLA writes and reads
-    them: with eight rows in place of one a step of Llama-3.1-8B in 4 bits would move 11.2 GB on an H100, and not 4.9.
+    One row stays one on a GPU. XLA joins the conversion with a product of one row there, so that nothing is written in between,
+    as it is of floats (`_of_two_rows`). In groups there are sums of their own for each row, and XLA writes and reads them: eight
+    rows in place of one would move more than twice the bytes. That is what the compiler says; no GPU was timed.
     """
     groups = weight.values.shape[0]
 
@@ -177,25 +178,27 @@ def _sums(rows: jax.Array, values: jax.Array) -> jax.Array:
 def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
     """As `_sums`, with what a CPU reads fastest on the left. The result is the same: sums of whole numbers have no order.
 
-    YNNPACK, the library that multiplies here, rearranges its right matrix in every call. So the weights are the left one. They
-    then come from memory the faster the more inputs they have, and up to four columns on the right take no longer than one.
-    One or two rows leave columns free, so the weights of some outputs in a row, ``w0`` and ``w1``, are taken as one output
-    with more inputs. Each of the rows ``a`` and ``b`` is on the right once for each of them, with zeros for the others::
+    YNNPACK, the library that multiplies here, rearranges its right matrix in every call, so the weights stand on the left. Long
+    rows of weights are read faster than short ones, and up to four columns on the right take no longer than one. With one or two
+    rows some columns are free: neighbouring outputs, ``w0`` and ``w1``, are then joined into one with that many times the inputs.
+    Each of the rows ``a`` and ``b`` stands on the right once for each of them, at its place, with zeros at the others'::
 
-        [w0 w1]     [a 0 b 0]     [a w0  a w1  b w0  b w1]
-        [w2 w3]  x  [0 a 0 b]  =  [a w2  a w3  b w2  b w3]
+        [w0 w1]     [a b 0 0]     [a w0  b w0  a w1  b w1]
+        [w2 w3]  x  [0 0 a b]  =  [a w2  b w2  a w3  b w3]
 
-    docs/results/narrow-weights.md has what it gives.
+    Read row by row, that is ``[out, n]``. docs/results/narrow-weights.md has what it gives.
     """
     count, (outputs, inputs) = len(rows), values.shape
-    together = next((many for many in (4, 2) if many * count <= 4 and outputs % many == 0), 1)
+    # A mesh of 2, 4, ... 32 devices then cuts between joined outputs, and none needs weights of another.
+    together = next((many for many in (4, 2) if many * count <= 4 and outputs % (32 * many) == 0), 1)
+    # Measured: small matrices, and more rows where the inputs are few, are as fast the other way round or faster.
     if together * count == 1 or values.size < 1 << 18 or (count > 4 and inputs < 1024):
         return _sums(rows, values)
     columns = jnp.eye(together, dtype=jnp.int8)[:, None, :, None] * rows[:, None, :]  # [together, n, together, in]
     columns = columns.reshape(together * count, together, inputs)
-    longer = values.reshape(outputs // together, together, inputs)
+    joined = values.reshape(outputs // together, together, inputs)
     # In this order of the inputs' axes: in einsum's, by name, the weights would be transposed in memory first.
-    found = jax.lax.dot_general(longer, columns, (((1, 2), (1, 2)), ((), ())), preferred_element_type=jnp.int32)
+    found = jax.lax.dot_general(joined, columns, (((1, 2), (1, 2)), ((), ())), preferred_element_type=jnp.int32)
     # The barrier hides the transposition from XLA, which would exchange the two matrices for it.
     return jax.lax.optimization_barrier(found).reshape(outputs, count).T
 

@@ -454,9 +454,10 @@ def test_budgets_of_narrow_weights(chips, weights) -> None:
     asked = ("compile", "--chips", chips, "--target", "llama-3.1-8b", "--batch", "1", "--context", "1024")
     (narrow,) = planned(*asked, "--weights", weights)["steps"]
     # A GPU writes the sums of each group of inputs, and adds them up in a kernel of its own.
-    most = 1.15 if (chips, weights) == ("h100", "int4") else 1.1
+    most = 1.01 if chips != "h100" else 1.12 if weights == "int4" else 1.03
     assert narrow["decode"]["a_step"]["bytes"] <= most * narrow["must_read_bytes"]
-    if chips != "h100" and weights != "fp8":  # converted one by one, they have few units on a v5e
+    # A v5e has few units that convert FP8, so its cycles are not bounded here.
+    if chips != "h100" and weights != "fp8":
         (floats,) = planned(*asked)["steps"]
         assert narrow["decode"]["a_step"]["cycles"] <= 0.605 * floats["decode"]["a_step"]["cycles"]
 
