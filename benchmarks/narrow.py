@@ -233,11 +233,11 @@ def speed(config: NarrowConfig) -> list[dict[str, Any]]:
             for name, run in _llama(config, inflated, Path(scratch)).items():
                 runs["q8_0", name] = run
         found: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
-        for repeat in track(range(config.repeats + 1), "speed"):  # the first time is not counted
+        for repeat in track(range(config.repeats + 1), "speed"):
             for name, run in runs.items():
                 started = time.perf_counter()
                 emitted = sum(run(piece) for piece in pieces)
-                if repeat:  # the first compiles
+                if repeat:  # the first compiles, and is not counted
                     found[name].append(emitted / (time.perf_counter() - started))
     plain = median(found["float32", "plain"])
     return [

@@ -117,8 +117,8 @@ def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
     their scales before the product would take seven times as long on a TPU v5e, by its compiler's estimate.
 
     One row stays one on a GPU. XLA joins the conversion with a product of one row there, so that nothing is written in between,
-    as it is of floats (`_of_two_rows`). In groups there are sums of their own for each row, and XLA writes and reads them: eight
-    rows in place of one would move more than twice the bytes. That is what the compiler says; no GPU was timed.
+    as it is with floats (`_of_two_rows`). In groups there are sums of their own for each row, and XLA writes and reads them:
+    eight rows in place of one would move more than twice the bytes. That is what the compiler says; no GPU was timed.
     """
     groups = weight.values.shape[0]
 
@@ -179,9 +179,9 @@ def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
     """As `_sums`, with what a CPU reads fastest on the left. The result is the same: sums of whole numbers have no order.
 
     YNNPACK, the library that multiplies here, rearranges its right matrix in every call, so the weights stand on the left. Long
-    rows of weights are read faster than short ones, and up to four columns on the right take no longer than one. With one or two
-    rows some columns are free: neighbouring outputs, ``w0`` and ``w1``, are then joined into one with that many times the inputs.
-    Each of the rows ``a`` and ``b`` stands on the right once for each of them, at its place, with zeros at the others'::
+    rows of weights are read faster than short ones, and up to four columns on the right take no longer than one. With one or
+    two rows some columns are free: neighbouring outputs, ``w0`` and ``w1``, are then joined into one with that many times the
+    inputs. Each of the rows ``a`` and ``b`` stands on the right once for each of them, at its place, with zeros at the others'::
 
         [w0 w1]     [a b 0 0]     [a w0  b w0  a w1  b w1]
         [w2 w3]  x  [0 0 a b]  =  [a w2  b w2  a w3  b w3]

@@ -24,8 +24,8 @@ FORMS = {
 
 SIZES = [(1, 64, 33), (2, 96, 1), (3, 1, 5), (5, 33, 7), (17, 257, 31)]
 SIZES += [(1, 288, 1152), (2, 288, 1152), (1, 288, 1025), (5, 1056, 260), (1, 256, 2304)]
-"""Rows, inputs, outputs. A group of 2^18 weights and more stands on the left on a CPU, several outputs joined into one where rows
-and outputs allow it."""
+"""Rows, inputs, outputs. A group of 2^18 weights and more stands on the left on a CPU, several outputs joined into one where
+rows and outputs allow it."""
 
 
 def matrix(form: Form, inputs: int, outputs: int, seed: int = 0) -> Narrow:
