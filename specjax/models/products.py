@@ -181,7 +181,7 @@ def _sums_on_cpu(rows: jax.Array, values: jax.Array) -> jax.Array:
     YNNPACK, the library that multiplies here, rearranges its right matrix in every call, so the weights stand on the left. Long
     rows of weights are read faster than short ones, and up to four columns on the right take no longer than one. With one or
     two rows some columns are free: neighbouring outputs, ``w0`` and ``w1``, are then joined into one with that many times the
-    inputs. Each of the rows ``a`` and ``b`` stands on the right once for each of them, at its place, with zeros at the others'::
+    inputs. The rows ``a`` and ``b`` stand on the right once for each of them, at its place, with zeros at the others'::
 
         [w0 w1]     [a b 0 0]     [a w0  b w0  a w1  b w1]
         [w2 w3]  x  [0 0 a b]  =  [a w2  b w2  a w3  b w3]
