@@ -31,7 +31,7 @@ from specjax.models.fields import check_fields, flag, mapping, whole
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import embedding_logits, linear
-from specjax.models.products import product_of_one_row
+from specjax.models.products import product_on_device
 from specjax.models.rope import rotations
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -349,7 +349,7 @@ class Gemma4Assistant(NewestStateDrafter):
         best = jax.lax.top_k(linear(self.params, "centroids", flat), self.config.centroids_kept)[1]
         tokens = self.params["order"].reshape(self.config.centroids, -1)[best].reshape(len(flat), -1)
         multiply = partial(jnp.einsum, "rth,rnh->rtn", preferred_element_type=jnp.float32)
-        found = product_of_one_row(multiply, flat[:, None], self.params["embed"][tokens])[:, 0]
+        found = product_on_device(multiply, flat[:, None], self.params["embed"][tokens])[:, 0]
         rest = jnp.broadcast_to(found.min(axis=-1, keepdims=True) - 1.0, (len(flat), vocab))
         return rest.at[jnp.arange(len(flat))[:, None], tokens].set(found).reshape(*x.shape[:-1], vocab)
 

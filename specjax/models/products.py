@@ -41,7 +41,7 @@ def logits_of(x: jax.Array, head: jax.Array | Narrow, is_rows: bool = False) -> 
         return narrow_product(x, head)
     equation = "th,vh->tv" if is_rows else "th,hv->tv"
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
-    return product_of_one_row(multiply, x, head) if len(x) == 1 else multiply(x, head)
+    return product_on_device(multiply, x, head)
 
 
 @jax.custom_vjp
@@ -72,8 +72,10 @@ def _of_two_rows(x: jax.Array, weight: jax.Array) -> jax.Array:
     return (jnp.pad(x, ((0, 1), (0, 0))) @ weight)[:1]
 
 
-def product_of_one_row(multiply: Multiply, x: jax.Array, other: jax.Array) -> jax.Array:
-    """``[..., 1, out]``, ``multiply(x, other)`` of one row ``x [..., 1, in]``, as suits the device."""
+def product_on_device(multiply: Multiply, x: jax.Array, other: jax.Array) -> jax.Array:
+    """``[..., n, out]``, ``multiply(x, other)`` of rows ``x [..., n, in]``; of one row, as suits the device."""
+    if x.shape[-2] != 1:
+        return multiply(x, other)
     return jax.lax.platform_dependent(x, other, tpu=partial(_of_eight_rows, multiply), default=multiply)
 
 
@@ -126,11 +128,10 @@ def _by_converted(x: jax.Array, weight: Narrow) -> jax.Array:
         """``[..., n, in]`` by ``[..., out, in]``."""
         return jnp.einsum("...ni,...oi->...no", x, values.astype(x.dtype), preferred_element_type=jnp.float32)
 
-    product_of = partial(product_of_one_row, multiply) if len(x) == 1 else multiply
     if groups == 1 and weight.zeros is None:
-        return product_of(x, weight.values[0]) * weight.scales[0]
+        return product_on_device(multiply, x, weight.values[0]) * weight.scales[0]
     rows = x.reshape(len(x), groups, -1).swapaxes(0, 1)
-    found = product_of(rows, weight.values)  # [groups, n, out]
+    found = product_on_device(multiply, rows, weight.values)  # [groups, n, out]
     if weight.zeros is not None:
         found = found - jnp.sum(rows, axis=-1, keepdims=True, dtype=jnp.float32) * weight.zeros.astype(jnp.float32)[:, None]
     return jnp.sum(found * weight.scales[:, None], axis=0)

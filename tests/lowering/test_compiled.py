@@ -493,7 +493,7 @@ def test_drafting_sixteen_tokens_in_one_pass_costs_little_more_than_one(chips, n
     """For Qwen3-8B, one row: half as much more at most, by what is moved, and by the cycles that a TPU's compiler expects."""
     few = "2" if name == "peagle" else "1"  # it has its first token without a pass
     found = printed(str(Path(__file__).with_name("compile_drafting.py")), chips, name, few, "16")
-    assert 0 < found["16"]["bytes"] <= 1.5 * found[few]["bytes"]
+    assert 0 < 0.99 * found[few]["bytes"] <= found["16"]["bytes"] <= 1.5 * found[few]["bytes"]  # P-EAGLE: 0.1% less on a v5e
     assert found["16"]["cycles"] <= 1.5 * found[few]["cycles"]
     assert chips == "h100" or found["16"]["cycles"] > 0
 
