@@ -59,6 +59,8 @@ from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.models.config import MLA, Layer, LinearAttention, ModelConfig, MoE, Rope
 from specjax.models.transformer import Target
 
+pytest_plugins = ["pytester", "tests.costs", "tests.tiers"]
+
 # Tracing makes very many small objects and little garbage: with Python's own thresholds, looking for it takes 5% of the time.
 gc.set_threshold(50_000, 20, 10)
 

@@ -1,0 +1,89 @@
+"""The tools of the tests themselves: tiers, costs, and tests that never end."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests import costs
+
+ROOT = Path(__file__).parents[1]
+CASES = """
+import pytest
+
+@pytest.mark.full_except({names})
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
+def test_of_shapes(shape):
+    pass
+
+def test_plain():
+    pass
+
+@pytest.mark.full
+def test_slow():
+    pass
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester):
+    """Run a file of tests, with options, in this process and with the plugins of this folder."""
+    pytester.makeini("[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n")
+
+    def run(source: str, *options: str) -> pytest.RunResult:
+        pytester.makepyfile(source)
+        return pytester.runpytest_inprocess("-p", "tests.tiers", "-p", "tests.costs", "-p", "no:xdist", *options)
+
+    return run
+
+
+def test_cases_that_are_not_named_belong_to_the_full_tier(run) -> None:
+    source = CASES.format(names="'chain', 'dynamic'")
+    run(source, "-m", "not full").assert_outcomes(passed=3, deselected=2)
+    run(source, "-m", "full").assert_outcomes(passed=2, deselected=3)
+
+
+def test_a_named_case_must_exist(run) -> None:
+    result = run(CASES.format(names="'chain', 'tree'"))
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "test_of_shapes: full_except names ['tree']; the cases are ['chain', 'dynamic', 'static']" in result.stderr.str()
+
+
+def test_slow_tests_without_a_marker_are_named_at_the_end(run, monkeypatch) -> None:
+    monkeypatch.setattr(costs, "MOST_CPU_SECONDS", -1)
+    output = run(CASES.format(names="'chain'")).stdout.str()
+    named = [line.split()[-1].partition("::")[2] for line in output.splitlines() if " test_" in line and ".py::" in line]
+    assert sorted(named) == ["test_of_shapes[chain]", "test_plain"]
+
+
+def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
+    output = run(CASES.format(names="'chain'"), "--costs", "costs.json").stdout.str()
+    assert "test_plain" in (pytester.path / "costs.json").read_text()
+    assert [line.split()[:2] for line in output.splitlines() if line.startswith("all ")] == [["all", "5"]]
+
+
+def test_the_promise_in_readme_is_found() -> None:
+    """A run of `make test` prints both times, so a README without the number is an error."""
+    line = costs.beside_readme(90.0, (ROOT / "README.md").read_text())
+    assert line == "make test took 1.5 minutes; README says 8 on two idle cores"
+    with pytest.raises(ValueError, match="README"):
+        costs.beside_readme(90.0, "make test: some minutes")
+
+
+def test_every_test_has_a_time_out() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["timeout"] > 0
+    assert options["timeout_method"] == "thread"
+
+
+def test_a_loop_that_never_ends_fails_and_the_others_go_on(tmp_path) -> None:
+    (tmp_path / "test_loops.py").write_text("def test_endless():\n    while True: pass\n\ndef test_short(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "pytest_timeout", "-n", "1", "test_loops.py"]
+    command += ["--timeout", "0.3", "--timeout-method", "thread"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other plugins take seconds to import
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "1 failed, 1 passed" in result.stdout
