@@ -146,7 +146,7 @@ def walk(tokens: np.ndarray, valid: np.ndarray, best: np.ndarray) -> list[int]:
     """From the root of one row to the last node that holds what is ``best [N]`` after its parent."""
     path = [0]
     while True:
-        below = [n for n in np.flatnonzero(PARENTS == path[-1]) if valid[n] and tokens[n] == best[path[-1]]]
+        below = [n for n in np.flatnonzero(path[-1] == PARENTS) if valid[n] and tokens[n] == best[path[-1]]]
         if not below:
             return path
         path.append(int(below[0]))
@@ -233,7 +233,8 @@ def test_coupled_keys_are_those_of_positions_for_drafter_and_target_alike() -> N
 def test_other_keys_are_used_once() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     following, draft_keys, verify_keys = _keys_of_step(SimpleNamespace(sampling=sampled("block"), keys=keys), 3)
-    every = [*key_data(keys), *key_data(following), *sum(key_data(draft_keys), []), *key_data(verify_keys)]
+    of_levels = [key for level in key_data(draft_keys) for key in level]
+    every = [*key_data(keys), *key_data(following), *of_levels, *key_data(verify_keys)]
     assert len({str(each) for each in every}) == len(every) == 2 + 2 + 3 * 2 + 2
 
 
