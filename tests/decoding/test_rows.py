@@ -553,8 +553,8 @@ def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
 
 def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -> None:
     state = rows.empty(TARGET, PromptLookup(draft=2), rows=ROWS, capacity=CAPACITY, pages=8, page=PAGE)
-    held = jnp.array([5, 9, 2, 7])
-    state = replace(state, lengths=held + 1, done=jnp.zeros(ROWS, bool), cache=replace(state.cache, length=held))
+    committed = jnp.array([5, 9, 2, 7])
+    state = replace(state, lengths=committed + 1, done=jnp.zeros(ROWS, bool), cache=replace(state.cache, length=committed))
     retired = rows.retire(state, np.array([False, True, False, True]))
     assert retired.done.tolist() == [False, True, False, True]
     assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [5, 0, 2, 0]

@@ -207,7 +207,7 @@ def test_every_depth_of_a_walk_has_random_numbers_of_its_own() -> None:
     visit = by_rule(rule, jnp.zeros((2, 3, VOCAB)), Sampling().rows(2), keys)
     for depth in (0, 1, 2, 1):
         visit(draft, node, jnp.asarray(depth))
-    assert numbers[1] == numbers[3] and len({str(each) for each in numbers}) == 3
+    assert numbers[1] == numbers[3] and len({str(of_depth) for of_depth in numbers}) == 3
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_other_keys_are_used_once() -> None:
     following, draft_keys, verify_keys = _keys_of_step(SimpleNamespace(sampling=sampled("block"), keys=keys), 3)
     of_levels = [key for level in key_data(draft_keys) for key in level]
     every = [*key_data(keys), *key_data(following), *of_levels, *key_data(verify_keys)]
-    assert len({str(each) for each in every}) == len(every) == 2 + 2 + 3 * 2 + 2
+    assert len({str(numbers) for numbers in every}) == len(every) == 2 + 2 + 3 * 2 + 2
 
 
 def cut(emitted: list[int], count: int, ends: list[int], room: int, done: bool) -> tuple[int, bool]:
@@ -295,10 +295,10 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     ends, no_end = np.array([[2, -1], [0, 3], [1, 2]]), np.array([1, 3, 0])
     sampling = Sampling().rows(3).replace(ends=jnp.asarray(ends), no_end=jnp.asarray(no_end))
     logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
-    found = np.asarray(without_ends(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
+    masked = np.asarray(without_ends(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
     for row, node, token in np.ndindex(3, 4, 5):
         is_early = [0, 1, 2, 1][node] < no_end[row] and token in ends[row]
-        assert found[row, node, token] == (-np.inf if is_early else logits[row, node, token])
+        assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
     ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
     narrow = np.asarray(without_ends(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
     np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])

@@ -88,11 +88,11 @@ def test_llama3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
         theta=10000.0, kind="llama3", factor=8.0, original_max_positions=64, low_freq_factor=1.5, high_freq_factor=5.0
     )
     base = 10000.0 ** (-np.arange(16) / 16)
-    found, factor = rope.inverse_frequencies(scaled, 32)
+    result, factor = rope.inverse_frequencies(scaled, 32)
     expected = [by_llama3(pair, scaled) for pair in base]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    kept, stretched = np.isclose(expected, base), np.isclose(expected, base / 8)
-    assert kept.any() and stretched.any() and not (kept | stretched).all() and factor == 1
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    unchanged, stretched = np.isclose(expected, base), np.isclose(expected, base / 8)
+    assert unchanged.any() and stretched.any() and not (unchanged | stretched).all() and factor == 1
 
 
 @pytest.mark.parametrize("truncate", [True, False])
@@ -104,8 +104,8 @@ def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(tru
     first, last = (np.floor(turning[0]), np.ceil(turning[1])) if truncate else turning
     assert 0 < first < last < 15
     share = np.clip((np.arange(16) - first) / (last - first), 0, 1)
-    found, factor = rope.inverse_frequencies(scaled, 32)
-    np.testing.assert_allclose(found, share * base / 4 + (1 - share) * base, rtol=1e-5)
+    result, factor = rope.inverse_frequencies(scaled, 32)
+    np.testing.assert_allclose(result, share * base / 4 + (1 - share) * base, rtol=1e-5)
     assert factor == pytest.approx(0.1 * np.log(4.0) + 1)
     _, of_deepseek = rope.inverse_frequencies(
         Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2), 32
@@ -114,5 +114,5 @@ def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(tru
 
 
 def test_gemma4_turns_a_share_of_the_pairs_at_the_speeds_of_a_whole_head() -> None:
-    found, _ = rope.inverse_frequencies(Rope(theta=100.0, kind="proportional", turned=0.25, factor=2.0), 16)
-    np.testing.assert_allclose(found, [0.5, 0.5 * 100.0 ** (-1 / 8), *[0] * 6], rtol=1e-6)
+    result, _ = rope.inverse_frequencies(Rope(theta=100.0, kind="proportional", turned=0.25, factor=2.0), 16)
+    np.testing.assert_allclose(result, [0.5, 0.5 * 100.0 ** (-1 / 8), *[0] * 6], rtol=1e-6)

@@ -24,20 +24,20 @@ BATCH = {
 def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> None:
     """Label t + 2 + k is under the mask at its input, token t + 1 + k; it may be of the next document."""
     for step in range(4):
-        found = np.asarray(counted(BATCH, step))
+        counts = np.asarray(counted(BATCH, step))
         for row, t in np.ndindex(2, 10):
             newest = t + 1 + step
-            wanted = newest < 10 and MASK[row, newest] and OWNERS[row, t] == OWNERS[row, newest]
-            assert found[row, t] == wanted, (step, row, t)
+            expects = newest < 10 and MASK[row, newest] and OWNERS[row, t] == OWNERS[row, newest]
+            assert counts[row, t] == expects, (step, row, t)
 
 
 def test_documents_see_themselves_alone_and_know_their_places() -> None:
-    seen, place = np.asarray(document_mask(BATCH["segments"])), np.asarray(places(BATCH["segments"]))
+    visible, place = np.asarray(document_mask(BATCH["segments"])), np.asarray(places(BATCH["segments"]))
     for row in range(2):
         for t in range(11):
-            own = [u for u in range(t + 1) if OWNERS[row, u] == OWNERS[row, t]]
-            assert np.flatnonzero(seen[row, t]).tolist() == own
-            assert place[row, t] == len(own) - 1
+            document = [u for u in range(t + 1) if OWNERS[row, u] == OWNERS[row, t]]
+            assert np.flatnonzero(visible[row, t]).tolist() == document
+            assert place[row, t] == len(document) - 1
 
 
 def test_what_is_expected_of_a_step_stands_as_far_ahead_as_it_drafts() -> None:
@@ -67,13 +67,13 @@ def test_weights_of_dpace_are_what_the_length_loses_without_a_depth(alpha) -> No
     rng = np.random.default_rng(0)
     right, depths = rng.random((2, 3, 5)).astype(np.float32), rng.integers(0, 6, (2, 3))
     valid = np.arange(5) < depths[..., None]
-    found = dpace(jnp.asarray(right), jnp.asarray(valid), alpha)
+    weights = dpace(jnp.asarray(right), jnp.asarray(valid), alpha)
     for row, block in np.ndindex(2, 3):
         count = depths[row, block]
         smooth = [(1 - alpha) * chance + alpha for chance in right[row, block, :count].astype(float)]
-        wanted = [sum(np.prod(smooth[: m + 1]) for m in range(d, count)) for d in range(count)]
-        np.testing.assert_allclose(found[row, block, :count], wanted, rtol=1e-5)
-        assert not np.any(found[row, block, count:])
+        slow = [sum(np.prod(smooth[: m + 1]) for m in range(d, count)) for d in range(count)]
+        np.testing.assert_allclose(weights[row, block, :count], slow, rtol=1e-5)
+        assert not np.any(weights[row, block, count:])
 
 
 def test_weights_fall_from_one_by_depth() -> None:
