@@ -181,7 +181,7 @@ CATALOGUE = (
         breaks="The nucleus is cut from all tokens, not from those that top-k leaves.",
     ),
     Mutant(
-        name="top-p-leaves-out-the-last-token",
+        name="truncation-leaves-out-the-last-token",
         file="specjax/sampling.py",
         old="return found + (jnp.sum(holds(_to_float(tried)), axis=-1, keepdims=True).astype(jnp.uint32) << place)",
         new="return found + (jnp.sum(holds(_to_float(tried)), axis=-1, keepdims=True).astype(jnp.uint32) << place) + (i == 31)",
@@ -217,9 +217,7 @@ CATALOGUE = (
         file="specjax/sampling.py",
         old="is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
         new="is_early = jnp.broadcast_to(jnp.asarray(depth) <= sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
-        tests=(
-            "tests/decoding/test_rules.py::test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on",
-        ),
+        tests=("tests/decoding/test_rules.py::test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on",),
         breaks="With min_new_tokens a text must have one token more than was asked for.",
     ),
     Mutant(
@@ -247,20 +245,20 @@ CATALOGUE = (
         breaks="Tokens are drawn with the noise of the position before theirs.",
     ),
     Mutant(
-        name="verification-repeats-the-drafters-key",
+        name="verification-uses-the-next-steps-key",
         file="specjax/decoding/loop.py",
         old="return keys, split_keys(draft_keys, depth), verify_keys",
-        new="return keys, split_keys(verify_keys, depth), verify_keys",
+        new="return keys, split_keys(draft_keys, depth), keys",
         tests=("tests/decoding/test_rules.py::test_other_keys_are_used_once",),
-        breaks="Drafted tokens and the numbers that judge them come of one key.",
+        breaks="The key that judges a draft is split again in the next step.",
     ),
     Mutant(
-        name="end-token-beyond-what-is-accepted",
+        name="limit-inside-a-block",
         file="specjax/decoding/loop.py",
-        old="is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < verdict.count[:, None])",
-        new="is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index <= verdict.count[:, None])",
+        old="count = jnp.minimum(verdict.count, jnp.minimum(until_end, state.limits - state.lengths))",
+        new="count = jnp.minimum(verdict.count, until_end)",
         tests=("tests/decoding/test_rules.py::test_a_row_ends_with_its_first_end_token_or_at_its_limit",),
-        breaks="A token that was not emitted ends the text.",
+        breaks="A text grows beyond its limit by what was accepted with its last token.",
     ),
     Mutant(
         name="end-token-is-cut-off",
@@ -387,9 +385,7 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="scores = jnp.where(growth.going[:, None, None], above[..., None] + children.scores, -jnp.inf)",
         new="scores = jnp.where(growth.going[:, None, None], children.scores, -jnp.inf)",
-        tests=(
-            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
-        ),
+        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
         breaks="A node of a dynamic tree is scored by its own probability, not by that of its path.",
     ),
     Mutant(
@@ -397,9 +393,7 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="above = above + (level - 1) * per_level",
         new="above = above + level * per_level",
-        tests=(
-            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
-        ),
+        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
         breaks="Nodes of a dynamic tree hang below candidates of their own level.",
     ),
     Mutant(
@@ -407,9 +401,7 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="parents = picked // branching",
         new="parents = picked % branching",
-        tests=(
-            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
-        ),
+        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
         breaks="The drafter reads a node with the state of another parent.",
     ),
     Mutant(
@@ -737,7 +729,7 @@ CATALOGUE = (
         file="specjax/models/delta_rule.py",
         old="tokens = tokens._replace(log_alpha=jnp.where(begins, _FORGOTTEN, tokens.log_alpha))",
         new="tokens = tokens._replace(log_alpha=tokens.log_alpha)",
-        tests=("tests/models/test_linear_attention.py::test_a_document_does_not_depend_on_the_one_before",),
+        tests=("tests/models/test_delta_rule.py::test_documents_that_lie_end_to_end_are_each_read_from_nothing",),
         breaks="A document of a training window reads the state of the one before.",
     ),
     Mutant(
@@ -897,9 +889,7 @@ CATALOGUE = (
         file="specjax/serving/pages.py",
         old="self.give_back(pages)",
         new="pass",
-        tests=(
-            "tests/serving/test_pages.py::test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free",
-        ),
+        tests=("tests/serving/test_pages.py::test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free",),
         breaks="Pages of a chunk that is known already are lost.",
     ),
     Mutant(
@@ -1043,9 +1033,7 @@ CATALOGUE = (
         file="specjax/training/objectives/ahead.py",
         old='return ahead(batch["loss_mask"], 1 + step) & same',
         new='return ahead(batch["loss_mask"], step) & same',
-        tests=(
-            "tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",
-        ),
+        tests=("tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",),
         breaks="Labels count by the mask of the token before.",
     ),
     Mutant(
@@ -1053,9 +1041,7 @@ CATALOGUE = (
         file="specjax/training/objectives/ahead.py",
         old='return ahead(batch["loss_mask"], 1 + step) & same',
         new='return ahead(batch["loss_mask"], 1 + step)',
-        tests=(
-            "tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",
-        ),
+        tests=("tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",),
         breaks="A drafter is held to the first tokens of the next document.",
     ),
     Mutant(
