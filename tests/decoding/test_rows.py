@@ -549,3 +549,16 @@ def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
     host.begin(0, text)
     host.decode(host.paused, 12)
     assert host.state.drafter.owed.count[0] == 12
+
+
+def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -> None:
+    state = rows.empty(TARGET, PromptLookup(draft=2), rows=ROWS, capacity=CAPACITY, pages=8, page=PAGE)
+    committed = jnp.array([5, 9, 2, 7])
+    state = replace(state, lengths=committed + 1, done=jnp.zeros(ROWS, bool), cache=replace(state.cache, length=committed))
+    retired = rows.retire(state, np.array([False, True, False, True]))
+    assert retired.done.tolist() == [False, True, False, True]
+    assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [5, 0, 2, 0]
+    table = np.arange(ROWS * 6).reshape(ROWS, 6)
+    moved = rows.rearrange(rows.with_table(retired, table), np.array([2, 0, 3, 1]))
+    assert moved.lengths.tolist() == [3, 6, 1, 1] and moved.cache.length.tolist() == [2, 5, 0, 0]
+    np.testing.assert_array_equal(moved.cache.table, table[[2, 0, 3, 1]])

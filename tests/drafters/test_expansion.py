@@ -372,3 +372,22 @@ def test_what_is_held_while_the_example_grows_is_what_its_docstring_shows(exampl
         assert len(shown[name]) == len(held) == 2
         for level, of_level in enumerate(held.reshape(2, 2, -1)):
             assert ["".join(map(str, node)) for node in of_level] == shown[name][level].split(), (name, level)
+
+
+@pytest.mark.parametrize("how", ["greedy", "coupled", "drawn"])
+def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
+    """Tokens are named by the target's ids, noise belongs to these, and q is 0 for all that cannot be drafted."""
+    ids, rows = np.array([7, 1, 4, 10, 5]), 6
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 1, len(ids))), jnp.float32)
+    whole = jnp.full((rows, 1, V), -1e9).at[..., ids].set(logits)
+    keys, shape = jax.random.split(jax.random.key(0), rows), SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,)))
+    sampling = Sampling(0.0 if how == "greedy" else 1.0).rows(rows, "coupled" if how == "coupled" else "independent")
+    vocabulary = expansion.Vocabulary(jnp.asarray(ids), size=V)
+    few, every = (expansion.offered_by(shape, x, jnp.zeros((), int), sampling, keys, v)
+                  for x, v in ((logits, vocabulary), (whole, None)))  # fmt: skip
+    assert np.isin(few.tokens, ids).all()
+    if how == "drawn":
+        np.testing.assert_allclose(vocabulary.widen(few.q), every.q, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(few.tokens, every.tokens)
+        np.testing.assert_allclose(few.scores, every.scores, atol=1e-5)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.delta_rule import CHUNK, Node, Tokens, read_chain, read_tree, write
+from specjax.models.delta_rule import CHUNK, Node, Tokens, read_chain, read_documents, read_tree, write
 
 HEADS, GROUP, DK, DV = 2, 3, 8, 5
 TOLERANCE = 1e-5
@@ -294,3 +294,15 @@ def test_gradients_are_those_of_the_rule() -> None:
         gradient = jax.jit(jax.grad(lambda x, reading=reading: jnp.sum(weights.astype(np.float32) * reading(x))))(tokens)
         found = sum(float(np.sum(np.asarray(g, np.float64) * d)) for g, d in zip(gradient, direction, strict=True))
         assert abs(found - expected) < 1e-3 * abs(expected)
+
+
+def test_documents_that_lie_end_to_end_are_each_read_from_nothing() -> None:
+    _, tokens = drawn(np.random.default_rng(5), 2, 9)
+    documents = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2], [4, 4, 4, 4, 4, 4, 4, 4, 7]])
+    result = jax.jit(read_documents)(tokens, documents)
+    empty = np.zeros((2, HEADS * GROUP, DK, DV), np.float32)
+    for row in range(2):
+        for document in set(documents[row].tolist()):
+            places = np.flatnonzero(documents[row] == document)
+            alone, _ = by_token(empty, part(tokens, places[0], places[-1] + 1))
+            assert near(result[row, :, places].swapaxes(0, 1), alone[row])

@@ -149,3 +149,12 @@ def test_gradients_are_those_of_running_all_experts(count) -> None:
     expected, found = loss(dense), loss(lambda layer, x: moe.mixture(layer, config, x)[0])
     assert max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected)) > 0.1
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-3), found, expected)
+
+
+def test_the_unit_of_gpt_oss_is_its_formula() -> None:
+    """Model card, section 2.1: inputs are cut at a limit, the gate from above alone."""
+    config = tiny_config(moe=replace(KINDS["plain"], limit=2.0))
+    gate, up = np.random.default_rng(0).normal(size=(2, 5, 8)) * 3
+    result = moe._gated(config, jnp.asarray(gate, jnp.float32), jnp.asarray(up, jnp.float32))
+    gate, up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
+    np.testing.assert_allclose(result, gate / (1 + np.exp(-1.702 * gate)) * (up + 1), rtol=1e-4, atol=1e-6)

@@ -13,7 +13,7 @@ from specjax.models import layers, params
 from specjax.models.attention import by_device
 from specjax.models.attention.plain import attend_plainly
 from specjax.models.cache import PagedCache
-from specjax.models.quantized import Quantized, dequantize, quantize, quantized_as
+from specjax.models.quantized import Quantized, dequantize, operand, quantize, quantized_as, rescaled
 from specjax.models.transformer import Target
 from specjax.serving import memory
 from tests.conftest import LAYERED, MIXTURES, own_programs, tiny_config, tiny_target
@@ -186,3 +186,12 @@ def test_it_is_asked_for_as_a_checkpoint_is_read(target, tmp_path) -> None:
     np.testing.assert_allclose(
         read.forward(TOKENS)[0].logits, target.replace(cache_dtype="int8").forward(TOKENS)[0].logits, atol=1e-5
     )
+
+
+def test_scales_are_multiplied_with_scores_as_if_the_numbers_were_floats() -> None:
+    keys = quantize(jnp.asarray(np.random.default_rng(3).normal(size=(2, 3, 5, 4)), jnp.float32))
+    queries = jnp.asarray(np.random.default_rng(4).normal(size=(2, 3, 7, 4)), jnp.float32)
+    scores = rescaled(jnp.einsum("bhtd,bhsd->bhts", queries, operand(keys, jnp.float32)), keys, (2,))
+    np.testing.assert_allclose(scores, jnp.einsum("bhtd,bhsd->bhts", queries, dequantize(keys)), rtol=1e-5, atol=1e-6)
+    floats = dequantize(keys)
+    assert operand(floats, jnp.bfloat16) is floats and rescaled(scores, floats, (2,)) is scores

@@ -66,3 +66,53 @@ def test_queries_grow_with_their_position_and_keys_do_not() -> None:
     np.testing.assert_allclose(grown, np.broadcast_to(expected[None, :, None, None], grown.shape), rtol=1e-5)
     with pytest.raises(InputError, match=r"query_growth=0\.5: needs original_max_positions"):
         Rope(query_growth=0.5)
+
+
+# --- scalings, pair by pair from the words of their papers -------------------------------------------------------------
+
+
+def by_llama3(pair: float, rope: Rope) -> float:
+    """A wavelength above the context divided by low_freq_factor is stretched, one below that by high_freq_factor is kept."""
+    wavelength = 2 * np.pi / pair
+    longest, shortest = (rope.original_max_positions / bound for bound in (rope.low_freq_factor, rope.high_freq_factor))
+    if wavelength > longest:
+        return pair / rope.factor
+    if wavelength < shortest:
+        return pair
+    share = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return (1 - share) * pair / rope.factor + share * pair
+
+
+def test_llama3_stretches_long_wavelengths_and_keeps_short_ones() -> None:
+    scaled = Rope(
+        theta=10000.0, kind="llama3", factor=8.0, original_max_positions=64, low_freq_factor=1.5, high_freq_factor=5.0
+    )
+    base = 10000.0 ** (-np.arange(16) / 16)
+    result, factor = rope.inverse_frequencies(scaled, 32)
+    expected = [by_llama3(pair, scaled) for pair in base]
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    unchanged, stretched = np.isclose(expected, base), np.isclose(expected, base / 8)
+    assert unchanged.any() and stretched.any() and not (unchanged | stretched).all() and factor == 1
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+def test_yarn_interpolates_by_how_often_a_pair_turns_in_the_original_context(truncate) -> None:
+    """Fewer turns than beta_slow: divided by the factor; more than beta_fast: kept; between, a ramp over the pairs' numbers."""
+    scaled = Rope(theta=500.0, kind="yarn", factor=4.0, original_max_positions=256, beta_fast=20.0, truncate=truncate)
+    base = 500.0 ** (-np.arange(16) / 16)
+    turning = [16 * np.log(256 / (2 * np.pi * turns)) / np.log(500.0) for turns in (20.0, 1.0)]  # the pairs that turn so often
+    first, last = (np.floor(turning[0]), np.ceil(turning[1])) if truncate else turning
+    assert 0 < first < last < 15
+    share = np.clip((np.arange(16) - first) / (last - first), 0, 1)
+    result, factor = rope.inverse_frequencies(scaled, 32)
+    np.testing.assert_allclose(result, share * base / 4 + (1 - share) * base, rtol=1e-5)
+    assert factor == pytest.approx(0.1 * np.log(4.0) + 1)
+    _, of_deepseek = rope.inverse_frequencies(
+        Rope(kind="yarn", factor=4.0, original_max_positions=256, mscale=0.7, mscale_all_dim=1.2), 32
+    )
+    assert of_deepseek == pytest.approx((0.07 * np.log(4.0) + 1) / (0.12 * np.log(4.0) + 1))
+
+
+def test_gemma4_turns_a_share_of_the_pairs_at_the_speeds_of_a_whole_head() -> None:
+    result, _ = rope.inverse_frequencies(Rope(theta=100.0, kind="proportional", turned=0.25, factor=2.0), 16)
+    np.testing.assert_allclose(result, [0.5, 0.5 * 100.0 ** (-1 / 8), *[0] * 6], rtol=1e-6)

@@ -99,3 +99,11 @@ def test_the_parts_of_a_matrix_are_declared_after_it() -> None:
     assert whole.values.axes == (None, None, "heads") and whole.values.units == 4
     grouped = Form("int8", 8).declare(Param((64, 8), ("heads", None), "o.weight", transposed=True, units=4, is_product=True))
     assert grouped.values.axes == ("heads", None, None) and grouped.values.units == 4
+
+
+def test_zeros_are_taken_off_before_the_scale() -> None:
+    narrow = narrowed(weights(32, 8), Form("int8", 16))
+    zeros = np.random.default_rng(1).integers(-3, 4, narrow.scales.shape).astype(np.int8)
+    shifted = widened(narrow.replace(zeros=zeros))
+    lost = np.repeat(zeros * np.asarray(narrow.scales), 16, axis=0)  # [in, out]: a group is 16 neighbouring inputs
+    np.testing.assert_allclose(shifted, widened(narrow) - lost, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,312 @@
+"""The rules of verification, one step of each, against slow walks that are given the same random numbers.
+
+Whether a rule keeps the distribution is shown in test_verification.py, by counting. These are exact and small: which tokens are
+accepted, and from which numbers the last token is drawn.
+"""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.decoding import verification
+from specjax.decoding.loop import _cut, _keys_of_step
+from specjax.decoding.state import DecodeState
+from specjax.decoding.stats import Stats, StepInfo
+from specjax.decoding.verification import by_rule, descend, follow_argmax, matching, recursive_rejection, verify
+from specjax.drafts.draft import Draft, Verdict
+from specjax.sampling import RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_ends
+
+ROWS, LENGTH, VOCAB = 60, 3, 4
+PARENTS = np.array([-1, 0, 0, 1, 0, 1, 3, 4])
+
+
+def distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Of a few tokens each; a third of them cannot come."""
+    mass = rng.random((*shape, VOCAB)) ** 2 * (rng.random((*shape, VOCAB)) > 1 / 3)
+    mass[..., 0] += mass.sum(axis=-1) == 0
+    return (mass / mass.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+@pytest.fixture
+def drawn_from(monkeypatch) -> list[np.ndarray]:
+    """What tokens are drawn from, in place of drawing them: the likeliest comes."""
+    masses: list[np.ndarray] = []
+
+    def likeliest(mass: jax.Array, keys: jax.Array) -> jax.Array:
+        masses.append(np.asarray(mass, np.float64))
+        return jnp.argmax(mass, axis=-1).astype(jnp.int32)
+
+    monkeypatch.setattr(verification, "draw", likeliest)
+    return masses
+
+
+def normalised(mass: np.ndarray) -> np.ndarray:
+    return mass / mass.sum(axis=-1, keepdims=True)
+
+
+# --- chains ----------------------------------------------------------------------------------------------------------
+
+
+def by_rejection(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
+    """Leviathan et al., Algorithm 1, of one chain: how many tokens are accepted, and what the next is drawn from."""
+    for i, token in enumerate(x):
+        if p[i, token] == 0 or u[i] >= min(1.0, p[i, token] / q[i, token]):
+            return i, np.maximum(0.0, p[i] - q[i])
+    return len(x), p[len(x)]
+
+
+def by_block(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
+    """Sun et al., Algorithm 2, likewise."""
+    ratio, accepted, mass = 1.0, 0, p[0] if not x else np.maximum(0.0, p[0] - q[0])
+    for i, token in enumerate(x, start=1):
+        ratio = min(1.0, ratio * p[i - 1, token] / q[i - 1, token])
+        residual = ratio * p[i] if i == len(x) else np.maximum(0.0, ratio * p[i] - q[i])
+        h = ratio if i == len(x) else residual.sum() / max(residual.sum() + 1 - ratio, 1e-30)
+        if u[i - 1] < h:
+            accepted, mass = i, residual
+    return accepted, mass
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monkeypatch) -> None:
+    """Of every length, and with numbers on the edge: 0 accepts no token that the target gives no chance."""
+    rng = np.random.default_rng(0)
+    p, q = distributions(rng, ROWS, LENGTH + 1), distributions(rng, ROWS, LENGTH + 1)
+    x = np.array([[rng.choice(VOCAB, p=normalised(of_node.astype(float))) for of_node in row[:-1]] for row in q])
+    u = (rng.random((ROWS, LENGTH)) * (rng.random((ROWS, LENGTH)) > 0.3)).astype(np.float32)
+    lengths = np.arange(ROWS) % (LENGTH + 1)
+    drafted = np.arange(LENGTH) < lengths[:, None]
+    monkeypatch.setattr(verification, "_uniform", lambda keys, count: jnp.asarray(u))
+    q = np.where(np.pad(drafted, ((0, 0), (0, 1)))[..., None], q, 0.0)
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    accepted, _ = verification.CHAIN_RULES[rule](jnp.asarray(p), jnp.asarray(q), jnp.asarray(x, jnp.int32), drafted, keys)
+    slow = {"rejection": by_rejection, "block": by_block}[rule]
+    for row, length in enumerate(lengths):
+        count, mass = slow(p[row].astype(float), q[row].astype(float), x[row, :length].tolist(), u[row].tolist())
+        assert accepted[row] == count, row
+        if mass.sum() > 1e-6:
+            np.testing.assert_allclose(normalised(drawn_from[0][row]), normalised(mass), atol=1e-5)
+    assert set(np.asarray(accepted).tolist()) == set(range(LENGTH + 1))
+
+
+# --- trees -----------------------------------------------------------------------------------------------------------
+
+
+def siblings_by_rejection(p: np.ndarray, q: np.ndarray, x: list[int], u: list[float]) -> tuple[int, np.ndarray]:
+    """SpecInfer, section 4.3, of one node: which child is accepted, -1 for none, and what the next token is drawn from."""
+    for child, token in enumerate(x):
+        if u[child] * q[token] < p[token]:
+            return child, p
+        residual, rest = np.maximum(0.0, p - q), np.where(np.arange(VOCAB) == token, 0.0, q)
+        p = normalised(residual) if residual.sum() > 0 else p
+        q = normalised(rest) if rest.sum() > 0 else rest
+    return -1, p
+
+
+def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
+    """Three children of the root, drawn without replacement; of some rows the second or the third was not drafted."""
+    rng = np.random.default_rng(0)
+    p, q = distributions(rng, ROWS), distributions(rng, ROWS) + np.float32(0.02)
+    q = normalised(q).astype(np.float32)
+    x = np.array([rng.choice(VOCAB, 3, replace=False, p=normalised(of_row.astype(float))) for of_row in q])
+    drafted = np.array([True, True, True, False])[(np.arange(ROWS)[:, None] + [1, 2, 3]) % 4] | (np.arange(3) == 0)
+    draft = Draft.of_tree(
+        jnp.asarray(np.pad(x, ((0, 0), (1, 0))), jnp.int32),
+        np.array([-1, 0, 0, 0]),
+        q=jnp.tile(jnp.asarray(q)[:, None], (1, 4, 1)),
+        valid=jnp.asarray(np.pad(drafted, ((0, 0), (1, 0)), constant_values=True)),
+    )
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    child, _ = recursive_rejection(draft, jnp.zeros(ROWS, jnp.int32), jnp.asarray(p), keys)
+    number = jax.vmap(lambda key: jax.vmap(lambda node: jax.random.uniform(jax.random.fold_in(key, node)))(jnp.arange(4)))
+    u = np.asarray(number(split_keys(keys, 2)[0]), float)
+    for row in range(ROWS):
+        offered = x[row, : np.cumprod(drafted[row]).sum()].tolist()
+        expected, mass = siblings_by_rejection(p[row].astype(float), q[row].astype(float), offered, u[row, 1:].tolist())
+        assert child[row] == (expected + 1 if expected >= 0 else -1), row
+        np.testing.assert_allclose(normalised(drawn_from[0][row]), normalised(mass), atol=1e-4)
+    assert set(np.asarray(child).tolist()) == {-1, 1, 2, 3}
+
+
+def a_tree(rng: np.random.Generator, rows: int, likeliest: np.ndarray) -> tuple[Draft, np.ndarray, np.ndarray]:
+    """A draft of the tree PARENTS, most of whose nodes hold what is ``likeliest [B, N]`` after their parents."""
+    tokens, missed = np.zeros((rows, len(PARENTS)), np.int32), rng.random((rows, len(PARENTS))) < 0.3
+    for node, parent in enumerate(PARENTS[1:], 1):
+        rank = sum(PARENTS[:node] == parent)  # siblings hold different tokens
+        tokens[:, node] = (likeliest[:, parent] + rank + missed[:, parent]) % VOCAB
+    valid = rng.random(tokens.shape) < 0.9
+    valid[:, 0] = True
+    return Draft.of_tree(jnp.asarray(tokens), PARENTS, valid=jnp.asarray(valid)), tokens, valid
+
+
+def walk(tokens: np.ndarray, valid: np.ndarray, best: np.ndarray) -> list[int]:
+    """From the root of one row to the last node that holds what is ``best [N]`` after its parent."""
+    path = [0]
+    while True:
+        below = [n for n in np.flatnonzero(path[-1] == PARENTS) if valid[n] and tokens[n] == best[path[-1]]]
+        if not below:
+            return path
+        path.append(int(below[0]))
+
+
+@pytest.mark.parametrize("rule", ["argmax", "matching", "coupled"])
+def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
+    """Where it goes is its argmax, all that p leaves, or the argmax with the noise of the depth."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(ROWS, len(PARENTS), VOCAB)).astype(np.float32)
+    depths = np.array([0, 1, 1, 2, 1, 2, 3, 2])
+    keys, depth = jax.random.split(jax.random.key(0), (4, ROWS)), depths.max()
+    sampling = Sampling(temperature=1.0).rows(ROWS, "coupled" if rule == "coupled" else "independent")
+    shown = logits
+    if rule == "coupled":
+        noise = np.stack([noise_of_rows(keys[level], VOCAB, sampling) for level in range(depth + 1)], axis=1)
+        shown = logits + noise[:, depths]
+    best = shown.argmax(axis=-1)
+    draft, tokens, valid = a_tree(rng, ROWS, best)
+    if rule == "argmax":
+        verdict = follow_argmax(draft, jnp.asarray(best, jnp.int32))
+    elif rule == "coupled":
+        verdict = verify(draft, jnp.asarray(logits), sampling, keys)
+    else:  # whatever is drawn, it is the only token with a chance
+        verdict = descend(draft, by_rule(matching, jnp.asarray(logits), Sampling(top_k=1).rows(ROWS), keys[0]))
+    emitted = np.asarray(verdict.emitted(draft))
+    for row in range(ROWS):
+        path = walk(tokens[row], valid[row], best[row])
+        assert verdict.count[row] == len(path) and verdict.path[row, : len(path)].tolist() == path
+        assert emitted[row, : len(path)].tolist() == [*tokens[row, path[1:]], best[row, path[-1]]]
+    assert set(np.asarray(verdict.count).tolist()) == {1, 2, 3, 4}
+
+
+def test_of_a_target_that_allows_one_token_that_one_comes_whatever_is_drafted() -> None:
+    """Also as the last one, after all drafted tokens: it is warped as they are."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(ROWS, 3, VOCAB)).astype(np.float32)
+    x = rng.integers(0, VOCAB, (ROWS, 2))
+    x[::2] = logits[::2, :2].argmax(axis=-1)
+    draft = Draft.chain(jnp.zeros(ROWS, jnp.int32), jnp.asarray(x, jnp.int32), jnp.full((ROWS, 2, VOCAB), 1 / VOCAB))
+    keys, sampling = jax.random.split(jax.random.key(0), ROWS), Sampling(top_k=1).rows(ROWS)
+    verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys))(logits)
+    best, emitted = logits.argmax(axis=-1), np.asarray(verdict.emitted(draft))
+    for row, count in enumerate(np.asarray(verdict.count)):
+        assert emitted[row, :count].tolist() == best[row, :count].tolist()
+    assert (np.asarray(verdict.count)[::2] == 3).all()
+
+
+def test_every_depth_of_a_walk_has_random_numbers_of_its_own() -> None:
+    numbers = []
+
+    def rule(draft: Draft, node: jax.Array, p: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        numbers.append(jax.random.key_data(keys).tolist())
+        return node, node
+
+    keys, node = jax.random.split(jax.random.key(0), 2), jnp.zeros(2, jnp.int32)
+    draft = Draft.chain(node, jnp.zeros((2, 2), jnp.int32))
+    visit = by_rule(rule, jnp.zeros((2, 3, VOCAB)), Sampling().rows(2), keys)
+    for depth in (0, 1, 2, 1):
+        visit(draft, node, jnp.asarray(depth))
+    assert numbers[1] == numbers[3] and len({str(of_depth) for of_depth in numbers}) == 3
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+def sampled(rule: str) -> RowSampling:
+    return Sampling(temperature=1.0).rows(2, rule)
+
+
+def key_data(keys: jax.Array) -> list:
+    return jax.random.key_data(keys).tolist()
+
+
+def test_coupled_keys_are_those_of_positions_for_drafter_and_target_alike() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    state = SimpleNamespace(sampling=sampled("coupled"), keys=keys, lengths=jnp.array([7, 3]))
+    following, draft_keys, verify_keys = _keys_of_step(state, 2)
+    expected = key_data(position_keys(keys, jnp.array([[7, 3], [8, 4], [9, 5]])))
+    assert key_data(following) == key_data(keys)
+    assert key_data(draft_keys) == expected[:2] and key_data(verify_keys) == expected
+
+
+def test_other_keys_are_used_once() -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    following, draft_keys, verify_keys = _keys_of_step(SimpleNamespace(sampling=sampled("block"), keys=keys), 3)
+    of_levels = [key for level in key_data(draft_keys) for key in level]
+    every = [*key_data(keys), *key_data(following), *of_levels, *key_data(verify_keys)]
+    assert len({str(numbers) for numbers in every}) == len(every) == 2 + 2 + 3 * 2 + 2
+
+
+def cut(emitted: list[int], count: int, ends: list[int], room: int, done: bool) -> tuple[int, bool]:
+    """How many of a row's first ``count`` tokens stay, and whether it is done then."""
+    if done:
+        return 0, True
+    for number, token in enumerate(emitted[: min(count, room)], 1):
+        if token in ends:
+            return number, True
+    return min(count, room), count >= room
+
+
+def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
+    """Also in the middle of what was accepted. An end token beyond that, where anything may stand, ends nothing."""
+    rng = np.random.default_rng(0)
+    emitted, count = rng.integers(0, 5, (200, 4)), rng.integers(1, 5, 200)
+    ends = np.stack([rng.integers(0, 5, 200), np.full(200, -1)], axis=1)
+    room, done = rng.integers(1, 7, 200), rng.random(200) < 0.1
+    state = SimpleNamespace(
+        eos=jnp.asarray(ends), lengths=jnp.full(200, 5), limits=jnp.asarray(5 + room), done=jnp.asarray(done)
+    )
+    verdict = Verdict(path=jnp.zeros((200, 4), jnp.int32), count=jnp.asarray(count), token=jnp.zeros(200, jnp.int32))
+    shorter, is_done = _cut(verdict, jnp.asarray(emitted), state)
+    for row in range(200):
+        expected = cut(emitted[row].tolist(), count[row], ends[row].tolist(), room[row], done[row])
+        assert (shorter.count[row], is_done[row]) == expected, row
+        if expected[0]:
+            assert shorter.token[row] == emitted[row, expected[0] - 1]
+
+
+def test_statistics_count_what_was_emitted() -> None:
+    """Of three rows, the last of which is done, in two steps of drafts of depth 2."""
+    stats = Stats.zeros(3, 2)
+    for emitted, accepted in (([1, 3, 0], [0, 2, 0]), ([2, 2, 0], [1, 2, 0])):  # in the last step the limit cut the bonus off
+        info = StepInfo(
+            active=jnp.array([True, True, False]),
+            emitted=jnp.array(emitted),
+            accepted=jnp.array(accepted),
+            drafted=jnp.array([2, 2, 0]),
+            drafted_at=jnp.array([[True, True], [True, True], [False, False]]),
+            scored=jnp.array([3, 3, 0]),
+            draft=None,
+            path=jnp.zeros((3, 3), jnp.int32),
+        )
+        stats = stats.add(info)
+    assert stats.steps.tolist() == [2, 2, 0] and stats.scored.tolist() == [6, 6, 0]
+    assert stats.drafted.tolist() == [4, 4, 0] and stats.accepted.tolist() == [1, 4, 0]
+    assert stats.drafted_at.tolist() == [[2, 2], [2, 2], [0, 0]] and stats.accepted_at.tolist() == [[1, 0], [2, 2], [0, 0]]
+    assert stats.histogram.tolist() == [[0, 1, 1, 0], [0, 0, 1, 1], [0, 0, 0, 0]]
+
+
+# --- where no text may end yet ----------------------------------------------------------------------------------------
+
+
+def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on() -> None:
+    """Row by row and depth by depth; the row's own end tokens, and no others."""
+    ends, no_end = np.array([[2, -1], [0, 3], [1, 2]]), np.array([1, 3, 0])
+    sampling = Sampling().rows(3).replace(ends=jnp.asarray(ends), no_end=jnp.asarray(no_end))
+    logits = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+    masked = np.asarray(without_ends(jnp.asarray(logits), sampling, np.array([0, 1, 2, 1])))
+    for row, node, token in np.ndindex(3, 4, 5):
+        is_early = [0, 1, 2, 1][node] < no_end[row] and token in ends[row]
+        assert masked[row, node, token] == (-np.inf if is_early else logits[row, node, token])
+    ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
+    narrow = np.asarray(without_ends(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
+    np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])
+
+
+def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:
+    state = SimpleNamespace(
+        sampling=sampled("block"), eos=jnp.array([[2], [3]]), min_lengths=jnp.array([9, 5]), lengths=jnp.array([7, 5])
+    )
+    sampling = DecodeState.next_sampling.fget(state)
+    assert sampling.no_end.tolist() == [2, 0] and sampling.ends.tolist() == [[2], [3]]

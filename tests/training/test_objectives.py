@@ -1,0 +1,108 @@
+"""What objectives are made of, each against a loop over windows, places and depths."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.models.transformer import Output
+from specjax.training.objectives.ahead import ahead, behind, counted, decayed, expected
+from specjax.training.objectives.blocks import Drafted, dpace, falling
+from specjax.training.objectives.draft_vocabulary import token_loss
+from specjax.training.objectives.unrolling import places
+from specjax.training.objectives.windows import document_mask
+
+OWNERS = np.array([[0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 5, 5, 6, 6, 6]])
+MASK = np.random.default_rng(0).random((2, 10)) < 0.8
+BATCH = {
+    "tokens": jnp.asarray(np.random.default_rng(1).integers(0, 9, OWNERS.shape)),
+    "segments": jnp.asarray(OWNERS),
+    "loss_mask": jnp.asarray(MASK),
+}
+
+
+def test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask() -> None:
+    """Label t + 2 + k is under the mask at its input, token t + 1 + k; it may be of the next document."""
+    for step in range(4):
+        counts = np.asarray(counted(BATCH, step))
+        for row, t in np.ndindex(2, 10):
+            newest = t + 1 + step
+            expects = newest < 10 and MASK[row, newest] and OWNERS[row, t] == OWNERS[row, newest]
+            assert counts[row, t] == expects, (step, row, t)
+
+
+def test_documents_see_themselves_alone_and_know_their_places() -> None:
+    visible, place = np.asarray(document_mask(BATCH["segments"])), np.asarray(places(BATCH["segments"]))
+    for row in range(2):
+        for t in range(11):
+            document = [u for u in range(t + 1) if OWNERS[row, u] == OWNERS[row, t]]
+            assert np.flatnonzero(visible[row, t]).tolist() == document
+            assert place[row, t] == len(document) - 1
+
+
+def test_what_is_expected_of_a_step_stands_as_far_ahead_as_it_drafts() -> None:
+    numbers = jnp.arange(20.0).reshape(2, 10, 1)
+    hidden, logits = expected(Output(hidden=numbers, taps=numbers, logits=-numbers), 2)
+    np.testing.assert_array_equal(hidden[:, :7, 0], [np.arange(3.0, 10), np.arange(13.0, 20)])
+    np.testing.assert_array_equal(logits, -hidden)
+    np.testing.assert_array_equal(behind(ahead(numbers, 2), 2)[:, 2:], numbers[:, 2:])
+
+
+def test_later_steps_weigh_less_and_are_compared_where_the_target_says_it() -> None:
+    states, compared = [jnp.full((2, 10, 1), 10.0**step) for step in range(3)], []
+
+    def loss_of(state: jax.Array, mask: jax.Array) -> jax.Array:
+        compared.append(np.asarray(mask))
+        return state.max()
+
+    total, metrics = decayed(BATCH, states, loss_of, 0.5)
+    assert total == 1 + 0.5 * 10 + 0.25 * 100 and metrics["loss_2"] == 100
+    for step, mask in enumerate(compared):
+        np.testing.assert_array_equal(mask[:, 1 + step :], np.asarray(counted(BATCH, step))[:, : 9 - step])
+        assert not mask[:, : 1 + step].any()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_weights_of_dpace_are_what_the_length_loses_without_a_depth(alpha) -> None:
+    rng = np.random.default_rng(0)
+    right, depths = rng.random((2, 3, 5)).astype(np.float32), rng.integers(0, 6, (2, 3))
+    valid = np.arange(5) < depths[..., None]
+    weights = dpace(jnp.asarray(right), jnp.asarray(valid), alpha)
+    for row, block in np.ndindex(2, 3):
+        count = depths[row, block]
+        smooth = [(1 - alpha) * chance + alpha for chance in right[row, block, :count].astype(float)]
+        slow = [sum(np.prod(smooth[: m + 1]) for m in range(d, count)) for d in range(count)]
+        np.testing.assert_allclose(weights[row, block, :count], slow, rtol=1e-5)
+        assert not np.any(weights[row, block, count:])
+
+
+def test_weights_fall_from_one_by_depth() -> None:
+    np.testing.assert_allclose(falling((2, 4), 2.0), np.tile(np.exp([0, -0.5, -1, -1.5]), (2, 1)), rtol=1e-6)
+    np.testing.assert_array_equal(falling((2, 4), 0.0), np.ones((2, 4)))
+
+
+def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:
+    """At place t the anchor is token t + 1; at depth d stands token t + 1 + d, which the target says at t + d."""
+    hidden, depth = jnp.arange(20.0).reshape(2, 10, 1), 3
+    valid = jnp.asarray(np.random.default_rng(2).random((2, 10, depth)) < 0.5)
+    at, output = jnp.array([[4, 0], [1, 5]]), Output(hidden=hidden, taps=hidden, logits=hidden)
+    drafted = Drafted.at(at, BATCH, output, jnp.zeros((2, 2, depth, 1)), valid)
+    for row, block, d in np.ndindex(2, 2, depth):
+        t = int(at[row, block])
+        assert drafted.tokens[row, block, d] == BATCH["tokens"][row, t + 2 + d]
+        assert drafted.before[row, block, d] == BATCH["tokens"][row, t + 1 + d]
+        assert drafted.hidden[row, block, d, 0] == 10 * row + t + 1 + d
+        assert drafted.valid[row, block, d] == valid[row, t, d]
+
+
+def test_a_token_is_accepted_with_its_chance_among_all_tokens() -> None:
+    """The drafter has three of the target's five."""
+    rng = np.random.default_rng(0)
+    whole, ours, ids = rng.normal(size=(1, 2, 5)) * 2, rng.normal(size=(1, 2, 3)) * 2, np.array([0, 2, 3])
+    total = np.log(np.exp(whole).sum(-1))
+    arguments = jnp.asarray(whole[..., ids], jnp.float32), jnp.asarray(total, jnp.float32), jnp.asarray(ours, jnp.float32)
+    p, q = np.exp(whole - total[..., None])[..., ids], np.exp(ours) / np.exp(ours).sum(-1, keepdims=True)
+    mask = jnp.ones((1, 2), bool)
+    np.testing.assert_allclose(token_loss("acceptance", *arguments, mask, 0.0), -np.log(np.minimum(p, q).sum(-1)), rtol=1e-5)
+    scaled = p / p.sum(-1, keepdims=True)
+    np.testing.assert_allclose(token_loss("cross_entropy", *arguments, mask, 0.0), -(scaled * np.log(q)).sum(-1), rtol=1e-5)
