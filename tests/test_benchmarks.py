@@ -83,6 +83,7 @@ def test_what_cannot_be_measured_is_refused_by_name(changes, words) -> None:
         decode.run(decode.BenchmarkConfig(**(SMALL | {"compare": False} | changes)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("acceptance", [*(pytest.param(value, marks=pytest.mark.thorough) for value in (0.0, 1.0)), 0.6])
 def test_forced_acceptance_is_what_was_asked_for(monkeypatch, acceptance) -> None:
     monkeypatch.setitem(PUBLISHED, "tiny", tiny_config(vocab_size=500))
@@ -149,12 +150,14 @@ def test_both_libraries_are_measured(tiny_pair, tmp_path, capsys) -> None:
         few_rows.run(few_rows.FewRowsConfig(repeats=0))
 
 
+@pytest.mark.full
 def test_every_rule_is_timed(capsys) -> None:
     verification.main(verification.VerificationConfig(vocab=(64,), batch=(1,), top_p=(1.0,), repeats=1))
     out = capsys.readouterr().out
     assert [line.split("│")[1].strip() for line in out.splitlines() if "│" in line] == [rule for rule, *_ in verification.CASES]
 
 
+@pytest.mark.full
 def test_our_loss_is_that_of_speculators() -> None:
     """EAGLE-3's training-time test, on the same weights and numbers; and both are timed."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "heads": 4, "vocab_size": 40, "window": 24}
@@ -185,6 +188,7 @@ def test_trained_drafters_are_set_beside_each_other(tiny_pair, tmp_path, monkeyp
         drafters.run(drafters.DraftersConfig(target=target, runs=("nothing",)))
 
 
+@pytest.mark.full
 def test_drafters_go_on_alone(tiny_pair, tmp_path, capsys) -> None:
     """The target itself, as a draft model, agrees with itself everywhere."""
     target, draft = tiny_pair

@@ -27,6 +27,7 @@ every_page = pytest.mark.parametrize("page", NAMES.values(), ids=NAMES)
 # --- pages -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.run for block in documents.blocks(page, "python"))], ids=lambda page: page.stem
 )
@@ -173,6 +174,7 @@ def example(module: ModuleType, name: str, statement: ast.stmt) -> Iterator[tupl
         yield name, doctest.DocTestParser().get_doctest(str(text), {}, where, module.__file__, statement.lineno - 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["fast", "slow"])
 def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeypatch) -> None:
     """All in one process, from one target, so that what is compiled for one example serves the others."""

@@ -38,6 +38,7 @@ def tiny(tiny_pair) -> TextGenerator:
     return specjax.load(*tiny_pair, draft="chain:4")
 
 
+@pytest.mark.full
 def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None:
     command = ["generate", "--drafter", "embedded:draft", "--prompt", PROMPT, "--max-new-tokens", str(COUNT)]
     assert main([*command, "--json"]) == 0
@@ -102,6 +103,7 @@ def test_tokens_end_with_the_one_that_completes_a_stop_string(tokens, stop, coun
     assert made.text == "".join(pieces) == decoded.split(stop)[0]
 
 
+@pytest.mark.full
 def test_a_list_is_a_batch(tiny) -> None:
     whole = tiny(PROMPT, max_new_tokens=COUNT)
     both = tiny([PROMPT, "class Queue:\n"], max_new_tokens=COUNT)

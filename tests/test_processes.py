@@ -209,6 +209,7 @@ def test_a_port_that_is_taken_is_named() -> None:
             processes._gather(Place(address, 2, 0), member(0, 2), 1.0)
 
 
+@pytest.mark.full
 def test_three_processes_hear_all_decisions_in_order(tmp_path) -> None:
     with started(three_processes.__name__, tmp_path, count=3) as running:
         wait(running, tmp_path)
@@ -221,6 +222,7 @@ def test_three_processes_hear_all_decisions_in_order(tmp_path) -> None:
     assert f"3 processes: 0 is {socket.gethostname()} (pid {running[0].pid}), 1 is" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 2])
 def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
     (tmp_path / three_processes.DIES).write_text(str(lost))
@@ -234,6 +236,7 @@ def test_when_one_is_lost_all_end_and_say_which(tmp_path, lost) -> None:
         assert name in log or (lost == 0 and "leader task" in log)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("failing", [0, 1])
 def test_when_one_alone_fails_all_end_soon(tmp_path, failing) -> None:
     """The others are in a collective with it; JAX by itself would let them wait for five minutes."""

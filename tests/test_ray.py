@@ -44,11 +44,13 @@ def generate(target):
         yield made
 
 
+@pytest.mark.full
 def test_the_module_imports_no_ray() -> None:
     code = "import sys, specjax.ray; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.full
 def test_a_row_has_the_same_text_in_any_batch(generate) -> None:
     whole = generate({"prompt": column(PROMPTS), "number": np.arange(6)})
     assert whole["number"].tolist() == list(range(6))
@@ -108,6 +110,7 @@ def test_what_is_no_prompt_is_refused_by_name(generate, batch, words) -> None:
         generate({name: column(values) for name, values in batch.items()})
 
 
+@pytest.mark.full
 def test_texts_and_chats_are_those_of_the_command_and_are_trained_on(target, tmp_path) -> None:
     """Prompts that `regenerate` leaves as they are, texts of few tokens and first questions, get its answers."""
     template = tmp_path / "template.jinja"

@@ -19,6 +19,7 @@ def test_its_first_code_is_among_its_first_lines() -> None:
     assert first <= 30
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("either_assets")
 def test_its_python_runs(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)

@@ -87,6 +87,7 @@ def drafters(pair: RealPair) -> dict:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "batches"),
     [

@@ -96,6 +96,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.full
 def test_the_most_probable_token_survives_every_setting() -> None:
     """And is all that is left of the smallest ones; once, they left nothing and drew token 0 for ever."""
     names = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -126,6 +127,7 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [512, 301])
 def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
     """Over a vocabulary of several blocks, some of them empty, and one that no number of blocks divides; it ends in zeros."""

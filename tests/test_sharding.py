@@ -46,6 +46,7 @@ def test_each_layer_is_split_by_its_own_heads() -> None:
     assert (config.axis_units["heads"], config.axis_units["kv_heads"]) == (8, 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", LAYERED)
 def test_logits_of_layers_that_differ_are_the_same_on_a_mesh(which) -> None:
     target, mesh = tiny_target(**LAYERED[which]), sharding.make_mesh(2, 4)
@@ -76,6 +77,7 @@ def test_loading_onto_a_mesh_reads_slices(checkpoint) -> None:
     jax.tree.map(np.testing.assert_array_equal, whole.params, split.params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", ["tiny", pytest.param("embedded", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "name", [None, "dynamic tree", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("draft model", "early exit"))]

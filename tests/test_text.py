@@ -266,6 +266,7 @@ def test_stop_strings_however_the_text_is_cut(whole, stop, expected) -> None:
         assert stopping.found == (expected != whole)
 
 
+@pytest.mark.full
 def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
     script = (
         "import sys; sys.modules['torch'] = None\n"

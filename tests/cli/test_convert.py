@@ -205,6 +205,7 @@ def test_a_model_is_written_with_narrow_weights(tmp_path, capsys, weights) -> No
     assert isinstance(Target.from_pretrained(tmp_path / "all").params["embed"], Narrow)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["int4", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("int8", "fp8"))])
 def test_a_model_is_written_with_narrow_weights_chosen_by_a_text(tmp_path, capsys, weights) -> None:
     save_tiny(tmp_path / "model")

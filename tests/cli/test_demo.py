@@ -28,6 +28,7 @@ def check_shown(out: str, ways: int, methods: Iterable[str]) -> None:
     assert len(text) > len(" ".join(prompts)) + 40  # prompts and new text
 
 
+@pytest.mark.full
 def test_the_demo_shows_its_methods(capsys, monkeypatch, tmp_path) -> None:
     directory = save_tiny(tmp_path / "target", num_layers=1)  # a model that drafts for itself, and is inflated: all is accepted
     for name, kind in (("eagle3", Eagle3), ("mtp", MTP)):

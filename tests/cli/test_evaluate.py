@@ -34,6 +34,7 @@ def questions(tmp_path):
     return file
 
 
+@pytest.mark.full
 def test_every_method_answers_every_turn(tiny_pair, questions, tmp_path, capsys) -> None:
     target, _ = tiny_pair
     arguments = ["--target", target, "--questions", str(questions), "--max-new-tokens", "6", "--repeats", "2"]
@@ -143,6 +144,7 @@ def test_a_real_pair_is_tested_from_the_command_line(tiny_pair, capsys) -> None:
     assert len(json.loads(capsys.readouterr().out)["results"]) == 2
 
 
+@pytest.mark.full
 def test_texts_are_written_anew_whatever_the_batch_and_wherever_it_stopped(tiny_pair, tmp_path) -> None:
     target, _ = tiny_pair
     source = tmp_path / "texts.jsonl"
@@ -232,6 +234,7 @@ def test_equal_documents_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> No
     assert len({record["text"] for record in records(output)}) > 24  # and each has its own random numbers
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_left_out_and_counted(tiny_pair, tmp_path, capsys) -> None:
     """The target has 512 positions: a question that is too long alone, one that is too long after another, one that fits."""
     template = tmp_path / "template.jinja"

@@ -50,6 +50,7 @@ def test_generate_streams_the_text_that_json_reports(capsys, tiny_pair) -> None:
     assert record["prompt"] == "def main():"
 
 
+@pytest.mark.full
 def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0], cache_dtype="int8")
     records = []
@@ -63,6 +64,7 @@ def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
     assert records[0]["token_ids"] == expected.tokens[0, prompt.shape[1] :].tolist()
 
 
+@pytest.mark.full
 def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) -> None:
     """And heeds it. Whether it measures well is tested elsewhere: beside other work, a tiny model's times say little."""
     measured = []
@@ -76,6 +78,7 @@ def test_the_off_switch_says_what_it_measured(capsys, tiny_pair, monkeypatch) ->
     assert json.loads(out)["statistics"]["drafted"] == 0
 
 
+@pytest.mark.full
 def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> None:
     command = "main(['plan', 'theory', '--cost', '0.1'])"
     script = f"from specjax.cli.main import main; import jax; {command}; jax.jit(lambda x: x * 2)(1.0)"
@@ -265,6 +268,7 @@ def test_a_draft_of_another_vocabulary_is_refused_before_its_weights(capsys, tmp
     assert "drafter has a vocabulary of 11 tokens and target one of 3072" in err
 
 
+@pytest.mark.full
 def test_the_module_runs_as_a_program_and_says_what_each_command_does() -> None:
     done = subprocess.run([sys.executable, "-m", "specjax", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -273,6 +277,7 @@ def test_the_module_runs_as_a_program_and_says_what_each_command_does() -> None:
         assert len(command.about.split()) > 5
 
 
+@pytest.mark.full
 def test_a_draft_tree_is_drawn(tmp_path, capsys, tiny_pair) -> None:
     picture = tmp_path / "tree.png"
     options = ["--drafter", tiny_pair[1], "--draft", "dynamic:3,3,9", "--show-tree", str(picture), "--json"]
@@ -294,6 +299,7 @@ def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_
         assert statistics["drafted"] == (0 if draft is None else 2 * statistics["steps"])
 
 
+@pytest.mark.full
 def test_plan_measures_this_machine(tmp_path, capsys, tiny_pair) -> None:
     prompts, picture = tmp_path / "prompts.txt", tmp_path / "plan.png"
     prompts.write_text("def main():\nimport os\n")

@@ -66,6 +66,7 @@ def run(directory: Path, *words: str, count: int = 2) -> list[str]:
     return [(directory / f"{number}.out").read_text() for number in range(count)]
 
 
+@pytest.mark.full
 def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
     words = ["generate", "--prompt", "def area(", "--drafter", "embedded:eagle3", "--max-new-tokens", "24", "--json"]
     words += ["--temperature", "0.8", "--seed", "3", "--rule", "coupled", "--precision", "highest"]
@@ -75,6 +76,7 @@ def test_generate_prints_once_what_one_process_prints(tmp_path) -> None:
     assert json.loads(first)["token_ids"] == json.loads(alone)["token_ids"]
 
 
+@pytest.mark.full
 def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
     with commands(tmp_path, "generate", "--prompt", "x") as running:
         codes = [process.wait(120) for process in running]
@@ -84,6 +86,7 @@ def test_a_mesh_that_leaves_devices_out_is_refused_by_all(tmp_path) -> None:
     assert all(codes)
 
 
+@pytest.mark.full
 def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
     port = free_port()
     prompts = [["generate", "--prompt", each, *TOGETHER] for each in ("x", "y")]
@@ -96,6 +99,7 @@ def test_other_options_in_one_process_are_refused_by_all(tmp_path) -> None:
         assert "was given another command, or other options" in (tmp_path / f"{number}.err").read_text()
 
 
+@pytest.mark.full
 def test_an_error_in_one_process_ends_the_other_soon(tmp_path) -> None:
     """An address that others reach needs a key: the process that listens says so."""
     with commands(tmp_path, "serve", "--host", "0.0.0.0", *TOGETHER) as running:
@@ -103,6 +107,7 @@ def test_an_error_in_one_process_ends_the_other_soon(tmp_path) -> None:
     assert "give --api-key-file FILE" in (tmp_path / "0.err").read_text()
 
 
+@pytest.mark.full
 def test_what_runs_in_one_process_says_so(tmp_path) -> None:
     with commands(tmp_path, "regenerate", "--source", "x", "--output", "y.jsonl") as running:
         assert [process.wait(120) for process in running] == [2, 2]

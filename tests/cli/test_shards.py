@@ -32,6 +32,7 @@ def by_label(*files: Path) -> dict[tuple[str, int], str]:
     return {(record["document"], record["copy"]): record["text"] for record in found}
 
 
+@pytest.mark.full
 def test_shards_of_any_number_write_what_one_process_writes(tiny_pair, source, tmp_path, capsys) -> None:
     command = of_texts(tiny_pair[0], source, "--copies", "2")
     assert main([*command, "--output", str(tmp_path / "whole.jsonl")]) == 0

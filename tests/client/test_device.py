@@ -37,6 +37,7 @@ BESIDE = [("moa", TREE), ("draft model", Chain(3))]
 MORE = [(name, shape) for name in DRAFTERS for shape in (Chain(3), TREE) if (name, shape) not in BESIDE]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "shape"), [*BESIDE, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)])
 def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -> None:
     drafter = DRAFTERS[name](target).replace(draft=shape)
@@ -70,6 +71,7 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     assert len(text) >= len(PROMPT) + 17
 
 
+@pytest.mark.full
 def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     tokens = np.random.default_rng(0).integers(0, 11, 101).tolist()
     drafter = DRAFTERS["moa"](target)
@@ -93,6 +95,7 @@ def test_every_count_is_in_pieces_of_few_sizes() -> None:
         assert all(width in WIDTHS for _, width in pieces)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["draft model", pytest.param("moa", marks=pytest.mark.thorough)])
 def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     target = tiny_target(seed=3)

@@ -191,6 +191,7 @@ def prompt_with(word: str) -> str:
     return f"import os\nname = '{word}'\nprint(name)\nreturn"
 
 
+@pytest.mark.full
 def test_no_frame_has_anything_private(place: Place) -> None:
     word = "correct_horse_battery"
     prompt = prompt_with(word)
@@ -211,6 +212,7 @@ def test_no_frame_has_anything_private(place: Place) -> None:
         assert len(frame) < 400
 
 
+@pytest.mark.full
 def test_all_that_is_safe_is_heard_and_the_rest_is_assumed(place: Place) -> None:
     prompt = prompt_with("hunter2")
     tokens = text.encode(place.tokenizer, prompt)

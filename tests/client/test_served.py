@@ -85,6 +85,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full_except("drawn")
 @pytest.mark.parametrize("asked", [{}, DRAWN], ids=["greedy", "drawn"])
 def test_the_command_writes_the_servers_text(asked, served: Served, capsys) -> None:
     options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
@@ -249,6 +250,7 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
             served.client(key=key).generate(PROMPT, max_new_tokens=4)
 
 
+@pytest.mark.full
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
     mine, other = connected(served, KEYS[0]), connected(served, KEYS[1])
     exchange = Exchange(Request(prompt=(5, 6, 7), limit=8, eos=()))

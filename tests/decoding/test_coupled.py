@@ -48,6 +48,7 @@ def plain(run) -> list[list[int]]:
     return outputs(run(None, PROMPTS, LENGTHS, key=KEYS))
 
 
+@pytest.mark.full_except("prompt lookup")
 @pytest.mark.parametrize("name", ["draft model, dynamic", "prompt lookup"])
 def test_no_drafter_changes_the_text_at_any_setting(run, plain, name) -> None:
     """At fewer settings no drafter of the library does: `conformance.check_coupled`."""
@@ -63,6 +64,7 @@ def test_rows_differ_and_keys_matter(run, plain) -> None:
     assert sum(a == b for a, b in zip(again[1:], plain[1:], strict=True)) <= 1
 
 
+@pytest.mark.full_except("None")
 @pytest.mark.parametrize("name", [None, "draft model, dynamic"])
 def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> None:
     drafter = drafters()[name] if name else None
@@ -76,6 +78,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> N
         assert outputs(alone)[0] == plain[row]
 
 
+@pytest.mark.full_except("3")
 @pytest.mark.parametrize("steps", [1, 3])
 def test_streaming_gives_the_same_text(target, plain, steps) -> None:
     options = {"max_new_tokens": NEW, "sampling": MIXED, "key": KEYS, "rule": "coupled"}
@@ -93,6 +96,7 @@ def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> No
     assert outputs(rest) == plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "name",
@@ -111,6 +115,7 @@ def small() -> dict:
     return {"draft model": DraftModel(model, draft=DynamicTree(top_k=3, depth=2, nodes=7)), "prompt lookup": PromptLookup()}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 def test_noise_that_serves_two_positions_fails_the_distribution(monkeypatch) -> None:
     keys = loop.position_keys
@@ -127,6 +132,7 @@ class OtherNoise(DraftModel):
         return super().propose(target, state, root, sampling, other, active)
 
 
+@pytest.mark.full
 def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(run, plain) -> None:
     drafter = drafters()["draft model, static"]
     other = run(OtherNoise(drafter.model, draft=drafter.draft_shape), PROMPTS, LENGTHS, key=KEYS)
@@ -135,6 +141,7 @@ def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(ru
     assert metrics.summarise(other.stats).acceptance_length < metrics.summarise(same.stats).acceptance_length - 0.2
 
 
+@pytest.mark.full_except("sampling1")
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)])
 def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling) -> None:
     """What the target keeps may be what the drafter does not. Here they keep two tokens each, or about as few."""
@@ -201,6 +208,7 @@ def test_rules_of_chains_are_refused_for_trees(target, rule) -> None:
     assert {options.rule_for(drafter.draft_shape) for drafter in (NoDraft(), PromptLookup())} == {rule}
 
 
+@pytest.mark.full
 def test_of_a_certain_q_the_rules_of_chains_come_to_matching() -> None:
     """So copied tokens, which have no q, are verified as asked: as many are accepted, as often."""
     p, x, rows = np.random.default_rng(0).dirichlet(np.ones(5), 4).astype(np.float32), np.array([0, 1, 2]), 20_000

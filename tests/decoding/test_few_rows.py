@@ -60,6 +60,7 @@ def test_only_a_few_rows_of_float32_on_one_cpu_avoid_ynnpack(eigen_is_faster) ->
     assert not few_rows.avoids_ynnpack(5, (target, drafter))
 
 
+@pytest.mark.full
 def test_the_compiled_loop_is_without_ynnpack_and_writes_the_same_text(eigen_is_faster) -> None:
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(4))
     options = GenerationOptions(max_new_tokens=24)

@@ -75,6 +75,7 @@ def test_greedy_equals_decoding_without_a_cache(target, name) -> None:
         assert outputs(result)[row] == greedy_oracle(target, PROMPTS[row, :length].tolist(), NEW)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", [None, "adaptive draft model"])
 def test_a_cache_is_read_in_blocks_as_far_as_it_is_filled(target, name, monkeypatch) -> None:
@@ -110,6 +111,7 @@ def test_a_stop_rule_that_drops_the_improbable_token_fails_the_same_test(rule) -
     assert max(conformance.p_values(target, drafter, [Sampling()], rule=rule, draws=25_000)) < conformance.FALSE_ALARM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [None, pytest.param("dynamic draft model", marks=pytest.mark.thorough)])  # see conformance
 def test_a_row_is_the_same_alone(target, name) -> None:
     """As in any batch, which the conformance suite sees to."""
@@ -148,6 +150,7 @@ def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
             assert metrics.summarise(result.stats, row).emitted == limits[row]
 
 
+@pytest.mark.full_except("rejection-0.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_full_acceptance_for_200_steps(temperature, rule) -> None:
@@ -164,6 +167,7 @@ def test_full_acceptance_for_200_steps(temperature, rule) -> None:
         assert summary.by_position == (1.0, 1.0, 1.0)
 
 
+@pytest.mark.full
 def test_full_acceptance_of_a_tree_for_200_steps() -> None:
     """The path ends at a leaf every time, which the draft model has yet to read."""
     target = tiny_target(max_positions=1024)
@@ -208,6 +212,7 @@ class Recorder(NoDraft):
         }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("chunk", [512, 16])
 def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> None:
@@ -229,6 +234,7 @@ def test_a_drafter_is_told_of_every_committed_token_once(monkeypatch, chunk) -> 
         np.testing.assert_allclose(told["keys"][row, :count], kept, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
     """Every leaf of the state has the row axis first: inserting is one update a leaf, and nobody else notices.
 
@@ -259,6 +265,7 @@ def test_a_request_takes_the_place_of_a_finished_row(target) -> None:
         assert int(state.stats.steps[row]) == int(expected.stats.steps[there])
 
 
+@pytest.mark.full
 def test_a_coupled_request_keeps_its_text_wherever_it_is_inserted(target) -> None:
     """Its random numbers belong to its own key and positions: neither the row nor the step at which it came matters."""
     drafter = drafters()["draft model"]
@@ -327,6 +334,7 @@ SHALLOW = [("chain", "coupled"), ("static tree", "independent"), ("grown tree", 
 SHALLOW += [_thorough("chain", "block"), _thorough("static tree", "coupled"), _thorough("grown tree", "independent")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "rule"), SHALLOW)
 def test_a_draft_may_be_shallower_than_the_state(target, kind, rule) -> None:
     """Of every depth down to a root alone, in turn: the text is the same, the statistics count what was drafted, and the
@@ -374,6 +382,7 @@ def test_a_tree_from_elsewhere_is_refused_where_the_rule_verifies_chains(target,
         decoding.advance(target, RecorderOfDrafts(), state, tree)
 
 
+@pytest.mark.full
 def test_a_finished_row_holds_nobody_up(target) -> None:
     """An adaptive chain drafts as many levels beside a finished neighbour as alone, and as little of the cache is read."""
     model = drafters()["draft model"].model
@@ -430,6 +439,7 @@ def test_the_targets_own_end_tokens_are_the_default(target) -> None:
     assert outputs(specjax.generate(ends, None, PROMPTS[:1], max_new_tokens=NEW, eos_token_ids=()))[0] == full
 
 
+@pytest.mark.full
 def test_keys_of_another_kind_leave_rows_alone(target) -> None:
     """Keys of the kind "rbg" make a row's numbers depend on its neighbours under vmap."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
@@ -441,6 +451,7 @@ def test_keys_of_another_kind_leave_rows_alone(target) -> None:
     assert other != together
 
 
+@pytest.mark.full
 def test_a_prompt_near_the_last_position_is_served_with_a_drafter_too(target) -> None:
     short = target.replace(config=replace(target.config, max_positions=24))
     prompt = np.random.default_rng(0).integers(0, 11, (1, 22))
@@ -452,6 +463,7 @@ def test_a_prompt_near_the_last_position_is_served_with_a_drafter_too(target) ->
         specjax.generate(short, drafter.replace(model=shorter), prompt, max_new_tokens=2)
 
 
+@pytest.mark.full_except("draft model", "static early exit")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_stream_yields_what_generate_returns(target, name) -> None:
     options = {"max_new_tokens": NEW, "sampling": Sampling(temperature=0.9, top_p=0.9), "key": jax.random.key(1)}
@@ -506,6 +518,7 @@ IN_PLACE = [
 ]
 
 
+@pytest.mark.full_except("None-None-64", "None-None-None", "dynamic draft model-independent-None", "early exit-None-None")
 @pytest.mark.parametrize(("name", "rule", "page"), IN_PLACE)
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule, page) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than
@@ -543,6 +556,7 @@ ROLLED_BACK = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [None, pytest.param(64, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", ["draft model", pytest.param("assistant", marks=pytest.mark.thorough)])
 def test_what_is_not_accepted_costs_layers_with_windows_nothing_either(name, page) -> None:
@@ -569,6 +583,7 @@ def texts_of(kinds: str) -> dict[str, list[list[int]]]:
     return {name: outputs(result) for name, result in results.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kinds", ["drawn", pytest.param("all", marks=pytest.mark.thorough)])
 def test_numbers_of_64_bits_change_no_text(kinds) -> None:
     """JAX_ENABLE_X64=1, which other libraries of a program may need."""
@@ -657,6 +672,7 @@ class _Reader(PromptLookup):
         return super().propose(target, state, root, sampling, keys, active)
 
 
+@pytest.mark.full_except("layers1", "layers2")
 @pytest.mark.parametrize("layers", [(), (1,), (0, 2)])
 def test_a_drafter_is_given_the_cache_of_exactly_the_layers_that_it_reads(layers) -> None:
     target, given = tiny_target(**LAYERED["differing"]), []

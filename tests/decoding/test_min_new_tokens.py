@@ -57,6 +57,7 @@ def right(target) -> list[list[int]]:
     return [oracle(target, PROMPTS[row], keys[row], settings[row], int(LEAST[row])) for row in range(ROWS)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
@@ -129,6 +130,7 @@ def p_value(rule: str, draws: int) -> float:
     return conformance.g_test(counts, exact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "rule", ["block", *(pytest.param(rule, marks=pytest.mark.thorough) for rule in RULES if rule != "block")]
@@ -137,6 +139,7 @@ def test_the_distribution_is_the_one_without_ends(rule, draws) -> None:
     assert p_value(rule, draws) >= conformance.FALSE_ALARM
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("rule", ["block", pytest.param("siblings", marks=pytest.mark.thorough)])
 def test_a_target_that_is_not_masked_fails(rule, monkeypatch) -> None:

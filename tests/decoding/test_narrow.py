@@ -51,6 +51,7 @@ def usual(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=own) for case, own in marks.items()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "weights"), usual(product(CONFIGS, SCHEMES), [("dense", "int8"), ("dense", "int4"), ("experts", "int8")])
 )
@@ -67,6 +68,7 @@ def test_the_text_is_that_of_plain_decoding(config: str, weights: str) -> None:
         assert drafted.stats.steps.sum() < plain.stats.steps.sum() / 1.5  # it is the target itself
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", usual(DRAFTERS, ["early exit", "eagle3"]))
 def test_narrow_drafters_pass_conformance(name: str) -> None:
     target = target_of(PLAIN, "int8")
@@ -75,6 +77,7 @@ def test_narrow_drafters_pass_conformance(name: str) -> None:
     specjax.conformance.check(target, drafter)
 
 
+@pytest.mark.full
 def test_narrow_drafters_draft_much_as_wide_ones() -> None:
     target = specjax.Target.from_pretrained("embedded")
     prompts = np.random.default_rng(1).integers(0, 3000, size=(8, 12))
@@ -113,6 +116,7 @@ def test_what_is_narrow_is_not_narrowed_again() -> None:
         specjax.load("embedded", weights="int3")
 
 
+@pytest.mark.full
 def test_a_second_call_compiles_nothing() -> None:
     target = target_of(PLAIN, "int4")
     drafter = specjax.DraftModel.init(target, jax.random.key(1), draft=2, num_layers=1).narrow("int8")

@@ -9,6 +9,7 @@ from tests.decoding import two_processes
 from tests.processes import processes, wait
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("look", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_two_processes_find_what_one_does(tmp_path, look) -> None:
     """Rows over ``data`` and params over ``model``: the same tokens, streams and statistics in either process.

@@ -34,12 +34,14 @@ ALL = [(name, shape) for name in DRAFTERS for shape in SHAPES]
 GREEDY = [("early exit", "dynamic"), ("draft model", "static"), ("moa", "chain"), ("snapkv", "chain"), ("assistant", "chain")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "shape"), GREEDY)
 def test_drafted_text_is_plain_text(name, shape) -> None:
     target = in_8_bits()
     conformance.check_greedy(target, DRAFTERS[name](target, SHAPES[shape]), new_tokens=12)
 
 
+@pytest.mark.full
 def test_every_text_of_a_batch_is_that_of_its_row_alone() -> None:
     conformance.check_rows(in_8_bits(), EarlyExit(layers=1, draft=SHAPES["chain"]), new_tokens=12)
 
@@ -52,12 +54,14 @@ def test_every_drafter_that_has_or_reads_such_a_cache(name, shape) -> None:
     conformance.check(target, DRAFTERS[name](target, SHAPES[shape]), new_tokens=12, come_and_go=shape == "chain")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["sinks", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE)])
 def test_greedy_text_of_every_kind_of_layers(kind) -> None:
     target = in_8_bits(**KINDS[kind])
     conformance.check_greedy(target, DraftModel.init(target, jax.random.key(3), SHAPES["dynamic"]), new_tokens=12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["early exit", "draft model"])
 def test_sampled_text_is_coupled_to_its_key(name) -> None:
     target = in_8_bits()
@@ -67,6 +71,7 @@ def test_sampled_text_is_coupled_to_its_key(name) -> None:
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("method", "shape"), [("draft model", "chain"), pytest.param("early exit", "sampled", marks=pytest.mark.thorough)]
@@ -76,6 +81,7 @@ def test_generated_tokens_have_its_exact_distribution(method, shape, draws) -> N
     conformance.check_distribution(target, small_drafter(method, SMALL[shape]), draws=draws)
 
 
+@pytest.mark.full
 def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
     """The text of a draft is then another one than plain decoding's."""
 
@@ -96,6 +102,7 @@ def test_a_target_that_sees_its_own_tokens_unrounded_fails(monkeypatch) -> None:
         assert np.any(texts(None) != texts(drafter))
 
 
+@pytest.mark.full
 def test_an_engine_gives_the_text_of_each_request_alone() -> None:
     target = in_8_bits()
     prompts = [[1, 4, 2, 4, 9], [3, 5], [7, 7, 1, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9]]

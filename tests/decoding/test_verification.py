@@ -510,6 +510,7 @@ def test_every_mutant_is_tried() -> None:
     assert set(MUTANTS) == {check for checks in PROGRAMS.values() for check in checks} & set(MUTANTS)
 
 
+@pytest.mark.full
 @TIERS
 @pytest.mark.parametrize("how", PROGRAMS)
 def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_does(how: str, draws: int) -> None:

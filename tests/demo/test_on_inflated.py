@@ -23,6 +23,7 @@ INNER = {
 THOROUGH = pytest.param("keys, values and the last layer", marks=pytest.mark.thorough)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("reads", ["features", THOROUGH, "the first layer", "the last layer's keys and values"])
 def test_it_drafts_as_on_the_small_target(reads) -> None:
     small, inner = SMALL, INNER[reads]

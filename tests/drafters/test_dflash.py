@@ -67,6 +67,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
+@pytest.mark.full_except("confidence of states alone", "gated", "no Markov head", "no confidence head", "own vocabulary")
 @pytest.mark.parametrize("variant", DSPARK)
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -294,6 +295,7 @@ def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
     assert of_tiny("dflash", block_size=6, draft=2).block(target, state, jnp.array([3])).shape[1] == 3
 
 
+@pytest.mark.full
 def test_the_children_of_a_markov_head_s_nodes_differ() -> None:
     target, rows = tiny_target(), Sampling(0.0).rows(1)
     drafter = of_tiny("dspark", draft=specjax.StaticTree(((0,), (1,), (0, 0), (1, 0))))
@@ -347,6 +349,7 @@ def features():
     return np.random.default_rng(0).normal(size=(len(LENGTHS), 20, 16)).astype(np.float32)
 
 
+@pytest.mark.full_except("dspark", "jetspec", "windows beyond the ring", "windows of blocks", "windows of tokens")
 @pytest.mark.parametrize("which", RINGED)
 def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
     """As a block does whose whole text is hidden but for what is kept, position by position."""

@@ -91,6 +91,7 @@ def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> 
     assert again.config == drafter.config
 
 
+@pytest.mark.full_except("True")
 @pytest.mark.parametrize("anchor_drafts", [False, True])
 def test_speculators_reads_what_is_written(anchor_drafts, text, target, tmp_path) -> None:
     needs_speculators()
@@ -204,6 +205,7 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
+@pytest.mark.full
 def test_drawn_chains_have_the_distribution_that_they_say() -> None:
     """Over all pairs of tokens; and chains of a drafter that knows the root alone, or all tokens, would be found out."""
     drafter, rows, temperature = of_tiny(draft=2), 40_000, 1.7
@@ -252,6 +254,7 @@ def test_siblings_are_drawn_without_replacement() -> None:
     assert not draft.q[0, 3:].any()
 
 
+@pytest.mark.full
 def test_coupled_chains_are_drawn_with_the_target_s_numbers() -> None:
     """At each position the numbers belong to the target's tokens, whatever the candidates' order is."""
     drafter, rows = of_tiny(draft=2), 50

@@ -48,6 +48,7 @@ def check_q(model, state, draft, layers=None) -> None:
         np.testing.assert_allclose(draft.q[row, :3], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["unlike the target", "the target itself"])
 def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None:
     """Through accepted, partly accepted and fully accepted drafts."""
@@ -72,6 +73,7 @@ class OnlyAbsorbs(DraftModel):
         return self.absorb(target, state, committed)
 
 
+@pytest.mark.full_except("like the target-DraftModel", "like the target-OnlyAbsorbs", "the target itself-OnlyAbsorbs")
 @pytest.mark.parametrize("kind", [DraftModel, OnlyAbsorbs])
 @pytest.mark.parametrize("model", ["the target itself", "like the target"])
 def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:
@@ -99,6 +101,7 @@ def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> No
     assert set(behind) == ({True} if model == "the target itself" else {True, False})
 
 
+@pytest.mark.full
 def test_early_exit_drafts_with_the_first_layers() -> None:
     target, drafter = tiny_target(num_layers=3), EarlyExit(layers=2, draft=Chain(3))
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, OPTIONS)
@@ -127,6 +130,7 @@ def propose(drafter, target, state):
 _thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "padding"), [("chain", -3), ("sampled", 5), _thorough("chain", 5), _thorough("dynamic", -3)])
 def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
     """Padded beyond the target's, or short of it: the text is that of the same model without the difference."""
@@ -152,6 +156,7 @@ def test_a_vocabulary_of_another_width_serves(target, name, padding) -> None:
     np.testing.assert_array_equal(texts[0][1], texts[1][1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_an_adaptive_draft_is_the_fixed_one_up_to_its_first_improbable_token(target, temperature) -> None:
     """That token included. Rows end on their own, and their tokens and q are those of the fixed chain."""
@@ -196,6 +201,7 @@ _EVERY_TIME = [("unlike the target", "chain"), ("unlike the target", "dynamic"),
 KEPT = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in _EVERY_TIME)) for case in KEPT]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "name"), KEPT)
 def test_a_kept_cache_drafts_what_a_new_one_does(target, name, kind) -> None:
     """After paths that end at read nodes, at leaves and at the root: the same draft as from reading the whole text anew."""
@@ -233,6 +239,7 @@ def check_tree_q(model, state, draft, parents, layers=None) -> None:
             np.testing.assert_allclose(draft.q[row, node], probabilities(logits, SAMPLING.rows(1))[0], atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["draft model", "early exit"])
 def test_every_q_of_a_tree_is_the_models_own_after_its_path(kind) -> None:
     """Whatever was read beside that path: nodes see their ancestors alone, at their own positions."""

@@ -63,6 +63,7 @@ def both(request, tmp_path_factory):
     return pair(request.param, str(directory)), directory
 
 
+@pytest.mark.full_except("centroids-1", "centroids-20", "centroids-4", "centroids-5", "centroids-6")
 @pytest.mark.parametrize("read", [1, 4, 5, 6, 20])
 def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> None:
     """Three levels of a chain, behind texts shorter and longer than the window of 5."""
@@ -114,6 +115,7 @@ def test_google_s_layout_is_read_and_written_bit_for_bit(both, tmp_path) -> None
 THOROUGH = [pytest.param(shape, marks=pytest.mark.thorough) for shape in (3, specjax.SampledTree((2, 2)))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [specjax.DynamicTree(top_k=3, depth=3, nodes=8), *THOROUGH], ids=str)
 def test_it_is_lossless_on_a_gemma(both, shape) -> None:
     (_, _, target, drafter), _ = both
@@ -123,6 +125,7 @@ def test_it_is_lossless_on_a_gemma(both, shape) -> None:
 WINDOWED = pytest.param({"sliding_window": 3, "windowed_layers": (0,)}, marks=pytest.mark.thorough, id="windows")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("changes", [pytest.param({}, id="full"), WINDOWED])
 def test_it_drafts_for_an_ordinary_target(changes) -> None:
     target = tiny_target(**changes)

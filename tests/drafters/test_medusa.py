@@ -70,6 +70,7 @@ def test_published_heads_are_read(tmp_path, kind) -> None:
 TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [pytest.param(Chain(3), marks=pytest.mark.thorough), TREE, DynamicTree(3, 3, 9)])
 def test_a_node_at_depth_d_is_among_the_best_of_head_d(tmp_path, shape) -> None:
     """Before and after a verdict, in rows of different lengths."""

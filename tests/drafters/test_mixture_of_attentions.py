@@ -164,6 +164,7 @@ def variants(in_suite: str):
     return [pytest.param(name, marks=[pytest.mark.thorough] * (name != in_suite)) for name in VARIANTS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", variants("tli"))
 def test_drafts_are_those_of_the_definition(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
@@ -186,6 +187,7 @@ def test_drafts_are_those_of_the_definition(name) -> None:
 STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [pytest.param(STATIC, marks=pytest.mark.thorough), DynamicTree(3, 3, 9)])
 def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
     target = target_of()
@@ -204,6 +206,7 @@ def test_nodes_of_a_tree_hang_where_they_say(shape) -> None:
         assert children == set(np.argsort(-logits)[: len(children)].tolist()), parent
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("compiled_anew")
 def test_layers_are_summarised_once_for_every_verified_token(monkeypatch) -> None:
     """Drafting never runs layer self-attention: it is not in the program of `propose_step`."""
@@ -237,6 +240,7 @@ def test_nothing_is_asked_of_the_target_while_it_drafts() -> None:
     np.testing.assert_array_equal(kept.tokens, without.tokens)
 
 
+@pytest.mark.full
 def test_no_cache_is_copied_in_the_compiled_loop() -> None:
     """Neither the target's nor its own."""
     target = tiny_target(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=32)
@@ -334,6 +338,7 @@ def test_held_out_chains_are_drafts(name) -> None:
             np.testing.assert_allclose(steps[step][root], expected[step], atol=2e-3, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_held_out_windows_are_judged_by_such_chains() -> None:
     """Acceptance length and accuracies, from the definition: chains of five from every token that five tokens follow."""
     target, text = target_of(), [1, 2, 3, 4, 9, 3, 1, 2, 10, 5]
@@ -417,6 +422,7 @@ def assert_all_learn(method, student, target) -> None:
 # --- the ablation without cross-attention ---
 
 
+@pytest.mark.full
 def test_eagle_reads_summaries_of_all_layers() -> None:
     """The state that it drafts from, from its definition: the features of the pairs are the summaries."""
     target, text = target_of(), [1, 4, 2, 4, 2]
@@ -435,6 +441,7 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
     np.testing.assert_allclose(state.drafter.newest[0, 0], states[0, -1], atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Eagle1Training, pytest.param(HassTraining, marks=pytest.mark.thorough)])
 def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     target, method = target_of(), kind(target="here", lsa=True)
@@ -628,6 +635,7 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
     }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "tli"),
     [("vllm", 1), *[pytest.param(*case, marks=pytest.mark.thorough) for case in [("vllm", 0), ("authors", 2)]]],

@@ -46,6 +46,7 @@ def assert_same(one: MTP, other: MTP) -> None:
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
+@pytest.mark.full
 def test_modules_are_read_from_beside_their_target(beside_its_target, target) -> None:
     directory, drafter = beside_its_target
     names = set(load_file(directory / "model.safetensors"))
@@ -145,6 +146,7 @@ def published(request, tmp_path):
     return tmp_path, tokens.numpy(), logits.numpy(), [int(drafted), int(following)]
 
 
+@pytest.mark.full
 def test_published_modules_say_what_the_published_network_says(published) -> None:
     """In one pass over the text, and in the engine: the tokens that are drafted after a prompt."""
     directory, tokens, expected, drafted = published

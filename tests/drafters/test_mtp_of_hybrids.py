@@ -147,6 +147,7 @@ def drafted_by(directory: Path, known: np.ndarray) -> tuple[np.ndarray, np.ndarr
 KNOWN = np.array([2, 5, LENGTH])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -> None:
     """At every level, after texts of several lengths; and in one pass at every position."""
@@ -165,6 +166,7 @@ def test_drafts_are_drawn_from_what_the_published_network_says(tmp_path, name) -
     assert (drafter.config.layer.moe is not None) == (name in ("qwen3_5_moe", "qwen3_next"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "nested"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_moe")])
 def test_modules_of_models_that_see(tmp_path, name, nested) -> None:
     published = Published.make(name)

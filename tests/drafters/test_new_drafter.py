@@ -158,6 +158,7 @@ def assert_same(one: TrainedDrafter, other: TrainedDrafter) -> None:
     jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [Chain(3), pytest.param(DynamicTree(3, 3, 9), marks=pytest.mark.thorough)])
 def test_it_keeps_the_contract(target, wizard, shape) -> None:
     conformance.check(target, wizard.replace(draft=shape))
@@ -202,6 +203,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_in_its_words(wizard, tmp_path) 
         Wizard.from_pretrained(tmp_path)
 
 
+@pytest.mark.full
 def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatch) -> None:
     """``specjax plan compile``, with four CPU devices in place of a TPU's; and what a step must read at least."""
     chip = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)

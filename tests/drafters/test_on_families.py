@@ -93,12 +93,14 @@ GREEDY_OFTEN = [
 ]
 
 
+@pytest.mark.full_except("plain-gemma3", "plain-olmo3", "plain-phi3", "plain-phi3 turned in part", "plain-smollm3")
 @pytest.mark.parametrize(("method", "name"), thoroughly([(method, name) for method in FREE for name in NAMES], GREEDY_OFTEN))
 def test_a_batch_of_greedy_texts_is_what_transformers_writes(of, method, name) -> None:
     target, texts = of(name)
     assert written(target, FREE[method](target)) == texts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "name"), thoroughly([(method, name) for method in FREE for name in NAMES], [("draft model, tree", "gemma4 E2B")])
 )
@@ -144,12 +146,14 @@ KEPT_OFTEN = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "name"), thoroughly(KEPT, KEPT_OFTEN))
 def test_texts_do_not_depend_on_the_drafter(of, method, name) -> None:
     target, texts = of(name)
     assert written(target, TRAINED[method](target)) == texts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "name"), thoroughly(KEPT, [("eagle3", "gpt_oss")]))
 def test_a_drafter_keeps_its_contract(of, method, name) -> None:
     target, _ = of(name)
@@ -174,6 +178,7 @@ def test_no_drafted_state_is_finished_by_layers_that_are_given_inputs() -> None:
 # --- what they draft ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3", "gemma4 E2B", "gpt_oss"])
 def test_the_target_itself_drafts_its_own_tokens(of, name) -> None:
     """Drafted one by one behind a cache and scratch, and scored at once."""
@@ -193,6 +198,7 @@ def attention_of_last(model, name: str, tokens: np.ndarray, window: int) -> list
     return [layer[0, :, -window:, : len(tokens) - window].sum(1).numpy() for layer in weights]
 
 
+@pytest.mark.full_except("gemma3")
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4 31B", "gemma4 E2B", "gpt_oss"])
 def test_snapkv_keeps_what_the_models_own_attention_chooses(of, name) -> None:
     target, _ = of(name)
@@ -376,6 +382,7 @@ def publish(directory, which: str) -> dict[str, np.ndarray]:
     return tensors
 
 
+@pytest.mark.full_except("ModelOpt", "SpecForge", "speculators")
 @pytest.mark.parametrize("which", PUBLISHED)
 def test_an_eagle3_for_gpt_oss_is_read_as_published(of, which, tmp_path) -> None:
     target, texts = of("gpt_oss")

@@ -48,6 +48,7 @@ def test_search_equals_the_oracle(vocab, max_ngram) -> None:
     assert found > 0
 
 
+@pytest.mark.full
 def test_the_state_follows_the_text(target) -> None:
     """After every step the drafter's own copy of the text is the engine's, for each row's own length."""
     drafter = PromptLookup(draft=Chain(3))

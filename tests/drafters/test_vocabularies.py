@@ -60,6 +60,7 @@ def varied() -> Target:
     return tiny_target(vocab_size=200)
 
 
+@pytest.mark.full_except("chain-0.8", "static-0.0", "static-0.8")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "static"])
 def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, shape, temperature) -> None:
@@ -73,6 +74,7 @@ def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, s
     assert result.stats.steps.tolist() == [NEW / 4] * 3  # three drafted tokens and one more, in every step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape", [pytest.param(s, marks=[pytest.mark.thorough] * (s not in ("chain", "dynamic"))) for s in SHAPES]
 )
@@ -101,6 +103,7 @@ def test_what_it_drafts_and_reads(varied) -> None:
     assert lacking.tolist() == [shared.unknown] * 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["with a prediction", "in a ring"])
 def test_it_goes_with_what_goes_with_draft_models(varied, kind) -> None:
     sampling = Sampling(temperature=0.8)
@@ -119,6 +122,7 @@ def test_it_goes_with_what_goes_with_draft_models(varied, kind) -> None:
 # --- the contract, and the exact distribution ------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape", ["chain", *(pytest.param(each, marks=pytest.mark.thorough) for each in SHAPES if each != "chain")]
 )
@@ -138,6 +142,7 @@ DRAWN += [pytest.param(Chain(2), rule, marks=pytest.mark.thorough) for rule in (
 DRAWN += [pytest.param(SampledTree((3, 2)), "independent", marks=pytest.mark.thorough)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("shape", "rule"), DRAWN)
 def test_drawn_tokens_keep_the_exact_distribution(shape: DraftShape, rule, draws) -> None:
@@ -185,6 +190,7 @@ def foreign(pair, tmp_path_factory) -> str:
 SAID = r"tokenizers differ: drafting with \d+ tokens that both have: \d+% of the drafter's \d+, \d+% of the target's 293"
 
 
+@pytest.mark.full
 def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
     target, draft = pair
     plain = specjax.load(target)
@@ -199,6 +205,7 @@ def test_sampled_text_of_different_tokenizers_is_plain_text(pair) -> None:
         assert made.statistics.drafted > 0
 
 
+@pytest.mark.full
 def test_through_generate(pair) -> None:
     target = Target.from_pretrained(pair[0], dtype=np.float32)
     drafter = DraftModel.from_pretrained(
@@ -220,6 +227,7 @@ def test_ends_of_texts_are_translated(pair) -> None:
     assert shared.read(jnp.array(ours.encode(" the cat"))).tolist() == theirs.encode(" the cat", add_special_tokens=False)
 
 
+@pytest.mark.full
 def test_a_token_that_ends_the_text_too_early_is_not_drafted(pair) -> None:
     """``min_new_tokens`` reaches the draft model's column of the target's end."""
     target = Target.from_pretrained(pair[0], dtype=np.float32)
@@ -293,6 +301,7 @@ def test_bad_arguments_are_refused_by_name(pair, foreign) -> None:
         specjax.generate(Target.from_pretrained(pair[0], dtype=np.float32), few, [[1]])
 
 
+@pytest.mark.full
 def test_the_command_line_says_it_in_a_line(pair, foreign, capsys, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_display", progress._Nothing())
     command = ["generate", "--target", pair[0], "--prompt", "the cat", "--max-new-tokens", "4", "--drafter"]

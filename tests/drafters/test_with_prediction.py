@@ -74,6 +74,7 @@ def test_the_search_equals_the_oracle(vocab) -> None:
     assert found > rows // 4
 
 
+@pytest.mark.full
 def test_a_right_prediction_takes_as_few_steps_as_there_can_be(varied, text) -> None:
     result = generate(varied, text)
     assert np.array_equal(result.tokens[0, PROMPT.size :], text)
@@ -97,6 +98,7 @@ def test_after_a_mismatch_the_copy_goes_on(varied, text, edit) -> None:
     assert result.stats.steps[0] <= -(-NEW // 9) + unknown + 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["draft model", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("EAGLE-3", "prompt lookup"))]
 )
@@ -114,6 +116,7 @@ def test_the_contract(target, kind) -> None:
     conformance.check(target, drafter, new_tokens=12, come_and_go=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("draws", [10_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("rule", ["independent", pytest.param("rejection", marks=pytest.mark.thorough)])
 def test_the_distribution_is_the_targets(rule, draws) -> None:
@@ -124,6 +127,7 @@ def test_the_distribution_is_the_targets(rule, draws) -> None:
     conformance.check_distribution(few, drafter, rule=rule, draws=draws)
 
 
+@pytest.mark.full
 def test_rows_without_a_prediction_draft_as_always(varied) -> None:
     prompts = np.tile(PROMPT, (2, 1))
     inner = PromptLookup(draft=4)
@@ -133,6 +137,7 @@ def test_rows_without_a_prediction_draft_as_always(varied) -> None:
     assert one.stats.steps[0] == both.stats.steps[0] and one.stats.drafted[0] == both.stats.drafted[0]
 
 
+@pytest.mark.full
 def test_a_drafter_that_keeps_the_state_changes_nothing(varied, text) -> None:
     """``longest=0`` takes turns with one that copies: it drafts as the other drafter, and knows where the text is."""
     inner = PromptLookup(draft=4)

@@ -31,6 +31,7 @@ def test_anything_else_is_refused(draft, message) -> None:
         as_shape(draft)
 
 
+@pytest.mark.full
 def test_every_drafter_takes_a_number(target) -> None:
     prompt = np.array([[1, 2, 3, 1, 2, 3]])
     pairs = [

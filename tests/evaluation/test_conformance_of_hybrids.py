@@ -101,6 +101,7 @@ OFTEN = [("mtp", "static")]
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in OFTEN)) for case in ALL]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_every_drafter_with_every_shape(method, shape) -> None:
     target = target_for(method)
@@ -132,6 +133,7 @@ def distribution_target(**changes):
     return lively_hybrid(seed=2, **FEW | changes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "shape"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in DRAWN_OFTEN)) for case in DRAWN]
 )
@@ -187,6 +189,7 @@ def forgets_nothing(append):
 WRONG = [writes_a_rejected_node, ignores_the_count, keeps_the_convolutions_newest, forgets_nothing]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "wrong", [pytest.param(each, marks=[pytest.mark.thorough] * (each != writes_a_rejected_node)) for each in WRONG]
 )
@@ -206,6 +209,7 @@ def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(monkey
     assert min(conformance.p_values(target, drafter, draws=25_000)) < conformance.FALSE_ALARM
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("forgotten", ["rule", pytest.param("convolution", marks=pytest.mark.thorough)])
 @pytest.mark.usefixtures("compiled_anew")
 def test_nodes_that_see_those_of_other_branches_change_the_text(monkeypatch, target, forgotten) -> None:

@@ -75,6 +75,7 @@ def accepting(compiled_anew, monkeypatch):
 TREE = pytest.param(DynamicTree(top_k=3, depth=2, nodes=7), marks=pytest.mark.thorough)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [Chain(3), TREE], ids=str)
 def test_a_right_pair_passes(shape) -> None:
     verdict = losslessness.check(
@@ -95,12 +96,14 @@ def test_a_right_pair_passes(shape) -> None:
     assert 0 < verdict.distribution.detectable < 0.5
 
 
+@pytest.mark.full
 def test_a_wrong_q_fails() -> None:
     found = drawn(drafter(kind=WrongQ, halves=True), 10_000)
     assert not found.passes
     assert found.p_values["drafts against q"] == min(found.p_values.values())
 
 
+@pytest.mark.full
 def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
     accepting(0.1)
     found = drawn(drafter(), 16_000, rule="rejection")
@@ -108,6 +111,7 @@ def test_a_rule_that_accepts_too_often_fails(accepting) -> None:
     assert found.p_values["towards the drafter"] < min(found.p_values["joint"], found.p_values["by preference"])
 
 
+@pytest.mark.full
 def test_which_tokens_count_does_not_depend_on_what_they_are() -> None:
     """Texts go on after an end token: to leave out what would come after it favours texts without one."""
     made = drafter()

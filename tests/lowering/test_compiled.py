@@ -69,6 +69,7 @@ def test_an_abstract_drafter_is_laid_out_as_a_real_one(mesh, name) -> None:
     assert layout(drafter) == layout(real)
 
 
+@pytest.mark.full
 def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     """What a program is given, as XLA counts it, is what the arrays of a real state take on one device."""
     setup = setup_on(mesh)
@@ -122,6 +123,7 @@ def test_plain_decoding_exchanges_two_sums_a_layer(mesh) -> None:
     assert not step.decode.cache_copies
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("data", "model"), [(1, 1), (2, 2)])
 def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -> None:
     """As its arrays take them on one device; a pass reads the states, and nothing copies them."""
@@ -139,6 +141,7 @@ def test_of_a_hybrid_states_and_the_entries_of_drafts_are_counted(data, model) -
         assert not step.decode.cache_copies
 
 
+@pytest.mark.full
 def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
     """Turned over and back behind the compiler's back, it must be laid out anew."""
     append = State.append
@@ -154,6 +157,7 @@ def test_a_copy_of_a_state_is_named(monkeypatch) -> None:
     assert step.decode.cache_copies
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafter", ["none", "eagle3"])
 def test_a_step_with_caches_in_pages_is_given_as_much(drafter) -> None:
     """On a mesh, whose parts of the rows have their own pages: a table beside what contiguous caches take, and no copy."""
@@ -236,6 +240,7 @@ def run(capsys, monkeypatch, command: str, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
     shape = ("--drafter", "eagle3", "--draft", "chain:2", "--batch", "4", "--context", "24")
     out = run(capsys, monkeypatch, "compile", "--target", directory, *shape)
@@ -245,6 +250,7 @@ def test_the_tables_of_a_step(capsys, monkeypatch, directory) -> None:
     assert "At alpha = 0.8 it makes 2.44 tokens" in out  # (1 - 0.8^3) / 0.2
 
 
+@pytest.mark.full
 def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, directory) -> None:
     shape = ("--drafter", "prompt-lookup", "--batch", "4", "--context", "24")
     found = json.loads(run(capsys, monkeypatch, "compile", "--json", "--target", directory, *shape))
@@ -255,6 +261,7 @@ def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, direct
     assert plain["state_bytes"] == lookup["state_bytes"] == 0
 
 
+@pytest.mark.full
 def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> None:
     config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
     (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(config, "float32")))
@@ -263,6 +270,7 @@ def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> 
         assert line in out
 
 
+@pytest.mark.full
 def test_a_step_of_training(capsys, monkeypatch, directory) -> None:
     """As the demo's own configuration says, for another target."""
     file = str(Path(__file__).parents[2] / "configs" / "eagle3_embedded.yaml")

@@ -208,6 +208,7 @@ GROUPED = np.array([[6, 0], [3, 7], [6, 1], [0, NONE]])  # two rows a group; pag
 ROUNDS = [[3, 2, 1, 3], [1, 3, 3, 3], [3, 3, 0, 1]]
 
 
+@pytest.mark.full
 def test_groups_of_rows_number_their_pages_apart_and_exchange_nothing() -> None:
     mesh = sharding.make_mesh(data=2, model=2)
     plain, grouped = both(GROUPED, mesh)

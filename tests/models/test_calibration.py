@@ -42,6 +42,7 @@ def narrow_up_to(target: Target, narrow: Target, layer: int) -> Target:
     return target.replace(params={**target.params, "layers": layers})
 
 
+@pytest.mark.full_except("True")
 @pytest.mark.parametrize("bias", [False, True])
 def test_each_layer_sees_what_the_narrow_ones_before_it_hand_on(monkeypatch, bias) -> None:
     target = tiny_target(hidden_size=32, intermediate_size=48, qkv_bias=bias, tie_embeddings=bias)
@@ -65,6 +66,7 @@ MODELS = {"plain": {}, "tied": {"tie_embeddings": True, "qkv_bias": True}, "hybr
 OFTEN = ("hybrid", "sharing", "qwen3_moe")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in OFTEN)) for name in MODELS])
 def test_models_of_every_kind_come_closer_to_what_they_were_in_floats(name) -> None:
     """On the text itself, of random models: the squared error of what enters the head, with 4 bits."""
@@ -120,6 +122,7 @@ def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers
         np.testing.assert_array_equal(same, np.arange(8) >= 2)
 
 
+@pytest.mark.full
 def test_what_cannot_be_calibrated_is_refused() -> None:
     target = tiny_target()
     with pytest.raises(InputError, match="tokens: 8 tokens, fewer than the 24 inputs of the widest matrix"):
@@ -163,6 +166,7 @@ def test_a_trained_model_loses_less_on_text_that_it_was_not_calibrated_on(weight
     assert float(divergence(calibrated)) < float(divergence(target.narrow(weights)))
 
 
+@pytest.mark.full
 def test_a_window_may_be_longer_than_a_pass() -> None:
     target = tiny_target(max_positions=8192)
     tokens = np.resize(np.arange(11), (1, 5000))

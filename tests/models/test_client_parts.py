@@ -2,12 +2,14 @@
 
 import jax
 import numpy as np
+import pytest
 
 import specjax
 from specjax.client.device import Device, Settings
 from specjax.drafters import Eagle3, MixtureOfAttentions
 
 
+@pytest.mark.full
 def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> None:
     """With Mixture of Attentions that runs the target's last layer, and with EAGLE-3, which runs none."""
     count, settings = target.config.num_layers, Settings.of(specjax.Sampling(temperature=0.0), seed=0)

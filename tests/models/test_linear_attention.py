@@ -183,6 +183,7 @@ def test_a_tree_cannot_be_committed_at_once() -> None:
 # --- training -----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_document_does_not_depend_on_the_one_before() -> None:
     """In a window of two, the logits of the second are those that it has alone, and have no gradient in the first's tokens."""
     target = tiny_target(**HYBRID, scale=10.0)

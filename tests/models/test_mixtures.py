@@ -138,6 +138,7 @@ def test_the_cache_holds_latents() -> None:
     assert [part.shape for part in cache.layers[0]] == [(2, 1, 16, 6), (2, 1, 16, 4)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("target", "drafter"),
     [

@@ -85,6 +85,7 @@ def test_the_bias_decides_the_choice_and_not_the_weight() -> None:
     np.testing.assert_allclose(weights[0], scores[chosen[0]], rtol=1e-5)
 
 
+@pytest.mark.full
 def test_an_expert_that_overflows_on_other_tokens_harms_none() -> None:
     config, layer = layer_of(KINDS["plain"])
     x = jax.random.normal(jax.random.key(2), (1, 20, config.hidden_size))

@@ -82,6 +82,7 @@ def test_a_part_becomes_as_another_is_stored() -> None:
     np.testing.assert_allclose(again.scales, part.scales, rtol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_sees_keys_and_values_rounded_by_hand(kind, monkeypatch) -> None:
     """A float target whose layers round what they make, in Python, gives the same logits; and one that does not, others."""
@@ -112,6 +113,7 @@ def farthest(target: Target, paged: bool = False) -> float:
     return float(np.abs(np.concatenate(found, axis=1) - whole).max())
 
 
+@pytest.mark.full_except("caps-False", "caps-True", "plain-True", "sinks-False", "sinks-True", "windows-False", "windows-True")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_over_many_tokens_is_many_passes(kind, paged) -> None:
@@ -125,6 +127,7 @@ def sees_its_own_tokens_unrounded(right, params, config, x, rotations, mask, pas
     return found, layers._remembered(own, cache_dtype)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "latents"])
 def test_who_sees_its_own_tokens_unrounded_is_found(kind, monkeypatch) -> None:
 
@@ -152,6 +155,7 @@ def test_it_takes_a_quarter_of_float32_and_half_of_bfloat16(dtype, most) -> None
     assert pages[0] / pages[1] < most
 
 
+@pytest.mark.full
 def test_it_is_split_over_devices_as_floats_are() -> None:
     target, mesh = in_8_bits(), sharding.make_mesh(data=1, model=2)
     places = params.shardings(params.declare(target.config), mesh, target.config.axis_units)

@@ -58,6 +58,7 @@ DRAFTERS = {
 THOROUGH = {"plain", "early exit", "dynamic tree"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.thorough if name in THOROUGH else ()) for name in DRAFTERS]
 )
@@ -71,6 +72,7 @@ def test_after_a_generation_the_states_are_those_of_the_text_read_at_once(hybrid
     check_states(state.cache.states, expected.states)
 
 
+@pytest.mark.full
 def test_a_row_that_has_finished_keeps_its_state(hybrid) -> None:
     """While its neighbour goes on, with drafts for both of them in the same passes."""
     drafter, state = decoding.start(hybrid, EarlyExit(layers=2, draft=3), PROMPTS, LENGTHS, GREEDY)
@@ -83,6 +85,7 @@ def test_a_row_that_has_finished_keeps_its_state(hybrid) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), before, state.cache.states)
 
 
+@pytest.mark.full_except("lookup")
 @pytest.mark.parametrize("name", ["lookup", "dynamic tree"])
 def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
     together = generated(hybrid, DRAFTERS[name]())
@@ -93,6 +96,7 @@ def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
         check_states(of_row, in_batch)  # to the bit where passes have the same width, which a row's neighbours may widen
 
 
+@pytest.mark.full
 def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> None:
     """Keys and values are rounded; states and what is remembered of drafted tokens are not."""
     target = hybrid.replace(cache_dtype="int8")
@@ -104,6 +108,7 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
     check_states(drafted.cache.states, at_once(target, drafted.tokens, drafted.cache.length).states)
 
 
+@pytest.mark.full_except("int8")
 @pytest.mark.parametrize("cache_dtype", ["float", "int8"])
 def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> None:
     """Wherever a state comes from, and in what is remembered of drafted tokens: the programs for one serve all."""
@@ -119,6 +124,7 @@ def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> N
         assert [part.dtype.name for part in entries[0]] == ["float32"] * 3 + ["bfloat16"] * 3
 
 
+@pytest.mark.full
 def test_wide_numbers_that_jax_is_told_to_make_change_nothing(hybrid) -> None:
     """A text of two chunks; ``jax_enable_x64`` is asked for by other libraries of the same process."""
     tokens = np.random.default_rng(0).integers(0, 11, (1, 90))
@@ -140,6 +146,7 @@ def test_documents_are_refused_beside_what_they_stand_in_place_of(hybrid, given)
         hybrid.read(PROMPTS, documents=np.zeros((2, 8), int), **given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 1), marks=pytest.mark.thorough)])
 def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     hybrid.save_pretrained(tmp_path)
@@ -182,6 +189,7 @@ def test_appending_moves_the_newest_tokens_along() -> None:
     assert not np.array_equal(after.table[1], start.table[1])
 
 
+@pytest.mark.full
 def test_a_prompt_committed_at_once_is_as_its_entries_appended(hybrid) -> None:
     tokens, count = np.random.default_rng(1).integers(0, 11, (2, 70)), np.array([70, 33])
     empty = hybrid.new_cache(2, 80)

@@ -39,6 +39,7 @@ def test_tree_logits_are_those_of_each_path_alone(model, parents) -> None:
     check(tiny_target(**MODELS[model]), prompts, parents())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", REAL_PAIRS)
 @pytest.mark.parametrize("parents", [pytest.param(static_parents, marks=pytest.mark.thorough), dynamic_parents])
 def test_tree_logits_of_trained_models_are_those_of_each_path_alone(pair, parents) -> None:

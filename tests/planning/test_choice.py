@@ -29,6 +29,7 @@ def with_costs(monkeypatch, verify_time, draft_time) -> None:
     monkeypatch.setattr(choice, "measure_costs", measured)
 
 
+@pytest.mark.full
 def test_where_nothing_costs_more_than_a_node_the_answer_is_plain(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=float, draft_time=lambda width: 0.5)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1))
@@ -37,6 +38,7 @@ def test_where_nothing_costs_more_than_a_node_the_answer_is_plain(monkeypatch) -
     assert found.best.speedup == 1.0
 
 
+@pytest.mark.full
 def test_a_perfect_drafter_is_given_the_longest_chain(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     found = compare_drafts(tiny_target(), DraftModel(tiny_target()), PROMPTS, longest=4, nodes=9)
@@ -47,6 +49,7 @@ def test_a_perfect_drafter_is_given_the_longest_chain(monkeypatch) -> None:
     assert found.best.speedup == pytest.approx(5 / 1.04, rel=0.02)
 
 
+@pytest.mark.full
 def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     drafter = DraftModel(tiny_target(seed=5, num_layers=1))
@@ -69,6 +72,7 @@ def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
     assert (len(found.survival), found.by_rank, found.sampled) == (1, (), {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("temperature", "rule", "tolerance"),
     [
@@ -110,6 +114,7 @@ def test_prompt_lookup_is_offered_chains_alone(monkeypatch) -> None:
     assert {type(candidate.draft) for candidate in found.candidates} == {type(None), Chain}
 
 
+@pytest.mark.full
 def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     target = tiny_target(max_positions=64)
@@ -120,6 +125,7 @@ def test_close_to_the_last_position_drafts_are_cut_and_then_given_up(monkeypatch
         assert max((candidate.draft.depth for candidate in found.candidates if candidate.draft), default=0) == deepest
 
 
+@pytest.mark.full
 def test_a_trial_generates_no_more_than_it_may(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     seen = []

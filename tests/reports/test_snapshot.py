@@ -19,6 +19,7 @@ class Letters:
         return "".join(" bcdefghijk"[token] for token in tokens)
 
 
+@pytest.mark.full
 def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
     shot = take_snapshot(target, DraftModel(target, draft=Chain(3)), PROMPT)
     plain = np.asarray(specjax.generate(target, None, [PROMPT], max_new_tokens=4).tokens)[0].tolist()
@@ -26,6 +27,7 @@ def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
     assert [*shot.tokens, shot.bonus] == plain[len(PROMPT) - 1 :]  # the first step's: later ones accept no more
 
 
+@pytest.mark.full_except("dynamic")
 @pytest.mark.parametrize(
     "draft", [StaticTree(((0,), (1,), (0, 0))), DynamicTree(top_k=3, depth=3, nodes=9)], ids=["static", "dynamic"]
 )

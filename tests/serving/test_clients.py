@@ -231,6 +231,7 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
 # --- texts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))])
 def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target, teller, seed) -> None:
     """Beside requests whose drafts are the engine's, with too few pages for all. Nothing is compiled for it."""
@@ -272,6 +273,7 @@ def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(targe
         check_told(target, teller, client)
 
 
+@pytest.mark.full_except("drawn")
 @pytest.mark.parametrize("settings", [{}, WARM], ids=["greedy", "drawn"])
 def test_a_text_is_the_one_of_submit(plain, target, settings) -> None:
     request = Request(PROMPT, 16, settings, seed=3)
@@ -323,6 +325,7 @@ def test_a_text_as_long_as_there_is_room_for(plain, target) -> None:
     assert (client.row.length, client.row.limit, tuple(client.text)) == (CAPACITY, CAPACITY, right)
 
 
+@pytest.mark.full
 def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, teller) -> None:
     """It is told of what it does not know, and what it knows is not computed where it was read before."""
     request = Request(tuple(range(VOCABULARY)) * 3, 16, WARM, seed=11)
@@ -403,6 +406,7 @@ def test_who_waits_has_the_row_that_is_closed(plain, target) -> None:
     check_at_rest(plain)
 
 
+@pytest.mark.full
 def test_a_running_text_that_needs_pages_has_those_of_a_client(target) -> None:
     with plain_engine(target, pages=8) as engine:
         client = Client(engine, Request((1, 2) * 14, 30)).ready()  # four pages
@@ -538,6 +542,7 @@ def test_what_is_no_text_is_refused(plain, changes, message) -> None:
     check_at_rest(plain)
 
 
+@pytest.mark.full
 def test_an_engine_without_clients_refuses_them(target) -> None:
     with (
         Engine(target, rows=2, widths=(2,), pages=16, steps=4, **SIZES) as engine,

@@ -274,6 +274,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
     assert len(ended) >= count * len(seeds)
 
 
+@pytest.mark.full
 def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, drafting, monkeypatch) -> None:
     before = drafting.statistics
     check_schedules(target, drafting, range(24), 8, monkeypatch)
@@ -465,6 +466,7 @@ def of_words() -> Iterator[tuple[TextGenerator, Engine]]:
         yield generator, engine
 
 
+@pytest.mark.full
 def test_texts_and_stop_strings_are_the_generators(of_words) -> None:
     generator, engine = of_words
     for seed in range(12):
@@ -603,6 +605,7 @@ def test_stop_strings_are_a_sequence(of_words) -> None:
             engine.submit("the", stop=stop)
 
 
+@pytest.mark.full
 def test_a_text_that_needs_more_pages_than_there_are_is_refused(target) -> None:
     with (
         plain_engine(target, pages=7) as engine,  # as another test has it
@@ -728,6 +731,7 @@ def test_a_program_ends_that_has_not_closed_its_engine() -> None:
 # --- pages, and what is read -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
     common, count = tuple(np.random.default_rng(3).integers(0, VOCABULARY, 2 * CHUNK).tolist()), 20
     requests = [Request((*common, 5, *divmod(i, 10)), 8) for i in range(count)]
@@ -768,6 +772,7 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         check_text(target, Request((1, 2, 3), MOST), other)
 
 
+@pytest.mark.full
 def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_states() -> None:
     hybrid = tiny_target(**HYBRID)
     random = np.random.default_rng(4)
@@ -813,6 +818,7 @@ def check_a_few(target, engine: Engine, count: int = 8) -> None:
         check_text(target, request, handle)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=pytest.mark.thorough)])
 def test_a_mesh_gives_the_same_texts(target, sizes) -> None:
     mesh = sharding.make_mesh(*sizes)

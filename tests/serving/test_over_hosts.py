@@ -19,6 +19,7 @@ def directory(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_two_processes_serve_the_texts_that_one_does(directory) -> None:
     """Rows over ``data`` and params over ``model``: chunks, shared prefixes, log-probabilities, predictions and clients."""
     with processes(two_processes.__name__, directory) as running:

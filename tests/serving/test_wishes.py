@@ -59,6 +59,7 @@ def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
     )
 
 
+@pytest.mark.full_except("0.8-0", "1.0-5")
 @pytest.mark.parametrize(("temperature", "top"), [(0.0, 3), (0.8, 0), (1.0, TOP)])
 def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
     handle = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=(), logprobs=top)
@@ -70,6 +71,7 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
     assert sum(accepted) == handle.acceptance.accepted
 
 
+@pytest.mark.full
 def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
     """More than fit the pages: some are put back, and report each token once."""
     before = compilations()
@@ -196,6 +198,7 @@ def test_what_cannot_be_is_refused(engine, said) -> None:
         engine.submit(PROMPT, **REFUSED[said])
 
 
+@pytest.mark.full
 def test_an_engine_that_was_not_made_for_it_says_so() -> None:
     with Engine(tiny_target(), rows=1, pages=8, **SIZES) as plain:
         with pytest.raises(InputError, match="max_logprobs=20"):

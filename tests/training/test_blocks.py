@@ -85,6 +85,7 @@ def drafted(student, place, target=TARGET):
     return np.asarray(block_after(target, student, padded, jnp.array([read]), padded[0, read][None]))
 
 
+@pytest.mark.full_except("dflash", "dspark", "dspark rnn", "jetspec", "windows of blocks", "windows of tokens")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
     """At every place that has an anchor, whatever other blocks are read beside it."""
     output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
@@ -278,6 +279,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + np.exp(-x))
 
 
+@pytest.mark.full
 def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
     """Its loss is divided by the places that count; ours by all."""
     block_oracles.needs_speculators()
@@ -329,6 +331,7 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
         np.testing.assert_allclose(total / places, theirs, rtol=1e-3)
 
 
+@pytest.mark.full_except("jetspec")
 @pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dspark rnn", "dflash2"])
 def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     method, kind = METHODS[name]
@@ -346,6 +349,7 @@ def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, gradient)
 
 
+@pytest.mark.full
 def test_a_loss_of_acceptance_raises_it() -> None:
     """The chance that the drafts of all places are accepted, after a few steps of plain gradient descent."""
     method = DFlashTraining(target="here", labels="target", loss="acceptance", gamma=0.0)

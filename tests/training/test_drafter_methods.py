@@ -94,6 +94,7 @@ def test_what_is_read_at_each_step_is_as_the_table_has_it(modules) -> None:
     ]
 
 
+@pytest.mark.full_except("method1-3-1.0")
 @pytest.mark.parametrize(
     ("method", "steps", "top_weight"),
     [(Eagle1Training(target="here", noise=0.0), 1, 0.0), (HassTraining(target="here", noise=0.0, top_k=3), 3, 1.0)],
@@ -170,6 +171,7 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
 
 
+@pytest.mark.full_except("hybrid")
 @pytest.mark.parametrize("kind", ["acceptance", "hybrid"])
 def test_a_loss_of_acceptance_raises_it(kind) -> None:
     """Within a vocabulary of its own; a few steps of plain gradient descent."""
@@ -204,6 +206,7 @@ def test_losses_that_are_none_are_refused(method, message) -> None:
         method.check(window=64)
 
 
+@pytest.mark.full
 def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass(monkeypatch) -> None:
     """The first step's state is changed a little: does the loss of the third know? And what each method asks for."""
 
@@ -237,6 +240,7 @@ def test_gradients_go_through_all_steps_of_eagle3_and_stop_between_those_of_hass
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *gradients)
 
 
+@pytest.mark.full
 def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(monkeypatch) -> None:
     student = Eagle.init(TARGET, jax.random.key(1), Chain(3))
     batch = batch_of([list(range(1, 11))])

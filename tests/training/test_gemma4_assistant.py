@@ -68,6 +68,7 @@ def places():
     return [(document, read + 1) for document in DOCUMENTS for read in range(len(document))]
 
 
+@pytest.mark.full_except("windows")
 def test_every_place_drafts_as_the_assistant_does(target) -> None:
     student = strong(target)
     output, entries = score(target, BATCH)
@@ -80,6 +81,7 @@ def test_every_place_drafts_as_the_assistant_does(target) -> None:
     assert compared == (3 * 4 + 2 + 1) + (3 + 2 + 1)
 
 
+@pytest.mark.full_except("gemma4", "windows")
 def test_the_target_s_distribution_is_learnt_at_every_step(target) -> None:
     student = strong(target)
     loss, metrics = jax.jit(Gemma4AssistantTraining(target="here", steps=STEPS).objective)(student, BATCH, target)
@@ -92,6 +94,7 @@ def test_the_target_s_distribution_is_learnt_at_every_step(target) -> None:
     assert set(metrics) == {"loss", "loss_0", "loss_1", "loss_2"}
 
 
+@pytest.mark.full
 def test_clusters_are_learnt_beside_all_tokens() -> None:
     target = tiny_target(vocab_size=12)
     student = strong(target, centroids=4, centroids_kept=2)
@@ -113,6 +116,7 @@ def test_clusters_are_learnt_beside_all_tokens() -> None:
     assert without < loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_reach_every_parameter_through_all_steps(remat) -> None:
     target = tiny_target(vocab_size=12, sliding_window=3, windowed_layers=(0,))

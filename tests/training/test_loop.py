@@ -106,6 +106,7 @@ def test_it_learns_and_reports(finished) -> None:
     assert (finished / "best" / "tokenizer.json").exists()
 
 
+@pytest.mark.full
 def test_a_killed_run_continues_bit_for_bit(source, finished, tmp_path) -> None:
     """SIGKILL in the middle of training, then the same command again, here: in a process that has compiled it already."""
     output = tmp_path / "run"
@@ -158,6 +159,7 @@ def test_a_run_does_not_continue_on_another_text(source, finished) -> None:
         file.write_text(text)
 
 
+@pytest.mark.full
 def test_a_run_does_not_continue_with_another_target(source, finished, tmp_path, monkeypatch) -> None:
     """The target's directory is overwritten between two halves: one weight changed a little, another epsilon."""
     target = tmp_path / "target"
@@ -237,6 +239,7 @@ def test_a_targets_fingerprint_outlives_new_fields_of_its_configuration() -> Non
     assert len({alone, *others}) == 6
 
 
+@pytest.mark.full
 def test_distilling_raises_acceptance(source, finished, tmp_path) -> None:
     method = Distill(target=str(finished / "best"), model=SIZES)
     adamw = OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
@@ -298,6 +301,7 @@ def test_every_bit_of_a_seed_counts(source, tmp_path, monkeypatch) -> None:
     )
 
 
+@pytest.mark.full
 def test_a_mesh_trains_the_same_and_resumes_bit_for_bit(source, finished, tmp_path, monkeypatch) -> None:
     loop.train(config(source, tmp_path / "whole", mesh=(2, 2)))
     one, four = metrics_of(finished), metrics_of(tmp_path / "whole")
@@ -407,6 +411,7 @@ class SlowLm(Lm):
         return Lm.objective(self, student, batch, target)[1]
 
 
+@pytest.mark.full
 def test_a_step_runs_while_the_next_ones_data_are_made(source, tmp_path, monkeypatch) -> None:
     """Data that take about as long as a step: when they are asked for, the step before has begun and not ended."""
     real_batches, newest, still_running, times = loop.data.batches, [], [], []
@@ -465,6 +470,7 @@ def test_the_best_student_is_kept_beside_the_latest(source, tmp_path, monkeypatc
     assert list((tmp_path / "run" / "tensorboard").glob("events*"))
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(source, finished, tmp_path, monkeypatch, capsys) -> None:
     run = config(source, tmp_path / "run", checkpoint_every=4)
     steps = []
@@ -506,6 +512,7 @@ def test_a_warm_start_begins_with_the_weights_and_nothing_else(source, finished,
         loop.train(other)
 
 
+@pytest.mark.full
 def test_parts_of_a_batch_and_bfloat16_learn_the_same(source, finished, tmp_path) -> None:
     loop.train(config(source, tmp_path / "parts", accumulate=2, steps=6, evaluate_every=6))
     loop.train(config(source, tmp_path / "bf16", compute_dtype="bfloat16", steps=6, evaluate_every=6))

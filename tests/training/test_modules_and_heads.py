@@ -96,6 +96,7 @@ SIZES = ModelSizes(
 )
 
 
+@pytest.mark.full
 def test_model_and_modules_are_trained_together() -> None:
     method = LmMTP(model=SIZES, modules=2)
     given = Given(train_tokenizer(["abc"] * 4, 259), np.ones(259))

@@ -53,6 +53,7 @@ def thoroughly(cases, often):
 # --- documents of a window ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_what_a_drafter_reads_of_a_document_is_as_of_the_document_alone(hybrid) -> None:
     """Longer than the chunks in which states are carried on, with borders within them and at one."""
     lengths = [30, 34, 3, 83]
@@ -95,6 +96,7 @@ REFUSED = ("moa", "moa with tli")  # summaries of keys and values, and layers th
 LEARNS = [method for method in METHODS if method not in REFUSED]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", thoroughly(LEARNS, often=("eagle3", "mtp")))
 def test_a_method_learns_what_its_drafter_does(hybrid, method) -> None:
     student = on_families.learn(METHODS[method], hybrid)
@@ -113,6 +115,7 @@ def test_a_method_learns_so_beside_experts(tmp_path, name, method) -> None:
         assert student.config.layout == "qwen" and student.sizes.moe is not None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thoroughly(of_blocks.METHODS, often=("dflash",)))
 def test_a_loss_of_blocks_is_its_formula_over_blocks_drafted_one_by_one(hybrid, name) -> None:
     method, kind = of_blocks.METHODS[name]
@@ -148,6 +151,7 @@ def write(target, drafter, prompts):
     return specjax.generate(target, drafter, prompts, max_new_tokens=NEW, eos_token_ids=())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", thoroughly(REAL, often=("mtp",)))
 def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, name, tmp_path) -> None:
     """Trained on the target's own texts."""

@@ -68,6 +68,7 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
     return {0: COUNTED[0], **{depth: places[reach >= depth].tolist() for depth in range(1, len(sizes) + 1)}}
 
 
+@pytest.mark.full_except("norms", "own vocabulary", "windows")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     """All places, and some in another order at the depths beyond 0."""
@@ -147,6 +148,7 @@ def test_places_are_drawn_fairly_and_go_on_together() -> None:
     assert abs(deeper[0] - deeper[3]) < 120
 
 
+@pytest.mark.full
 def test_nothing_is_learnt_across_a_document_s_end() -> None:
     """Other tokens in the second document, and another target's say on them: the first one's loss is the same."""
     method = PEagleTraining(target="here", depths=DEPTHS, kept=1.0)
@@ -159,6 +161,7 @@ def test_nothing_is_learnt_across_a_document_s_end() -> None:
     np.testing.assert_allclose(losses[0] * PLACES, shorter * 6, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("remat", [False, True])
 def test_gradients_reach_every_parameter(remat) -> None:
     method, student = PEagleTraining(target="here", depths=DEPTHS, remat=remat), strong(**KINDS["norms"])

@@ -106,6 +106,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
     """Of prompts on both sides of a chunk's border, in one batch."""
@@ -336,6 +337,7 @@ def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> No
 NARROW = [(name, weights) for name in NAMES for weights in ("int8", "int4")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "weights"),
     [pytest.param(*each, marks=pytest.mark.thorough if each != ("qwen3_5", "int8") else ()) for each in NARROW],

@@ -64,6 +64,7 @@ OFTEN = [
 ]
 
 
+@pytest.mark.full_except("phi3-int8", "qwen3_moe-int4", "tied-w8a8")
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
@@ -196,6 +197,7 @@ IN_BLOCKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", IN_BLOCKS)
 def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatch, name) -> None:
     target = tiny_target(**IN_BLOCKS[name], scale=4.0)

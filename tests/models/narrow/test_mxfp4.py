@@ -219,6 +219,7 @@ def test_a_part_of_the_numbers_is_that_of_the_whole_and_no_more_is_read(part) ->
     assert stored[0].read == found[..., 0].size * 16 and not stored[1].read
 
 
+@pytest.mark.full
 def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
     moe = MoE(num_experts=4, experts_per_token=2, intermediate_size=32, normalise=True, biased=True, limit=7.0)
     sizes = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "moe": moe, "sinks": True}

@@ -131,6 +131,7 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_model_becomes_narrow_within_the_memory_of_a_layer(tmp_path, weights) -> None:
     """Beside what is kept. Only what numpy takes is counted: what has become JAX's is no more of its own."""

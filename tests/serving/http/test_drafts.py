@@ -513,6 +513,7 @@ def resident() -> int:
     return int(re.findall(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [2_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_whatever_is_sent_the_server_goes_on(count: int, caplog):
     rng, codes, sizes, number = random.Random(count), {}, [], 0

@@ -247,6 +247,7 @@ def test_what_is_counted(client: openai.OpenAI, server: Server) -> None:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_sigterm_lets_running_texts_end_and_takes_no_new_ones(client: openai.OpenAI, server: Server) -> None:
     asked: Any = GREEDY | {"prompt": PROMPT, "max_tokens": CAPACITY - 10, "extra_body": {"ignore_eos": True}}
     streams = [iter(client.completions.create(**asked, stream=True)) for _ in range(2)]
