@@ -49,6 +49,7 @@ def test_text_tokens_and_statistics_are_the_command_lines(capsys, whole) -> None
     assert capsys.readouterr().out == whole.text + "\n"
 
 
+@pytest.mark.full
 def test_pieces_joined_are_the_whole(generator, whole) -> None:
     pieces = list(generator.stream(PROMPT, max_new_tokens=COUNT))
     assert len(pieces) > 1
@@ -112,6 +113,7 @@ def test_a_list_is_a_batch(tiny) -> None:
     assert both[1].text != whole.text
 
 
+@pytest.mark.full
 def test_end_tokens_are_the_models_own_unless_told(tiny) -> None:
     whole = tiny(PROMPT, max_new_tokens=COUNT)
     config = replace(tiny.target.config, eos_token_ids=(int(whole.tokens[3]),))

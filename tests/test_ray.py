@@ -61,6 +61,7 @@ def test_a_row_has_the_same_text_in_any_batch(generate) -> None:
             assert part[name].tolist() == [whole[name][i] for i in order]
 
 
+@pytest.mark.full
 def test_numbered_rows_of_equal_content_have_texts_of_their_own(target, generate) -> None:
     with Generate(target, **SETTINGS, copy="number") as numbered:
         found = numbered({"prompt": column(3 * ["import os"]), "number": np.array([0, 1, 2])})

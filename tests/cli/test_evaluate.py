@@ -179,6 +179,7 @@ def records(output) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_a_rerun_writes_what_is_missing_wherever_the_source_has_it_now(tiny_pair, tmp_path) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     texts = [f"def function_{i}(self): pass" for i in (0, 1, 2, 2)]
@@ -286,6 +287,7 @@ def test_a_command_that_cannot_be_run_claims_nothing(tiny_pair, tmp_path, capsys
     assert "out.jsonl:1: says not which document it is of" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     """Greedy: each answer is what the target says to all that was said before it, its own earlier answers among them."""
     target, _ = tiny_pair

@@ -58,6 +58,7 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
     assert len(drawn) > 1
 
 
+@pytest.mark.full
 def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     drafter = DRAFTERS["draft model"](target)
     expected = specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19).tokens[0].tolist()

@@ -97,6 +97,7 @@ def test_so_it_is_for_ten_thousand_schedules(places, first) -> None:
         places(list(DRAFTERS)[seed % 3]).check(seed)
 
 
+@pytest.mark.full
 def test_a_schedule_is_the_same_whenever_it_is_run(places) -> None:
     one, other = (places("draft model").check(11) for _ in range(2))
     assert one.seconds == other.seconds and one.frames == other.frames and one.events == other.events

@@ -224,6 +224,7 @@ def test_all_that_is_safe_is_heard_and_the_rest_is_assumed(place: Place) -> None
         assert all(len(array) == len(news.tokens) for news in heard for array in news.arrays.values())
 
 
+@pytest.mark.full
 def test_the_drafter_sees_what_the_server_does_not(place: Place) -> None:
     texts, opens = set(), []
     for word in ("hunter2", "zebra99", "a_b_c_d"):

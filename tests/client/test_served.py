@@ -85,7 +85,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full_except("drawn")
+@pytest.mark.full
 @pytest.mark.parametrize("asked", [{}, DRAWN], ids=["greedy", "drawn"])
 def test_the_command_writes_the_servers_text(asked, served: Served, capsys) -> None:
     options = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
@@ -242,6 +242,7 @@ def connected(served: Served, key: str | None) -> WebSocketLink:
     return link
 
 
+@pytest.mark.full
 def test_who_has_no_key_gets_nothing(served: Served) -> None:
     for key in (None, "a-wrong-key"):
         with pytest.raises(LinkRefusedError, match="401"):

@@ -48,7 +48,7 @@ def plain(run) -> list[list[int]]:
     return outputs(run(None, PROMPTS, LENGTHS, key=KEYS))
 
 
-@pytest.mark.full_except("prompt lookup")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["draft model, dynamic", "prompt lookup"])
 def test_no_drafter_changes_the_text_at_any_setting(run, plain, name) -> None:
     """At fewer settings no drafter of the library does: `conformance.check_coupled`."""
@@ -78,7 +78,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(target, run, plain, name) -> N
         assert outputs(alone)[0] == plain[row]
 
 
-@pytest.mark.full_except("3")
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 3])
 def test_streaming_gives_the_same_text(target, plain, steps) -> None:
     options = {"max_new_tokens": NEW, "sampling": MIXED, "key": KEYS, "rule": "coupled"}
@@ -86,6 +86,7 @@ def test_streaming_gives_the_same_text(target, plain, steps) -> None:
     assert outputs(last) == plain
 
 
+@pytest.mark.full
 def test_a_generation_that_is_cut_continues_with_the_same_text(run, plain) -> None:
     """From its own output, with the same keys: what is drawn belongs to the position."""
     cut = LENGTHS + np.resize([1, 7, 12], ROWS)
@@ -141,7 +142,7 @@ def test_a_drafter_with_noise_of_its_own_is_accepted_less_and_changes_nothing(ru
     assert metrics.summarise(other.stats).acceptance_length < metrics.summarise(same.stats).acceptance_length - 0.2
 
 
-@pytest.mark.full_except("sampling1")
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.5, top_p=0.5)])
 def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling) -> None:
     """What the target keeps may be what the drafter does not. Here they keep two tokens each, or about as few."""

@@ -98,6 +98,7 @@ def test_a_loop_inside_another_program_is_compiled_with_it(eigen_is_faster) -> N
     jax.jit(lambda state: decoding.decode(target, drafter, state, 5)).lower(state)
 
 
+@pytest.mark.full
 def test_arguments_are_given_by_place_or_by_name(eigen_is_faster) -> None:
     target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1), draft=Chain(4))
     eigen_is_faster(True)

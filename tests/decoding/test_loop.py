@@ -150,7 +150,7 @@ def test_the_limit_falls_inside_an_accepted_block(target, name) -> None:
             assert metrics.summarise(result.stats, row).emitted == limits[row]
 
 
-@pytest.mark.full_except("rejection-0.0")
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_full_acceptance_for_200_steps(temperature, rule) -> None:
@@ -463,7 +463,7 @@ def test_a_prompt_near_the_last_position_is_served_with_a_drafter_too(target) ->
         specjax.generate(short, drafter.replace(model=shorter), prompt, max_new_tokens=2)
 
 
-@pytest.mark.full_except("draft model", "static early exit")
+@pytest.mark.full_except("static early exit")
 @pytest.mark.parametrize("name", ENDINGS)
 def test_stream_yields_what_generate_returns(target, name) -> None:
     options = {"max_new_tokens": NEW, "sampling": Sampling(temperature=0.9, top_p=0.9), "key": jax.random.key(1)}
@@ -480,6 +480,7 @@ def test_stream_yields_what_generate_returns(target, name) -> None:
 ALIKE = ("sampled draft model", "adaptive draft model")  # conformance checks every drafter; here the whole call counts
 
 
+@pytest.mark.full_except("None", "draft model", "dynamic draft model", "early exit", "static early exit")
 @pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=[pytest.mark.thorough] * (n in ALIKE)) for n in NAMES)])
 def test_a_second_call_compiles_nothing(target, name) -> None:
     drafter = drafters()[name] if name else None
@@ -518,7 +519,7 @@ IN_PLACE = [
 ]
 
 
-@pytest.mark.full_except("None-None-64", "None-None-None", "dynamic draft model-independent-None", "early exit-None-None")
+@pytest.mark.full_except("None-None-64", "None-None-None", "early exit-None-None")
 @pytest.mark.parametrize(("name", "rule", "page"), IN_PLACE)
 def test_the_compiled_loop_updates_caches_in_place_and_never_leaves_the_device(name, rule, page) -> None:
     """The state is aliased to the result, no buffer of a cache's shape is copied, all scratch space together is smaller than

@@ -51,7 +51,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     return lower(decoding.step, platform, target, drafter, state)
 
 
-@pytest.mark.full_except("dflash-static", "eagle-static", "streaming-chain")
+@pytest.mark.full_except("dflash-static")
 @pytest.mark.parametrize(("method", "shape"), CASES)
 def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatch) -> None:
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
@@ -62,7 +62,7 @@ def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatc
         assert {kernel for kernel in KERNELS.values() if kernel in text[platform]} == {kernel}
 
 
-@pytest.mark.full_except("draft model", "moa")
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["early exit", "draft model", "moa"])
 def test_decoding_with_a_cache_in_8_bits_lowers(target, method, monkeypatch) -> None:
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)

@@ -77,6 +77,7 @@ def test_every_text_is_the_oracles(target, right, name) -> None:
     assert (sizes >= LEAST).all() and (sizes < NEW).any()
 
 
+@pytest.mark.full
 def test_without_it_texts_end_sooner_and_with_it_nothing_is_compiled_again(target, right) -> None:
     def run(least):
         return specjax.generate(target, None, PROMPTS, max_new_tokens=NEW, min_new_tokens=least, eos_token_ids=ENDS)

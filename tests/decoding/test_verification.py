@@ -522,6 +522,7 @@ def test_every_right_rule_keeps_the_distribution_at_every_setting_and_no_mutant_
                 assert found[case].emitted > 1.01, case  # something was accepted: the test is not about bonus tokens alone
 
 
+@pytest.mark.full
 @TIERS
 def test_block_accepts_at_least_as_much_as_rejection(draws: int) -> None:
     found = find("ragged", draws)
@@ -547,6 +548,7 @@ def test_equal_distributions_accept_everything() -> None:
         assert found[f"full {rule}"][Case("equal")].emitted == GAMMA + 1
 
 
+@pytest.mark.full
 def test_siblings_accept_more_than_one_token_alone() -> None:
     siblings = find("sampled", 32_000)["verify"][Case()].emitted
     chain = find("ragged", 32_000)["full rejection"][Case()].emitted
@@ -635,6 +637,7 @@ def a_draft(how: str, rows: int, extra: int = 0) -> tuple[Draft, jax.Array]:
     return draft, jnp.asarray(P_TABLE)[draft.tokens]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["static", "sampled"])
 def test_a_rows_verdict_depends_on_no_other_row_and_not_on_the_number_of_nodes(how: str) -> None:
     rows = 24

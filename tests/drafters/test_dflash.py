@@ -67,7 +67,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
     np.testing.assert_array_equal(chains, blocks.chains)
 
 
-@pytest.mark.full_except("confidence of states alone", "gated", "no Markov head", "no confidence head", "own vocabulary")
+@pytest.mark.full_except("confidence of states alone", "no Markov head", "no confidence head", "own vocabulary")
 @pytest.mark.parametrize("variant", DSPARK)
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
@@ -284,6 +284,7 @@ def test_taps_are_spread_as_z_lab_spreads_them() -> None:
     assert default_taps(2, 5) == (1, 2)
 
 
+@pytest.mark.full
 def test_a_causal_block_is_read_as_far_as_the_draft_is_deep() -> None:
     """And comes to what it would come to if it were read whole."""
     target = tiny_target()
@@ -349,7 +350,7 @@ def features():
     return np.random.default_rng(0).normal(size=(len(LENGTHS), 20, 16)).astype(np.float32)
 
 
-@pytest.mark.full_except("dspark", "jetspec", "windows beyond the ring", "windows of blocks", "windows of tokens")
+@pytest.mark.full_except("dspark", "windows beyond the ring", "windows of blocks")
 @pytest.mark.parametrize("which", RINGED)
 def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
     """As a block does whose whole text is hidden but for what is kept, position by position."""

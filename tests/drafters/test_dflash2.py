@@ -41,6 +41,7 @@ def target(text) -> Target:
 # --- against the oracles ---
 
 
+@pytest.mark.full_except("options1", "options2")
 @pytest.mark.parametrize("options", [{}, {"sample_from_anchor": True}, {"conv_kernel_size": 3}])
 def test_a_chain_is_that_of_speculators(options, text, target, tmp_path) -> None:
     needs_speculators()

@@ -55,7 +55,7 @@ def random_drafter() -> Eagle:
     return drafter.replace(params=jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), drafter.params))
 
 
-@pytest.mark.full_except("False")
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [True, False])
 def test_states_are_those_of_the_description(bias, tmp_path) -> None:
     random_drafter().save_pretrained(tmp_path)

@@ -73,7 +73,7 @@ def propose(drafter, target, state, root, cache, depth):
     return np.asarray(draft.tokens)
 
 
-@pytest.mark.full_except("draft model of another tokenizer", "eagle3", "moa, entries")
+@pytest.mark.full
 @pytest.mark.parametrize("name", MADE)
 def test_it_drafts_elsewhere_what_it_drafts_beside_its_target(target, name) -> None:
     drafter = with_chain(MADE[name](target), 3)
@@ -86,7 +86,7 @@ def test_it_drafts_elsewhere_what_it_drafts_beside_its_target(target, name) -> N
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
-@pytest.mark.full_except("draft model", "eagle3")
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in MADE if name != "prompt lookup"])
 def test_going_on_from_what_it_assumes_is_drafting_on(target, name) -> None:
     """A chain of seven is the chain of three, and below it, its tokens assumed, one of four."""

@@ -97,7 +97,7 @@ def slow_states(drafter: FeatureDrafter, target, tokens: np.ndarray, known: int)
 VARIANTS = ("eagle3.1", "mtp, deepseek")  # what they change is tested where steps are unrolled, too
 
 
-@pytest.mark.full_except("eagle3")
+@pytest.mark.full
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in VARIANTS)) for n in DRAFTERS])
 def test_drafts_are_those_of_reading_everything_again(name) -> None:
     """Prompts of different lengths, one of a single token, and accepted tokens in between."""
@@ -125,7 +125,7 @@ def test_drafts_are_those_of_reading_everything_again(name) -> None:
 TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (1, 1), (1, 1, 0)))
 
 
-@pytest.mark.full_except("mtp-shape2")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "shape"), [("eagle3", TREE), ("eagle3", DynamicTree(3, 3, 9)), ("mtp", DynamicTree(3, 4, 12))]
 )
@@ -172,7 +172,7 @@ def test_a_long_prompt_is_absorbed_in_parts_and_a_mesh_changes_nothing(name, mon
     assert whole.stats.accepted.sum() > 0
 
 
-@pytest.mark.full_except("eagle3", "eagle3.1", "mtp", "mtp, deepseek")
+@pytest.mark.full_except("eagle3.1", "mtp", "mtp, deepseek")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_unrolled_steps_are_what_the_drafter_infers(name) -> None:
     """Every step at every position of a window with two documents, against reading one document up to there, token by token."""

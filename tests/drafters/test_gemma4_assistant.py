@@ -63,7 +63,7 @@ def both(request, tmp_path_factory):
     return pair(request.param, str(directory)), directory
 
 
-@pytest.mark.full_except("centroids-1", "centroids-20", "centroids-4", "centroids-5", "centroids-6")
+@pytest.mark.full
 @pytest.mark.parametrize("read", [1, 4, 5, 6, 20])
 def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> None:
     """Three levels of a chain, behind texts shorter and longer than the window of 5."""

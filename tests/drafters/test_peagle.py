@@ -107,7 +107,7 @@ def assert_drafts_as(one: PEagle, target: Target, text: Text, blocks) -> None:
             assert chain_of(one, target, state, int(text.tokens[at])) == blocks.chains[i].tolist()
 
 
-@pytest.mark.full_except("norm_before_fc", "windows, llama")
+@pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
     needs_speculators()

@@ -138,6 +138,7 @@ def test_heads_are_counted_before_they_are_declared(tmp_path) -> None:
     refused_in_little_memory(Medusa, tmp_path, "medusa_num_layers=100, but of blocks in head 0 there are tensors of 0")
 
 
+@pytest.mark.full
 def test_layers_and_taps_are_counted_before_they_are_declared(tmp_path) -> None:
     content = config_of(Eagle3.init(tiny_target(), jax.random.key(0), ids=np.arange(5)), tmp_path)
     tensors = {"midlayer.self_attn.q_proj.weight": (1, 1), "fc.weight": (1, 48)}

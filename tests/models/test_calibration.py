@@ -42,7 +42,7 @@ def narrow_up_to(target: Target, narrow: Target, layer: int) -> Target:
     return target.replace(params={**target.params, "layers": layers})
 
 
-@pytest.mark.full_except("True")
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [False, True])
 def test_each_layer_sees_what_the_narrow_ones_before_it_hand_on(monkeypatch, bias) -> None:
     target = tiny_target(hidden_size=32, intermediate_size=48, qkv_bias=bias, tie_embeddings=bias)

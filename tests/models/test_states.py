@@ -85,7 +85,7 @@ def test_a_row_that_has_finished_keeps_its_state(hybrid) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), before, state.cache.states)
 
 
-@pytest.mark.full_except("lookup")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lookup", "dynamic tree"])
 def test_a_row_alone_is_as_in_a_batch(hybrid, name) -> None:
     together = generated(hybrid, DRAFTERS[name]())
@@ -108,7 +108,7 @@ def test_with_a_cache_in_8_bits_the_text_is_that_of_plain_decoding(hybrid) -> No
     check_states(drafted.cache.states, at_once(target, drafted.tokens, drafted.cache.length).states)
 
 
-@pytest.mark.full_except("int8")
+@pytest.mark.full
 @pytest.mark.parametrize("cache_dtype", ["float", "int8"])
 def test_what_is_not_float32_is_of_the_type_of_the_activations(cache_dtype) -> None:
     """Wherever a state comes from, and in what is remembered of drafted tokens: the programs for one serve all."""
@@ -159,6 +159,7 @@ def test_on_two_devices_the_text_is_the_same(hybrid, shape, tmp_path) -> None:
     assert table.sharding.shard_shape(table.shape) == (2 // shape[0], 4 // shape[1], 8, 6)
 
 
+@pytest.mark.full
 def test_generating_again_compiles_nothing(hybrid) -> None:
     generated(hybrid, DRAFTERS["static tree"]())
     before = compilations()

@@ -114,7 +114,7 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     assert huggingface.read_config(tmp_path / "again") == target.config
 
 
-@pytest.mark.full_except("plain", "sharing, with norms", "windows")
+@pytest.mark.full_except("plain", "windows")
 @pytest.mark.parametrize(
     "changes",
     [{}, {"sliding_window": 6, "windowed_layers": (1,)}, *LAYERED.values(), LAYERED["sharing"] | {"qk_norm": True}],

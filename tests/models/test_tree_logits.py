@@ -32,6 +32,15 @@ def dynamic_parents() -> jax.Array:
     return jnp.asarray([[-1] + [int(rng.integers(max(0, node - 4), node)) for node in range(1, 12)] for _ in LENGTHS])
 
 
+@pytest.mark.full_except(
+    "dynamic_parents-deepseek_v3",
+    "dynamic_parents-qwen3_moe",
+    "dynamic_parents-tiny",
+    "dynamic_parents-windows",
+    "static_parents-qwen3_moe",
+    "static_parents-tiny",
+    "static_parents-windows",
+)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("parents", [static_parents, dynamic_parents])
 def test_tree_logits_are_those_of_each_path_alone(model, parents) -> None:

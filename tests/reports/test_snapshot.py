@@ -27,7 +27,7 @@ def test_a_perfect_drafter_is_shown_as_accepted_to_the_end(target) -> None:
     assert [*shot.tokens, shot.bonus] == plain[len(PROMPT) - 1 :]  # the first step's: later ones accept no more
 
 
-@pytest.mark.full_except("dynamic")
+@pytest.mark.full
 @pytest.mark.parametrize(
     "draft", [StaticTree(((0,), (1,), (0, 0))), DynamicTree(top_k=3, depth=3, nodes=9)], ids=["static", "dynamic"]
 )
@@ -41,6 +41,7 @@ def test_the_accepted_path_is_part_of_the_text(target, draft) -> None:
     assert any(text[i : i + len(shown)] == shown for i in range(len(text)))
 
 
+@pytest.mark.full
 def test_the_picture_names_every_node(target) -> None:
     shot = take_snapshot(target, DraftModel(tiny_target(seed=5, num_layers=1), draft=DynamicTree(3, 3, 9)), PROMPT)
     figure = shot.draw(Letters())

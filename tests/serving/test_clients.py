@@ -273,7 +273,7 @@ def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(targe
         check_told(target, teller, client)
 
 
-@pytest.mark.full_except("drawn")
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, WARM], ids=["greedy", "drawn"])
 def test_a_text_is_the_one_of_submit(plain, target, settings) -> None:
     request = Request(PROMPT, 16, settings, seed=3)

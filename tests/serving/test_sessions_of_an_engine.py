@@ -120,7 +120,7 @@ class Client:
         self.told += list(wire.unpack(verdict.arrays["features"]))
 
 
-@pytest.mark.full_except("sampling1")
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_k": 6, "seed": 2**62 + 3}])
 def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     handle = served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **sampling)

@@ -59,7 +59,7 @@ def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
     )
 
 
-@pytest.mark.full_except("0.8-0", "1.0-5")
+@pytest.mark.full_except("1.0-5")
 @pytest.mark.parametrize(("temperature", "top"), [(0.0, 3), (0.8, 0), (1.0, TOP)])
 def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
     handle = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=(), logprobs=top)

@@ -85,7 +85,7 @@ def drafted(student, place, target=TARGET):
     return np.asarray(block_after(target, student, padded, jnp.array([read]), padded[0, read][None]))
 
 
-@pytest.mark.full_except("dflash", "dspark", "dspark rnn", "jetspec", "windows of blocks", "windows of tokens")
+@pytest.mark.full_except("dflash", "dspark rnn", "windows of blocks", "windows of tokens")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
     """At every place that has an anchor, whatever other blocks are read beside it."""
     output, _ = score(TARGET, BATCH, student.taps(TARGET.config))
@@ -331,7 +331,7 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
         np.testing.assert_allclose(total / places, theirs, rtol=1e-3)
 
 
-@pytest.mark.full_except("jetspec")
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["dflash", "jetspec", "dspark", "dspark rnn", "dflash2"])
 def test_gradients_reach_every_parameter_and_the_loss_falls(name) -> None:
     method, kind = METHODS[name]

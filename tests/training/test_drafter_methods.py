@@ -94,7 +94,7 @@ def test_what_is_read_at_each_step_is_as_the_table_has_it(modules) -> None:
     ]
 
 
-@pytest.mark.full_except("method1-3-1.0")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "steps", "top_weight"),
     [(Eagle1Training(target="here", noise=0.0), 1, 0.0), (HassTraining(target="here", noise=0.0, top_k=3), 3, 1.0)],
@@ -171,7 +171,7 @@ def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> No
     np.testing.assert_allclose(loss, expected / 10, rtol=1e-4)
 
 
-@pytest.mark.full_except("hybrid")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["acceptance", "hybrid"])
 def test_a_loss_of_acceptance_raises_it(kind) -> None:
     """Within a vocabulary of its own; a few steps of plain gradient descent."""

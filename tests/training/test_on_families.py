@@ -284,7 +284,7 @@ def learn(trained: TrainingMethod, target: Target):
     return state.student
 
 
-@pytest.mark.full_except("medusa-gemma4 31B")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "name"), [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in LEARNS_OFTEN)) for case in LEARNS]
 )

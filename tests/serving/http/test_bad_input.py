@@ -140,6 +140,7 @@ def good_text(server: Server) -> str:
     return json.loads(heard.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_bad_requests_do_no_harm(server: Server, count: int) -> None:
     text, sizes = good_text(server), []

@@ -15,6 +15,8 @@ import pytest
 from tests.serving.http.conftest import CAPACITY, KEY, Server
 from tests.serving.http.made_up import wait_until
 
+pytestmark = pytest.mark.full  # the server compiles for half a minute
+
 PROMPT = "import os\nimport "
 GREEDY = {"model": "tiny", "temperature": 0.0}
 
