@@ -2,6 +2,7 @@
 
     python release/address.py            # write
     python release/address.py --check    # exit with 1 if a file does not say what the address asks for
+    python release/address.py --links    # before a build: README.md's links as addresses, as a package index needs them
 
 The address stands in pyproject.toml, under [tool.specjax]. While it is empty no badge and no URL of the repository is anywhere.
 Every line that this script writes ends in a comment that says so; it replaces these lines and leaves all others alone.
@@ -88,9 +89,7 @@ PLACES = (
         "Report it in private.*",
         HTML,
         ("Use the form for private reports: <{address}/security/advisories/new>.",),
-        (
-            "The repository has no public address yet, and so no form for reports: tell those from whom you have this copy.",
-        ),
+        ("The repository has no public address yet, and so no form for reports: tell those from whom you have this copy.",),
     ),
 )
 
@@ -122,12 +121,34 @@ def render(text: str, place: Place, address: str) -> str:
     return "".join(lines)
 
 
+def absolute_links(text: str, address: str) -> str:
+    """Return a Markdown ``text`` whose links and pictures in the repository are addresses; as it is if there is none."""
+    raw = address.replace("https://github.com", "https://raw.githubusercontent.com")
+
+    def absolute(match: re.Match[str]) -> str:
+        return match[0] + (f"{raw}/main/" if match["picture"] else f"{address}/blob/main/")
+
+    return re.sub(r"""(?:(?P<picture>\bsrc(?:set)?="|!\[[^]]*\]\()|\]\()(?!\w+:|#)""", absolute, text) if address else text
+
+
 def main() -> int:
     """Write the lines, or with --check say which files differ. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
-    check = parser.parse_args().check
-    address, differs = read_address(ROOT), False
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
+    mode.add_argument("--links", action="store_true", help="write README.md with addresses for links; do not commit it")
+    options = parser.parse_args()
+    address = read_address(ROOT)
+    if options.links:
+        readme = ROOT / "README.md"
+        readme.write_text(absolute_links(readme.read_text(), address))
+        return 0
+    return write(address, options.check)
+
+
+def write(address: str, check: bool) -> int:
+    """Write the lines of the ``address``, or with ``check`` say which files differ. Returns the exit status."""
+    differs = False
     for place in places(ROOT):
         path = ROOT / place.path
         text = path.read_text()

@@ -76,7 +76,9 @@ def test_the_repository_says_what_its_address_asks_for() -> None:
 def test_without_an_address_nothing_points_to_one() -> None:
     texts = text_files(ROOT)
     assert len(texts) > 300
-    pointing = {path: match.group() for path, text in texts.items() if path not in ABOUT and (match := POINTS_HERE.search(text))}
+    pointing = {
+        path: match.group() for path, text in texts.items() if path not in ABOUT and (match := POINTS_HERE.search(text))
+    }
     assert not pointing
     assert "urls" not in tomllib.loads(texts["pyproject.toml"])["project"]
     assert "contact_links" not in yaml.safe_load(texts[".github/ISSUE_TEMPLATE/config.yml"])
@@ -151,6 +153,25 @@ def test_the_check_names_every_file_when_the_address_has_changed(addressed) -> N
     assert checked.returncode == 1
     named = {line.partition(" ")[0] for line in checked.stdout.splitlines()}
     assert named == {place.path for place in places(ROOT)}
+
+
+def test_for_a_package_index_every_link_of_the_readme_is_the_address_of_a_file_that_exists(addressed) -> None:
+    assert run(addressed, "--links").returncode == 0
+    text = re.sub(r"```.*?```", "", (addressed / "README.md").read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((.*?)\)", text) + re.findall(r'(?:src|srcset)="(.*?)"', text)
+    assert not [link for link in links if not link.startswith(("https://", "#"))]
+    raw = ADDRESS.replace("github.com", "raw.githubusercontent.com")
+    pages = {link.removeprefix(f"{ADDRESS}/blob/main/").partition("#")[0] for link in links if f"{ADDRESS}/blob" in link}
+    pictures = {link.removeprefix(f"{raw}/main/") for link in links if link.startswith(raw)}
+    assert "docs/guides/serve.md" in pages
+    assert "docs/images/demo.svg" in pictures
+    assert all((ROOT / path).exists() for path in pages | pictures)
+
+
+def test_without_an_address_links_stay_as_they_are(copy) -> None:
+    before = (copy / "README.md").read_text()
+    assert run(copy, "--links").returncode == 0
+    assert (copy / "README.md").read_text() == before
 
 
 @pytest.mark.parametrize("address", ["github.com/a/b", f"{ADDRESS}.git", f"{ADDRESS}/", "https://github.com/specjax"])

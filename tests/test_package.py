@@ -1,4 +1,4 @@
-"""What is published: the source distribution, the wheel that is built from it, and the demo from each in an empty environment."""
+"""What is published: a source distribution, the wheel built from it, and the demo from each in an empty environment."""
 
 import os
 import re
@@ -7,19 +7,30 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
-from shutil import copy, copytree, ignore_patterns
+from shutil import copy, copytree, ignore_patterns, rmtree
 
 import pytest
 
 import specjax
+from specjax.cli.demo import FEW
 from tests.documents import ROOT
 
 NAME = f"specjax-{specjax.__version__}"
-IN_SDIST = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "requirements.txt"}
+IN_SDIST = {
+    "CHANGELOG.md",
+    "CITATION.cff",
+    "LICENSE",
+    "MANIFEST.in",
+    "PKG-INFO",
+    "README.md",
+    "pyproject.toml",
+    "requirements.txt",
+}
 """What a source distribution has at its top, beside setup.cfg, which setuptools writes."""
 
 BUILD = "import sys, setuptools.build_meta as backend; getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
@@ -147,16 +158,20 @@ def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command as a stranger would, without the settings of these tests, and return what it prints."""
     ours = ("JAX_", "PIP_REQUIRE", "PYTHON", "PYTEST", "SPECJAX_", "VIRTUAL_ENV", "XLA_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    kept_variables = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    ended = subprocess.run(list(map(str, command)), cwd=cwd, env=kept_variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{command} ended with {ended.returncode}:\n{ended.stdout[-4000:]}\n{ended.stderr[-4000:]}"
     return ended.stdout
 
 
-def make_environment(folder: Path) -> Path:
-    """Make an empty virtual environment, and return its Python."""
+@contextmanager
+def environment(folder: Path) -> Iterator[Path]:
+    """Make an empty virtual environment, give its Python, and remove it: with JAX it takes more than a gigabyte."""
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
-    return folder / "bin" / "python"
+    try:
+        yield folder / "bin" / "python"
+    finally:
+        rmtree(folder)
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +179,11 @@ def distributions(tmp_path_factory) -> Path:
     """A folder with what `python -m build` makes, and which the package index would take."""
     folder = tmp_path_factory.mktemp("build")
     copy_sources(folder / "source")
-    python = make_environment(folder / "environment")
-    run(python, "-m", "pip", "install", "--quiet", "build", "twine", "validate-pyproject[all]", cwd=folder)
-    run(python, "-m", "validate_pyproject", folder / "source" / "pyproject.toml", cwd=folder)
-    run(python, "-m", "build", "--outdir", folder / "dist", folder / "source", cwd=folder)
-    run(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir(), cwd=folder)
+    with environment(folder / "environment") as python:
+        run(python, "-m", "pip", "install", "--quiet", "build", "twine", "validate-pyproject[all]", cwd=folder)
+        run(python, "-m", "validate_pyproject", folder / "source" / "pyproject.toml", cwd=folder)
+        run(python, "-m", "build", "--outdir", folder / "dist", folder / "source", cwd=folder)
+        run(python, "-m", "twine", "check", "--strict", *(folder / "dist").iterdir(), cwd=folder)
     return folder / "dist"
 
 
@@ -176,12 +191,11 @@ def distributions(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("suffix", [".whl", ".tar.gz"])
 def test_the_demo_runs_in_an_empty_environment(suffix, distributions, tmp_path) -> None:
     (distribution,) = distributions.glob(f"*{suffix}")
-    python = make_environment(tmp_path / "environment")
-    run(python, "-m", "pip", "install", "--quiet", distribution, cwd=tmp_path)
     empty = tmp_path / "empty"
     empty.mkdir()
-    where = run(python, "-c", "import specjax; print(specjax.__file__)", cwd=empty)
-    assert where.startswith(str(tmp_path / "environment"))
-    printed = run(python, "-m", "specjax", "demo", cwd=empty)
-    for drafter in ("none", "draft model", "EAGLE-3", "multi-token prediction", "prompt lookup"):
-        assert drafter in printed
+    with environment(tmp_path / "environment") as python:
+        run(python, "-m", "pip", "install", "--quiet", distribution, cwd=tmp_path)
+        where = run(python, "-c", "import specjax; print(specjax.__file__)", cwd=empty)
+        assert where.startswith(str(tmp_path / "environment"))
+        printed = run(python, "-m", "specjax", "demo", cwd=empty)
+    assert not [method for method in FEW if f" {method}" not in printed]
