@@ -159,7 +159,7 @@ def test_the_hooks_pass_here_and_each_refuses_what_it_is_for(tmp_path) -> None:
     assert passed.stdout.count("Passed") == len(hooks)
     marker = "<" * 7  # not written out, lest the hook finds it in this file
     bad = {
-        "specjax/bad.py": "import os",
+        "specjax/bad.py": "import os\n\nx = [1,2]\n",
         "bad.yml": "a: [\n",
         "bad.toml": "a = \n",
         "bad.json": "{\n",
