@@ -7,10 +7,11 @@ PYTHON ?= python3
 demo: .venv/installed
 	@.venv/bin/python -m specjax demo
 
+# What a newcomer runs: every rule, oracle and contract, none of it for long.
 test: .venv-test/installed
-	.venv-test/bin/python -m pytest -n 2 --dist worksteal
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal --beside-readme
 
-# The rest of what every change must pass.
+# The rest of what every change must pass: tests that need more than two CPU seconds each.
 test-full: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser"
 
@@ -19,11 +20,11 @@ test-full: .venv-test/installed
 test-browser: .venv-test/installed
 	.venv-test/bin/python -m pytest tests/serving/http/test_browser.py -m browser
 
-# What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And all of the above, compiled
-# as users compile: the tests for every change tell XLA to take less trouble.
+# What is too long for every change: millions of draws, whole benchmarks, fuzzing by the minute. And the tests of both tiers above,
+# compiled as users compile: those tiers tell XLA to take less trouble.
 test-thorough: .venv-test/installed
 	@$(PYTHON) install.py .venv-test -e '.[compile,peers,ray]'
-	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser"
+	XLA_FLAGS= .venv-test/bin/python -m pytest -n 2 --dist worksteal -m "not browser" --timeout 10800
 
 lint: .venv-test/installed
 	.venv-test/bin/ruff check .
