@@ -140,7 +140,8 @@ def test_the_wheel_says_what_it_is(wheel) -> None:
     assert about["Author"] == "The specjax developers"
     assert about["Author"] in read_member(wheel, "licenses/LICENSE")
     assert "# specjax" in about.get_payload()
-    assert read_member(wheel, "entry_points.txt").split() == ["[console_scripts]", "specjax", "=", "specjax.cli.main:main"]
+    command = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["specjax"]
+    assert read_member(wheel, "entry_points.txt").split() == ["[console_scripts]", "specjax", "=", command]
 
 
 def test_the_classifiers_name_the_versions_of_python_that_are_tested() -> None:
