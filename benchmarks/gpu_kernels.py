@@ -21,6 +21,7 @@ from unittest import mock
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax: the compiler for GPUs is all that is used of them
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -138,11 +139,8 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
     import qwix
     import tokamax  # pyright: ignore[reportMissingImports]
     from absl import flags
-    from tokamax._src import gpu_utils  # pyright: ignore[reportMissingImports]
 
     flags.FLAGS([__file__])  # it would read this program's command line, and refuse it
-    # It asks the device that is there.
-    gpu_utils.is_sm90 = gpu_utils.has_mosaic_gpu_support = lambda device=None: True
     attention = partial(tokamax.dot_product_attention, implementation="mosaic_gpu", logits_soft_cap=case.cap)
     q = shapes(case.batch, case.queries, case.heads, case.dim)
     own = shapes.entry(case, case.batch, case.kv_heads, case.queries)
@@ -176,7 +174,7 @@ def tokamax(case: Case, shapes: Shapes, has_our_layout: bool) -> Program:
     if not has_our_layout:
         k = shapes.entry(case, case.batch, case.slots, case.kv_heads)[0]
         if case.int8:
-            scales = shapes(case.batch, case.slots, case.kv_heads, 1, dtype=jnp.float32)
+            scales = shapes(case.batch, case.slots, case.kv_heads, 1)
             k = qwix.QArray(shapes(*k.shape, dtype=jnp.int8), scales, None, jnp.int8)
         return with_mask, (q, k, k, count, mask)
 
@@ -248,13 +246,15 @@ def compile_case(case: Case, name: str, mesh: Mesh) -> Outcome:
     blank = partial(Outcome, case.name, name, needed_bytes(case))
     try:
         function, given = KERNELS[name](case, Shapes(mesh))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # a kernel asks for which GPU it is
+        # Our kernels ask the mesh for which GPU they are, tokamax's the device that is there.
+        is_there = mock.patch.object(jax.extend.backend, "get_default_device", lambda: mesh.devices.flat[0])
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), is_there:
             lowered = jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",))
         program, _ = compile_program(case.name, lowered, mesh, turns=lambda origin: blocks_of(case) if LOOP in origin else 1)
     except MissingError as error:
         return blank(failure=str(error))
     except Exception as error:  # whatever a kernel or the compiler raises is the outcome
-        return blank(failure=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        return blank(failure=f"{type(error).__name__}: {(str(error) or repr(error)).splitlines()[0][:200]}")
     return blank(moved=program.bytes, temporaries=program.memory.temporaries, kernels=program.kernels)
 
 
