@@ -22,7 +22,7 @@ TRITON = "__gpu$xla.gpu.triton"
 H100 = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
 
 WARNING = "The Pallas Triton backend is deprecated and will be removed in a future JAX version. To keep using Pallas on GPU"
-"""What JAX 0.11 and 0.12 say at every kernel that they lower; 0.10 says nothing."""
+"""What JAX 0.12 says at every kernel that it lowers; 0.10 says nothing."""
 
 
 def gpu(capability: str) -> SimpleNamespace:
@@ -189,7 +189,7 @@ def test_where_warnings_are_errors_that_of_tritons_end_is_none_and_others_are() 
             warnings.warn_explicit("something else is deprecated", DeprecationWarning, "pallas_call.py", 1)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX 0.10 does not warn")
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="JAX 0.10 does not warn")
 def test_the_warning_that_is_hidden_is_the_one_that_jax_gives(monkeypatch) -> None:
     monkeypatch.setattr(kernels.warnings, "filterwarnings", lambda *_: None)
     with pytest.warns(DeprecationWarning, match=re.escape(WARNING)):
