@@ -1,7 +1,7 @@
 """Which kernels of attention can run: the one place that imports Pallas Triton, which JAX has deprecated.
 
-JAX deprecated it in 0.11, warns whenever a kernel is lowered with it, and will drop it. Without it, and on GPUs that it does not
-compile for, attention is the plain JAX that runs everywhere. docs/concepts/gpu-kernels.md says what may take its place.
+JAX 0.11 deprecated it, JAX 0.12 warns whenever it lowers a kernel with it, and a later one will drop it. Without it, and on
+GPUs that it does not compile for, attention is plain JAX. docs/concepts/gpu-kernels.md says what may take its place.
 """
 
 import functools
