@@ -1,7 +1,8 @@
 """Attention: the one seam where queries meet keys and values, in plain JAX and as a kernel of TPUs and GPUs."""
 
 from specjax.models.attention.by_device import attend
+from specjax.models.attention.kernels import KernelStatus, kernels_status
 from specjax.models.attention.pieces import BLOCK, LOOP, Filled, Piece, block_width
 from specjax.models.attention.plain import attention_paid
 
-__all__ = ["BLOCK", "LOOP", "Filled", "Piece", "attend", "attention_paid", "block_width"]
+__all__ = ["BLOCK", "LOOP", "Filled", "KernelStatus", "Piece", "attend", "attention_paid", "block_width", "kernels_status"]

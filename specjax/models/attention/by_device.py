@@ -1,9 +1,9 @@
 """Attention: queries meet what a layer remembers. Nothing else in the package multiplies queries and keys.
 
 What is attended to comes in `pieces`, and is found in them as if they were one. Where a cache is attended to, TPUs and GPUs
-have a kernel each (`tpu`, `gpu`); the JAX of `plain` runs everywhere else, and is what they are tested against. All three keep
-the same running sums of a softmax, by the same names: ``top``, the largest score so far; ``mass``, the sum of
-exp(score - top); ``total``, the sum of exp(score - top) value.
+have a kernel each (`tpu`, `gpu`); the JAX of `plain` is what they are tested against, and runs everywhere else, on GPUs too
+where `kernels` finds that theirs cannot. All three keep the same running sums of a softmax, by the same names: ``top``, the
+largest score so far; ``mass``, the sum of exp(score - top); ``total``, the sum of exp(score - top) value.
 """
 
 import functools
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from specjax import sharding
 from specjax.models.attention import gpu, tpu
+from specjax.models.attention.kernels import takes_triton
 from specjax.models.attention.pieces import BLOCK, Filled, Piece
 from specjax.models.attention.plain import attend_plainly, group_queries, group_sinks
 from specjax.models.cache import Entry
@@ -56,11 +57,14 @@ def attend(
     batch, count = given[0].shape[:2]
     grouped = group_queries(given, pieces, scale)
     of_heads = group_sinks(sinks, grouped)
-    found = _attend_grouped(grouped, tuple(pieces), of_heads, values_part=values_part, block=BLOCK, cap=cap)
+    by_triton = all(takes_triton(piece.mesh) for piece in pieces if isinstance(piece, Filled))
+    found = _attend_grouped(
+        grouped, tuple(pieces), of_heads, values_part=values_part, block=BLOCK, cap=cap, by_triton=by_triton
+    )
     return found.transpose(0, 2, 1, 3, 4).reshape(batch, count, -1)
 
 
-@functools.partial(jax.jit, static_argnames=("values_part", "block", "cap"), inline=True)  # traced once for all layers alike
+@functools.partial(jax.jit, static_argnames=("values_part", "block", "cap", "by_triton"), inline=True)
 def _attend_grouped(
     q: tuple[jax.Array, ...],
     pieces: tuple[Piece, ...],
@@ -69,8 +73,10 @@ def _attend_grouped(
     values_part: int,
     block: int,
     cap: float | None,
+    by_triton: bool,
 ) -> jax.Array:
-    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device."""
+    """``[B, kv_heads, T, G, dim]`` what grouped queries find in all pieces, as suits the device. Traced once for all layers
+    alike."""
     plainly = functools.partial(attend_plainly, values_part=values_part, block=block, cap=cap)
     by_kernel = functools.partial(_attend_by_kernel, values_part=values_part, cap=cap)
     has_cache = any(isinstance(piece, Filled) for piece in pieces)
@@ -79,7 +85,7 @@ def _attend_grouped(
         pieces,
         sinks,
         tpu=functools.partial(by_kernel, kernel=tpu.attend_in_kernel) if has_cache else plainly,
-        cuda=functools.partial(by_kernel, kernel=gpu.attend_in_kernel) if has_cache else plainly,
+        cuda=functools.partial(by_kernel, kernel=gpu.attend_in_kernel) if has_cache and by_triton else plainly,
         default=plainly,
     )
 

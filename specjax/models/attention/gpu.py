@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
+from specjax.models.attention.kernels import triton as plt
 from specjax.models.cache import Entry, Other
 from specjax.models.primitives import LEAST, capped
 from specjax.models.quantized import Part, Quantized, operand
