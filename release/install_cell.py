@@ -66,7 +66,7 @@ with warnings.catch_warnings():
     from specjax.installation import find_mismatches
 
 # A libtpu or plugin that came with another JAX is brought up to date, or removed where this machine has no use for it.
-for _, remedy in find_mismatches(with_devices=True):
+for remedy in dict.fromkeys(mismatch.remedy for mismatch in find_mismatches(with_devices=True)):
     run_pip(*remedy)
     has_changed = True
 for mismatch in find_mismatches():

@@ -208,9 +208,9 @@ class _Installation:
             if jaxlib is None or not is_within(jaxlib.version, requirement.versions):
                 yield Mismatch(_problem(jaxlib, requirement, self.jax), self._jax_that_fits())
                 break
-        for plugin in self.plugins:
-            if not self._fits_jax(plugin):
-                yield Mismatch(_problem(plugin, self._demand(plugin), self.jax), self._plugin_that_fits(plugin))
+        misfits = {PLUGINS[plugin.name]: plugin for plugin in reversed(self.plugins) if not self._fits_jax(plugin)}
+        for plugin in misfits.values():  # one of each kind: a plugin and its PJRT package have one remedy
+            yield Mismatch(_problem(plugin, self._demand(plugin), self.jax), self._plugin_that_fits(plugin))
 
     def around_specjax(self) -> Iterator[Mismatch]:
         """Yield the packages that specjax needs and that are missing, or of a version that does not fit."""
