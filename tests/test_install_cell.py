@@ -37,8 +37,8 @@ def test_every_notebook_has_the_cell_before_all_other_code_that_imports(path) ->
 
 
 def test_an_address_becomes_the_source(tmp_path) -> None:
-    (tmp_path / "pyproject.toml").write_text('[tool.specjax]\naddress = "https://github.com/someone/specjax"')
-    assert 'SOURCE = "git+https://github.com/someone/specjax"' in render_cell(tmp_path)
+    (tmp_path / "pyproject.toml").write_text('[tool.specjax]\naddress = "https://github.com/OWNER/NAME"')
+    assert 'SOURCE = "git+https://github.com/OWNER/NAME"' in render_cell(tmp_path)
     (tmp_path / "pyproject.toml").write_text("[tool.specjax]\naddress = ''")
     assert 'SOURCE = ""' in render_cell(tmp_path)
 

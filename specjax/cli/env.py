@@ -6,6 +6,7 @@ does not fit can end the process that loads it, or keep it waiting for ever.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,14 @@ SHOWN = ("specjax", "jax", "jaxlib", *PLUGINS, "flax", "numpy", "transformers")
 LONGEST_WAIT = 120.0
 """Seconds until JAX's devices are given up. A TPU takes up to a minute."""
 
+_WARNING = re.compile(r"\w(?:Warning|Error): |jax\._src\.")
+"""A line of a warning or an exception of Python's, or of JAX's log. Plugins print much more."""
+
 _ANSWER = "specjax-env:"
 # Devices are printed before specjax is imported: that may fail in its own way.
 _ASK_JAX = f"""
 import json
+import warnings
 import jax
 
 def answer(**values):
@@ -33,6 +38,7 @@ def answer(**values):
 
 devices = jax.devices()
 answer(devices=[{{"platform": device.platform, "kind": device.device_kind}} for device in devices])
+warnings.simplefilter("ignore")  # of mismatches, which the report names
 from specjax.cli.env import describe_kernels
 answer(kernels=describe_kernels(devices[0].platform))
 """
@@ -61,7 +67,7 @@ class Devices:
         devices: the platform and kind of each; empty where JAX did not get so far.
         kernels: whether attention is a Pallas kernel on the first of them, and why; empty where that is not known.
         error: why an answer is missing; empty where none is.
-        said: what JAX printed on the way, its warnings among it.
+        said: the first warnings and errors that JAX printed and went on after, without the rest of its log.
     """
 
     devices: tuple[dict[str, str], ...] = ()
@@ -147,8 +153,8 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
     for line in out.splitlines():
         if line.startswith(_ANSWER):
             answers |= json.loads(line.removeprefix(_ANSWER))
-    said = () if error else tuple(line.strip() for line in err.splitlines() if line.strip())
-    return Devices(tuple(answers.get("devices", ())), answers.get("kernels", ""), error, said)
+    said = dict.fromkeys(line.strip() for line in err.splitlines() if _WARNING.search(line) and not error)
+    return Devices(tuple(answers.get("devices", ())), answers.get("kernels", ""), error, tuple(said)[:4])
 
 
 def _why_it_ended(status: int, err: str) -> str:

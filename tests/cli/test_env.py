@@ -81,7 +81,12 @@ def test_a_jax_that_waits_for_ever_is_ended_with_all_that_it_started(environment
 
 
 def test_what_jax_warns_of_is_printed(environment, monkeypatch) -> None:
-    says = "import sys\nprint('an NVIDIA GPU may be present', file=sys.stderr)\nprint('hello')"
+    lines = (
+        "WARNING:jax._src.xla_bridge:864: An NVIDIA GPU may be present",
+        "I0000 a log",
+        "x.py:1: RuntimeWarning: it is old",
+    )
+    says = f"import sys\nprint({chr(10).join((*lines, *lines))!r}, file=sys.stderr)\nprint('hello')"
     (environment / "jax.py").write_text(says + TWO_TPUS)
     monkeypatch.chdir(environment)  # a process that is started looks there first
     package = environment / "specjax" / "cli"
@@ -90,7 +95,7 @@ def test_what_jax_warns_of_is_printed(environment, monkeypatch) -> None:
         (folder / "__init__.py").touch()
     (package / "env.py").write_text("def describe_kernels(platform):\n    return 'used on ' + platform")
     asked = env.ask_jax()
-    assert asked.said == ("an NVIDIA GPU may be present",)
+    assert asked.said == (lines[0], lines[2])
     assert (asked.kernels, asked.error) == ("used on tpu", "")
 
 
