@@ -22,7 +22,8 @@ def install(folder: Path, name: str, version: str, requirements: Sequence[str] =
     directory = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     directory.mkdir(parents=True)
     lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {line}" for line in requirements)]
-    text = "\n".join(["Metadata-Version: 2.4", *lines, "", "Version: 9.9 is no field, but part of a description", ""])
+    # Below the empty line is the description: what looks like a field there is none.
+    text = "\n".join(["Metadata-Version: 2.4", *lines, "", "Requires-Dist: nothing>=1", ""])
     (directory / "METADATA").write_text(text)
 
 

@@ -229,6 +229,14 @@ def test_it_asks_for_a_restart_only_where_what_was_imported_has_been_replaced(ma
             machine.run_cell()
 
 
+def test_it_asks_for_a_restart_where_the_numpy_below_jax_has_been_replaced(machine, monkeypatch) -> None:
+    monkeypatch.setenv("SPECJAX_SOURCE", "/a/clone")
+    machine.import_module("numpy")
+    machine.after["numpy"] = "2.4.6"
+    with pytest.raises(SystemExit, match=r"^Restart the session .* had imported numpy 2\.2\.6 before"):
+        machine.run_cell()
+
+
 def test_it_asks_for_a_restart_where_the_libtpu_of_an_imported_jax_is_replaced(machine) -> None:
     machine.is_installed, machine.after = True, {}
     machine.import_module("jax")
