@@ -4,34 +4,42 @@ Array letters used in shapes everywhere: B batch, P prompt tokens, T tokens in a
 D draft depth, S cache capacity, V vocabulary, H hidden size, L layers.
 """
 
-from specjax import serving
-from specjax.decoding import Result, generate, stream
-from specjax.drafters import (
-    MTP,
-    CompressedCache,
-    DFlash,
-    DFlash2,
-    DraftModel,
-    DSpark,
-    Eagle,
-    Eagle3,
-    EagleWithLayerAttention,
-    EarlyExit,
-    Gemma4Assistant,
-    Medusa,
-    MixtureOfAttentions,
-    PEagle,
-    PromptLookup,
-    SnapKV,
-    Streaming,
-)
-from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
-from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
-from specjax.evaluation import conformance
-from specjax.models.transformer import Target
-from specjax.pipeline import Generation, TextGenerator, load
-from specjax.sampling import Sampling
-from specjax.sharding import make_mesh
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specjax.installation import warn_of_mismatches
+
+if TYPE_CHECKING:
+    from specjax import serving
+    from specjax.decoding import Result, generate, stream
+    from specjax.drafters import (
+        MTP,
+        CompressedCache,
+        DFlash,
+        DFlash2,
+        DraftModel,
+        DSpark,
+        Eagle,
+        Eagle3,
+        EagleWithLayerAttention,
+        EarlyExit,
+        Gemma4Assistant,
+        Medusa,
+        MixtureOfAttentions,
+        PEagle,
+        PromptLookup,
+        SnapKV,
+        Streaming,
+    )
+    from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
+    from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, complete_tree
+    from specjax.evaluation import conformance
+    from specjax.models.transformer import Target
+    from specjax.pipeline import Generation, TextGenerator, load
+    from specjax.sampling import Sampling
+    from specjax.sharding import make_mesh
 
 __version__ = "0.1.0"
 __all__ = [
@@ -71,3 +79,56 @@ __all__ = [
     "serving",
     "stream",
 ]
+
+# Where the names of `__all__` are, but for modules. They are imported when they are first used: so `import specjax` is quick,
+# and `specjax env` works where JAX or anything else does not. tests/test_lazy_names.py compares this with the imports above.
+_HOMES = {
+    "specjax.decoding": ("Result", "generate", "stream"),
+    "specjax.drafters": (
+        "MTP",
+        "CompressedCache",
+        "DFlash",
+        "DFlash2",
+        "DSpark",
+        "DraftModel",
+        "Eagle",
+        "Eagle3",
+        "EagleWithLayerAttention",
+        "EarlyExit",
+        "Gemma4Assistant",
+        "Medusa",
+        "MixtureOfAttentions",
+        "PEagle",
+        "PromptLookup",
+        "SnapKV",
+        "Streaming",
+    ),
+    "specjax.drafts.published": ("EAGLE_TREE", "MEDUSA_TREE"),
+    "specjax.drafts.shapes": ("Chain", "DynamicTree", "SampledTree", "StaticTree", "complete_tree"),
+    "specjax.models.transformer": ("Target",),
+    "specjax.pipeline": ("Generation", "TextGenerator", "load"),
+    "specjax.sampling": ("Sampling",),
+    "specjax.sharding": ("make_mesh",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name == "conformance":
+        value = importlib.import_module("specjax.evaluation.conformance")
+    elif not name.startswith("_") and importlib.util.find_spec(f"specjax.{name}"):
+        value = importlib.import_module(f"specjax.{name}")  # a module, such as specjax.processes
+    else:
+        raise AttributeError(f"module 'specjax' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not (sys.argv[1:2] == ["env"] and Path(sys.argv[0]).name in ("-m", "specjax")):  # which says more than a warning
+    warn_of_mismatches()

@@ -1,11 +1,10 @@
-"""The command line: ``python -m specjax {demo,generate,serve,train,regenerate,convert,evaluate,plan}``, and what each does."""
+"""The command line: ``python -m specjax {demo,generate,serve,train,regenerate,env,…}``, and what each command does."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +14,7 @@ from specjax import processes
 from specjax.cli.client import ClientConfig, run_client
 from specjax.cli.convert import ConvertConfig, run_convert
 from specjax.cli.demo import DemoConfig, run_demo
+from specjax.cli.env import EnvConfig, compiled_programs, run_env
 from specjax.cli.evaluate import EvaluateConfig, run_evaluate
 from specjax.cli.generate import GenerateConfig, run_generate
 from specjax.cli.plan.compile import CompileConfig, run_compile
@@ -80,6 +80,7 @@ COMMANDS: dict[str, Command | Group] = {
         run_regenerate,
         continues=True,
     ),
+    "env": Command("print what is installed, and what does not fit with the command that puts it right", EnvConfig, run_env),
     "convert": Command("write a drafter in the layout of another engine: SGLang, vLLM", ConvertConfig, run_convert),
     "evaluate": Command(
         "measure drafters on questions, plain decoding beside them", EvaluateConfig, run_evaluate, over_hosts=True
@@ -188,8 +189,9 @@ def _keep_compilations() -> None:
     All of them: JAX by itself would leave out those that compile in less than a second, of which a command has dozens. JAX's
     own variables win: ``JAX_COMPILATION_CACHE_DIR`` names another directory, ``JAX_ENABLE_COMPILATION_CACHE=0`` keeps none.
     """
-    if getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its type stub does not list it
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "specjax" / "compiled"))
+    folder = compiled_programs()
+    if folder and getattr(jax.config, "jax_compilation_cache_dir") is None:  # noqa: B009 - its type stub does not list it
+        jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
