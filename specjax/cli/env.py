@@ -40,7 +40,7 @@ devices = jax.devices()
 answer(devices=[{{"platform": device.platform, "kind": device.device_kind}} for device in devices])
 warnings.simplefilter("ignore")  # of mismatches, which the report names
 from specjax.cli.env import describe_kernels
-answer(kernels=describe_kernels(devices[0].platform))
+answer(kernels=describe_kernels())
 """
 
 
@@ -165,17 +165,12 @@ def _why_it_ended(status: int, err: str) -> str:
     return (last or f"JAX ended with status {status}") if status else ""
 
 
-def describe_kernels(platform: str) -> str:
-    """Return whether attention to a cache is a Pallas kernel on a ``platform`` of JAX's, and why it is not."""
-    from specjax.models import attention
+def describe_kernels() -> str:
+    """Return whether attention to a cache is a Pallas kernel on the devices that JAX finds, and why."""
+    from specjax.models.attention import kernels_status
 
-    status_of = getattr(attention, "kernels_status", None)
-    if status_of is not None:
-        status = status_of()
-        return f"{'used' if status.is_used else 'not used'}: {status.reason}"
-    if platform in ("gpu", "tpu"):
-        return "used: Pallas"
-    return "not used: Pallas compiles for TPUs and GPUs only"
+    status = kernels_status()
+    return f"{'used' if status.is_used else 'not used'}: {status.reason}"
 
 
 def compiled_programs() -> str:
