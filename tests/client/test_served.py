@@ -96,6 +96,7 @@ def test_the_command_writes_the_servers_text(asked, served: Served, capsys) -> N
     assert served.text(**asked)
 
 
+@pytest.mark.full
 def test_the_command_prints_the_text_and_what_it_took(served: Served, capsys) -> None:
     stop = served.text()[10:14]
     status, out, err = served.command(capsys, "--stop", stop)
@@ -103,6 +104,7 @@ def test_the_command_prints_the_text_and_what_it_took(served: Served, capsys) ->
     assert "rounds of" in err
 
 
+@pytest.mark.full
 def test_the_command_goes_on_from_its_journal(served: Served, capsys, tmp_path) -> None:
     journal = tmp_path / "text.json"
     options = ["--json", "--journal", str(journal)]
@@ -120,6 +122,7 @@ def test_the_command_goes_on_from_its_journal(served: Served, capsys, tmp_path) 
     assert status == 2 and "journal=" in err
 
 
+@pytest.mark.full
 def test_the_command_without_a_server(served: Served, capsys) -> None:
     status, out, _ = served.command(capsys, "--offline", "--json")
     said = json.loads(out)
@@ -130,6 +133,7 @@ def test_the_command_without_a_server(served: Served, capsys) -> None:
     assert json.loads(out)["provisional_tokens"] == said["provisional_tokens"]
 
 
+@pytest.mark.full
 def test_the_command_keeps_a_string_back(served: Served, capsys, tmp_path) -> None:
     (tmp_path / "private").write_text("os\n")
     status, out, _ = served.command(capsys, "--private", str(tmp_path / "private"), "--json")
@@ -141,6 +145,7 @@ def test_the_command_keeps_a_string_back(served: Served, capsys, tmp_path) -> No
     assert status == 2 and err.startswith("specjax: error: private: ")
 
 
+@pytest.mark.full
 def test_the_command_without_the_key(served: Served, capsys, tmp_path) -> None:
     (tmp_path / "wrong").write_text("a-wrong-key")
     status, out, err = served.command(capsys, "--api-key-file", str(tmp_path / "wrong"))
@@ -157,6 +162,7 @@ def proxy(served: Served) -> Iterator[Proxy]:
         yield made
 
 
+@pytest.mark.full
 def test_a_black_hole(served: Served, proxy: Proxy) -> None:
     client = served.client(proxy.port)
     seen: list[Any] = []
@@ -177,6 +183,7 @@ def test_a_black_hole(served: Served, proxy: Proxy) -> None:
     assert taken_back + confirmed == kinds.count(Provisional)
 
 
+@pytest.mark.full
 def test_resets_and_half_frames(served: Served, proxy: Proxy) -> None:
     client, after = served.client(proxy.port), {}
     after[2] = proxy.reset
@@ -197,6 +204,7 @@ def test_resets_and_half_frames(served: Served, proxy: Proxy) -> None:
 # --- several ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_two_clients_and_a_request_at_a_time(served: Served) -> None:
     asked = [{"seed": seed, "temperature": 0.8} for seed in (11, 12, 13)]
     expected = [served.text(**each) for each in asked]

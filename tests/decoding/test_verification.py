@@ -542,6 +542,7 @@ def test_rejection_accepts_at_rate_sum_of_minima() -> None:
         assert chain_counts("rejection", p, q, [GAMMA])[2:].sum() == pytest.approx(np.minimum(p[0], q[0]).sum())
 
 
+@pytest.mark.full
 def test_equal_distributions_accept_everything() -> None:
     found = find("ragged", 32_000)
     for rule in CHAIN_RULES:

@@ -350,7 +350,7 @@ def features():
     return np.random.default_rng(0).normal(size=(len(LENGTHS), 20, 16)).astype(np.float32)
 
 
-@pytest.mark.full_except("dspark", "windows beyond the ring", "windows of blocks")
+@pytest.mark.full
 @pytest.mark.parametrize("which", RINGED)
 def test_with_a_small_cache_a_block_sees_the_text_s_ends_alone(which, features) -> None:
     """As a block does whose whole text is hidden but for what is kept, position by position."""

@@ -73,7 +73,7 @@ class OnlyAbsorbs(DraftModel):
         return self.absorb(target, state, committed)
 
 
-@pytest.mark.full_except("like the target-DraftModel", "like the target-OnlyAbsorbs")
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [DraftModel, OnlyAbsorbs])
 @pytest.mark.parametrize("model", ["the target itself", "like the target"])
 def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:

@@ -106,6 +106,7 @@ def test_going_on_from_what_it_assumes_is_drafting_on(target, name) -> None:
     assert again.tolist() == whole.tolist()
 
 
+@pytest.mark.full
 def test_nothing_is_assumed_in_rows_where_nothing_counts(target) -> None:
     for name in ("moa", "eagle3"):
         drafter = MADE[name](target)

@@ -118,6 +118,7 @@ def test_it_drafts_as_speculators_does(variant, text, target, tmp_path) -> None:
     assert_drafts_as(one, target, text, speculators_blocks(model, text, ANCHORS, depth=DEPTH))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("variant", ["own vocabulary", "norm_before_residual", "a norm for each tap", "windows, llama"])
 def test_speculators_drafts_as_what_is_written(variant, text, target, tmp_path) -> None:
     needs_speculators()

@@ -110,6 +110,7 @@ def test_windows_are_spread_over_all_texts() -> None:
     assert windows([]).size == 0
 
 
+@pytest.mark.full
 def test_experts_that_no_token_chose_are_said_and_rounded_to_the_nearest_numbers() -> None:
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     alike = target.params["layers"][0] | {"router": jnp.zeros((32, 8))}  # so the first two are chosen

@@ -113,7 +113,7 @@ def farthest(target: Target, paged: bool = False) -> float:
     return float(np.abs(np.concatenate(found, axis=1) - whole).max())
 
 
-@pytest.mark.full_except("caps-False", "caps-True", "sinks-False", "sinks-True")
+@pytest.mark.full_except("caps-False")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_over_many_tokens_is_many_passes(kind, paged) -> None:

@@ -59,7 +59,7 @@ def pieces_of(handle: Handle) -> tuple[list[int], list[bool], list]:
     )
 
 
-@pytest.mark.full_except("1.0-5")
+@pytest.mark.full
 @pytest.mark.parametrize(("temperature", "top"), [(0.0, 3), (0.8, 0), (1.0, TOP)])
 def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
     handle = engine.submit(PROMPT, max_new_tokens=20, temperature=temperature, top_k=3, seed=1, eos_token_ids=(), logprobs=top)
@@ -100,6 +100,7 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(eng
             check_logprobs(handle.prompt_logprobs, of[: len(prompt) - 1], prompt[1:], 0)
 
 
+@pytest.mark.full
 def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
     prompt = (PROMPT * 8)[:34]
     first = engine.submit(prompt, max_new_tokens=1, eos_token_ids=())  # its pages could be taken
@@ -116,6 +117,7 @@ def test_an_echo_reads_the_prompt_and_no_more(engine, target) -> None:
     assert one.prompt_logprobs == []
 
 
+@pytest.mark.full
 def test_spans_are_the_text_in_parts(engine) -> None:
     handle = engine.submit("abc", max_new_tokens=24, temperature=0.5, seed=4, eos_token_ids=(), spans=True)
     generation = handle.result(PATIENCE)
@@ -125,6 +127,7 @@ def test_spans_are_the_text_in_parts(engine) -> None:
     assert {accepted for piece in pieces for _, accepted in piece.spans} <= {True, False}
 
 
+@pytest.mark.full
 def test_a_right_prediction_saves_steps_and_changes_nothing(engine) -> None:
     request = {"max_new_tokens": 40, "temperature": 0.6, "seed": 9, "eos_token_ids": ()}
     alone = engine.submit(PROMPT, **request).result(PATIENCE)
@@ -140,6 +143,7 @@ def test_a_right_prediction_saves_steps_and_changes_nothing(engine) -> None:
     assert nothing.result(PATIENCE).tokens == alone.tokens and nothing.predicted_tokens == 0
 
 
+@pytest.mark.full
 def test_no_text_ends_too_early(engine, target) -> None:
     request = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3}
     free = engine.submit(PROMPT, eos_token_ids=(), **request).result(PATIENCE)
@@ -155,6 +159,7 @@ def test_no_text_ends_too_early(engine, target) -> None:
     assert long.tokens == tuple(same.tokens[0, len(PROMPT) : same.lengths[0]].tolist())
 
 
+@pytest.mark.full
 def test_stop_strings_are_looked_for_behind_the_least_length(engine) -> None:
     request = {"max_new_tokens": 30, "temperature": 1.0, "seed": 5, "eos_token_ids": ()}
     text = engine.submit(PROMPT, **request).result(PATIENCE)
@@ -166,6 +171,7 @@ def test_stop_strings_are_looked_for_behind_the_least_length(engine) -> None:
     assert late.result().text.startswith(early.result().text + stop[0])
 
 
+@pytest.mark.full
 def test_totals_are_those_of_all_texts(engine) -> None:
     engine.submit(PROMPT, max_new_tokens=1).result(PATIENCE)  # of texts that were stopped nothing is counted afterwards
     before = engine.statistics
@@ -192,6 +198,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_cannot_be_is_refused(engine, said) -> None:
     with pytest.raises(InputError, match=said):
