@@ -217,7 +217,9 @@ CATALOGUE = (
         file="specjax/sampling.py",
         old="is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
         new="is_early = jnp.broadcast_to(jnp.asarray(depth) <= sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
-        tests=("tests/decoding/test_rules.py::test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on",),
+        tests=(
+            "tests/decoding/test_rules.py::test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on",
+        ),
         breaks="With min_new_tokens a text must have one token more than was asked for.",
     ),
     Mutant(
@@ -385,7 +387,9 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="scores = jnp.where(growth.going[:, None, None], above[..., None] + children.scores, -jnp.inf)",
         new="scores = jnp.where(growth.going[:, None, None], children.scores, -jnp.inf)",
-        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
+        tests=(
+            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
+        ),
         breaks="A node of a dynamic tree is scored by its own probability, not by that of its path.",
     ),
     Mutant(
@@ -393,7 +397,9 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="above = above + (level - 1) * per_level",
         new="above = above + level * per_level",
-        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
+        tests=(
+            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
+        ),
         breaks="Nodes of a dynamic tree hang below candidates of their own level.",
     ),
     Mutant(
@@ -401,7 +407,9 @@ CATALOGUE = (
         file="specjax/drafters/expansion.py",
         old="parents = picked // branching",
         new="parents = picked % branching",
-        tests=("tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",),
+        tests=(
+            "tests/drafters/test_expansion.py::test_a_dynamic_tree_is_the_reference_node_for_node[read_path-random-dynamic tree, 14 nodes, 4 deep]",
+        ),
         breaks="The drafter reads a node with the state of another parent.",
     ),
     Mutant(
@@ -721,7 +729,7 @@ CATALOGUE = (
         file="specjax/models/delta_rule.py",
         old="visible = jnp.arange(length)[None, None] < count[:, None, None]",
         new="visible = jnp.arange(length)[None, None] <= count[:, None, None]",
-        tests=("tests/models/test_delta_rule.py::test_rows_count_as_many_of_their_tokens_as_they_are_told[64]",),
+        tests=("tests/models/test_delta_rule.py::test_a_chain_is_as_token_by_token[65]",),
         breaks="A rejected draft is written into the state.",
     ),
     Mutant(
@@ -889,7 +897,9 @@ CATALOGUE = (
         file="specjax/serving/pages.py",
         old="self.give_back(pages)",
         new="pass",
-        tests=("tests/serving/test_pages.py::test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free",),
+        tests=(
+            "tests/serving/test_pages.py::test_who_has_read_a_chunk_that_is_known_holds_that_one_and_its_own_pages_are_free",
+        ),
         breaks="Pages of a chunk that is known already are lost.",
     ),
     Mutant(
@@ -905,7 +915,7 @@ CATALOGUE = (
         file="specjax/serving/scheduler.py",
         old="insort(self._waiting, ticket, key=lambda each: each.number)",
         new="self._waiting.append(ticket)",
-        tests=("tests/serving/test_scheduler.py::test_the_newest_gives_way_and_is_read_again_with_its_tokens",),
+        tests=("tests/serving/test_scheduler.py::test_who_gave_way_is_the_head_of_the_line_again",),
         breaks="Who had to give way waits behind those who came later.",
     ),
     Mutant(
@@ -1033,7 +1043,9 @@ CATALOGUE = (
         file="specjax/training/objectives/ahead.py",
         old='return ahead(batch["loss_mask"], 1 + step) & same',
         new='return ahead(batch["loss_mask"], step) & same',
-        tests=("tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",),
+        tests=(
+            "tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",
+        ),
         breaks="Labels count by the mask of the token before.",
     ),
     Mutant(
@@ -1041,7 +1053,9 @@ CATALOGUE = (
         file="specjax/training/objectives/ahead.py",
         old='return ahead(batch["loss_mask"], 1 + step) & same',
         new='return ahead(batch["loss_mask"], 1 + step)',
-        tests=("tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",),
+        tests=(
+            "tests/training/test_objectives.py::test_a_prediction_counts_where_all_that_it_reads_is_of_one_document_and_its_label_is_under_the_mask",
+        ),
         breaks="A drafter is held to the first tokens of the next document.",
     ),
     Mutant(
