@@ -729,7 +729,7 @@ CATALOGUE = (
         file="specjax/models/delta_rule.py",
         old="visible = jnp.arange(length)[None, None] < count[:, None, None]",
         new="visible = jnp.arange(length)[None, None] <= count[:, None, None]",
-        tests=("tests/models/test_delta_rule.py::test_rows_count_as_many_of_their_tokens_as_they_are_told[64]",),
+        tests=("tests/models/test_delta_rule.py::test_a_chain_is_as_token_by_token[65]",),
         breaks="A rejected draft is written into the state.",
     ),
     Mutant(
@@ -915,7 +915,7 @@ CATALOGUE = (
         file="specjax/serving/scheduler.py",
         old="insort(self._waiting, ticket, key=lambda each: each.number)",
         new="self._waiting.append(ticket)",
-        tests=("tests/serving/test_scheduler.py::test_the_newest_gives_way_and_is_read_again_with_its_tokens",),
+        tests=("tests/serving/test_scheduler.py::test_who_gave_way_is_the_head_of_the_line_again",),
         breaks="Who had to give way waits behind those who came later.",
     ),
     Mutant(

@@ -197,6 +197,18 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
     assert len(pages_of(made, new.row or 0)) == 4  # of 5 + 4 - 1 entries: the limit stays where it was
 
 
+def test_who_gave_way_is_the_head_of_the_line_again() -> None:
+    """A later request would fit into what is left, and does not pass it."""
+    scheduled = scheduler(pages=8)
+    scheduled.submit([1] * 5, most=9)
+    new = scheduled.submit([2] * 5, most=4)
+    read_all(scheduled)
+    later = scheduled.submit([3], most=1)
+    assert scheduled.reserve(7) == [new]
+    assert 1 <= scheduled.free_pages < 3  # enough for one of the two
+    assert (scheduled.next_reads(), new.state, later.state) == ([], "waiting", "waiting")
+
+
 def test_who_reads_gives_way_to_the_older_who_run() -> None:
     made = scheduler(pages=6, capacity=12)
     old = made.submit([1] * 3, most=9)
