@@ -54,9 +54,9 @@ class Machine:
     """
 
     def __init__(self, monkeypatch, folder: Path) -> None:
+        self._monkeypatch = monkeypatch
         self.pip: list[tuple[str, ...]] = []
         self.versions = {
-            "specjax": "0.1.0",
             "jax": "0.7.2",
             "jaxlib": "0.7.2",
             "ml_dtypes": "0.5",
@@ -76,12 +76,8 @@ class Machine:
         monkeypatch.setattr(metadata, "version", lambda name: self.versions[name])
         monkeypatch.setattr(installation, "find_mismatches", self._find_mismatches)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(
-            sys,
-            "modules",
-            {name: module for name, module in sys.modules.items() if name not in self.versions}
-            | {"specjax": sys.modules["specjax"]},
-        )
+        for name in self.versions:
+            monkeypatch.delitem(sys.modules, name, raising=False)
         for name in ("SPECJAX_SOURCE", "COLAB_TPU_ADDR", "TPU_WORKER_ID"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("PATH", str(folder))
@@ -89,7 +85,7 @@ class Machine:
 
     def import_module(self, name: str) -> None:
         """Have this Python imported a module before the cell runs."""
-        sys.modules[name] = SimpleNamespace()
+        self._monkeypatch.setitem(sys.modules, name, SimpleNamespace())
 
     def run_cell(self) -> None:
         """Run the cell as a notebook does."""
