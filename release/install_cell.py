@@ -63,6 +63,7 @@ if importlib.util.find_spec("specjax") is None:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what it would warn of is put right here
+    from specjax import __version__ as specjax_version
     from specjax.installation import find_mismatches
 
 # A libtpu or plugin that came with another JAX is brought up to date, or removed where this machine has no use for it.
@@ -76,4 +77,4 @@ replaced = [f"{name} {version}" for name, version in imported.items() if metadat
 if replaced or (has_changed and "jax" in sys.modules):
     had = ", ".join(replaced) or "JAX"
     sys.exit(f"Restart the session and run the notebook again: it had imported {had} before this cell installed what fits")
-print(f"specjax {metadata.version('specjax')} with JAX {metadata.version('jax')}")
+print(f"specjax {specjax_version} with JAX {metadata.version('jax')}")

@@ -54,9 +54,9 @@ class Machine:
     """
 
     def __init__(self, monkeypatch, folder: Path) -> None:
+        self._monkeypatch = monkeypatch
         self.pip: list[tuple[str, ...]] = []
         self.versions = {
-            "specjax": "0.1.0",
             "jax": "0.7.2",
             "jaxlib": "0.7.2",
             "ml_dtypes": "0.5",
@@ -76,12 +76,8 @@ class Machine:
         monkeypatch.setattr(metadata, "version", lambda name: self.versions[name])
         monkeypatch.setattr(installation, "find_mismatches", self._find_mismatches)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(
-            sys,
-            "modules",
-            {name: module for name, module in sys.modules.items() if name not in self.versions}
-            | {"specjax": sys.modules["specjax"]},
-        )
+        for name in self.versions:
+            monkeypatch.delitem(sys.modules, name, raising=False)
         for name in ("SPECJAX_SOURCE", "COLAB_TPU_ADDR", "TPU_WORKER_ID"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("PATH", str(folder))
@@ -89,7 +85,7 @@ class Machine:
 
     def import_module(self, name: str) -> None:
         """Have this Python imported a module before the cell runs."""
-        sys.modules[name] = SimpleNamespace()
+        self._monkeypatch.setitem(sys.modules, name, SimpleNamespace())
 
     def run_cell(self) -> None:
         """Run the cell as a notebook does."""
@@ -280,9 +276,15 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
     python = find_python_313()
     if python is None:
         pytest.skip("COLAB WAS NOT TRIED: there is no Python 3.13 (pyenv install 3.13, or uv python install 3.13)")
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    tests_own = ("JAX_", "PYTHONPATH", "SPECJAX_", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(tests_own)}
     environment |= {"SPECJAX_SOURCE": str(tmp_path / "clone"), "JAX_PLATFORMS": "cpu"}
-    run = functools.partial(REAL_RUN, check=True, env=environment, capture_output=True, text=True)
+
+    def run(command: list[str], **options) -> str:
+        done = REAL_RUN(command, check=False, env=environment, capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
     run([python, "-m", "venv", str(tmp_path / "colab")])
     colab = str(tmp_path / "colab" / "bin" / "python")
     run([colab, "-m", "pip", "install", "--only-binary", ":all:", *COLAB])
@@ -297,7 +299,7 @@ def test_on_colab_the_cell_lifts_jax_and_all_its_parts_and_the_quickstart_runs(t
     printed = "".join("".join(output.get("text", ())) for output in outputs)
     assert "with JAX 0.1" in printed
     assert "realised" in printed
-    report = json.loads(run([colab, "-m", "specjax", "env", "--json"], cwd=tmp_path).stdout)
+    report = json.loads(run([colab, "-m", "specjax", "env", "--json"], cwd=tmp_path))
     assert report["mismatches"] == []
     assert report["jax"]["devices"][0]["platform"] == "cpu"
     assert not report["packages"].keys() & installation.PLUGINS.keys()  # of another JAX, and this machine has no use for them
