@@ -318,7 +318,7 @@ class Device:
             return device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))
 
         listed = [Program("admit", (), 0, admit)]
-        listed += [read(0, width) for width in self.sizes.read_widths]
+        listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]
         listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
             listed.append(Program("catch_up", (), 1, self._lower_catch_up(table)))

@@ -582,15 +582,19 @@ class Engine:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
+        for_client = any(read.ticket.is_client for read in reads)
+        width = max(read.width for read in reads)
+        if logprobs or not (for_client or self._programs.is_ready("read", width, False, False)):
+            width = self.chunk  # which is compiled first
         return self._device.read(
             table,
             rows=[group * share if read is None else read.row for group, read in enumerate(given)],
             counts=[0 if read is None else read.count for read in given],
             # The device is to decode what has been read; not a client's.
             is_last=[read is not None and read.is_last and not read.ticket.is_client for read in given],
-            width=self.chunk if logprobs else max(read.width for read in reads),
+            width=width,
             logprobs=logprobs,
-            for_client=any(read.ticket.is_client for read in reads),
+            for_client=for_client,
         )
 
     def _decode(self) -> bool:
