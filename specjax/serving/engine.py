@@ -307,7 +307,9 @@ class Engine:
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
-            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=0 if echo else None, needs=None if logprobs is None else "logprobs")
+            ticket = self._scheduler.submit(
+                tokens, int(max_new_tokens), shares=0 if echo else None, needs=None if logprobs is None else "logprobs"
+            )
             handle = Handle(self._cancel, ticket, settings, growing, wanted)
             self._handles[ticket] = handle
             self._wake.notify_all()
