@@ -71,6 +71,7 @@ def one_row(target) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypatch, settings) -> None:
     engine, programs = one_row, one_row._programs
@@ -105,6 +106,7 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypa
     programs._ready = whole
 
 
+@pytest.mark.full
 def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> None:
     sizes: dict[str, Any] = {**SIZES, "rows": 2, "widths": (1, 2), "steps": 1, "max_logprobs": 2}
     with Engine(target, drafter_of(target), drafts=(None, "chain:3"), warm=False, **sizes) as engine:
@@ -144,10 +146,11 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         assert engine.statistics.prompt_tokens_shared > shared  # timing left what pages hold as it is
 
 
+@pytest.mark.full
 def test_a_client_waits_for_its_programs(target, gate) -> None:
     clients = specjax.serving.ClientDrafts(nodes=4, depth=2)
     with Engine(target, warm=False, clients=clients, rows=1, **SIZES) as engine:
-        row = engine.open_row(PROMPT, listener=lambda event: None)
+        row = engine.open_row(PROMPT, max_new_tokens=4, listener=lambda event: None)
         tokens = engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens  # passes it
         assert row.ticket.state == "waiting"
         gate.compile_all()
@@ -156,6 +159,8 @@ def test_a_client_waits_for_its_programs(target, gate) -> None:
         assert engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens == tokens
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, monkeypatch) -> None:
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
         wait_until(lambda: engine.statistics.compiled == engine.statistics.programs)
