@@ -57,6 +57,8 @@ class ServeConfig:
         drain_seconds: that requests have to end after SIGTERM.
         reader_seconds: after which a client is dropped that takes nothing of what is sent to it.
         max_connections: at a time.
+        warm: compile every program before the first request is answered. Otherwise plain requests are answered as soon as
+            their programs are compiled, and the others follow meanwhile; texts are the same.
     """
 
     target: str = "embedded"
@@ -87,6 +89,7 @@ class ServeConfig:
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
     max_connections: int = 512
+    warm: bool = False
 
 
 def run_serve(config: ServeConfig) -> int:
@@ -185,6 +188,7 @@ def engine_options(config: ServeConfig) -> dict[str, Any]:
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
+        "warm": config.warm,
     }
 
 

@@ -9,7 +9,7 @@ further node costs its full time, and a short draft or none is faster. The text 
 sampling it is the same whatever is drafted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,9 @@ the time and not of the calls, because under load a call with a long draft may t
 
 BETTER = 1.03
 """By so much another draft must be better to be taken: changing costs time, too."""
+
+TRY_UNKNOWN = 8
+"""One call in so many tries a draft whose seconds are not known yet."""
 
 _EXPECTED = 0.8
 """The chance that a drafted token is accepted, as long as nothing is known: high, so that drafts are tried."""
@@ -111,6 +114,8 @@ class DraftChoice:
         self._current: dict[tuple[int, bool], int] = {}  # by width, and whether some row has a prediction
         # Counted in seconds of one step a call: how many steps a call has does not depend on the draft.
         self._clock = 0.0
+        self._since_tried = 0
+        self._begun: set[tuple[int, int]] = set()  # whose first call was measured
         self._last_taken = [0.0] * len(self.drafts)
 
     def tokens_a_step(self, number: int, predicted: float = 1.0) -> float:
@@ -134,10 +139,32 @@ class DraftChoice:
         """E / S: tokens a second of each of the running rows."""
         return self.tokens_a_step(number, predicted) / self.seconds[width, number]
 
-    def choose(self, width: int, predicted: float = 0.0) -> int:
-        """The number of the draft to decode with, when so many rows are computed, of which the share ``predicted`` has a
-        prediction."""
+    def choose(
+        self,
+        width: int,
+        predicted: float = 0.0,
+        ready: Collection[int] | None = None,
+        *,
+        plain: int = 0,
+        may_try: bool = True,
+    ) -> int:
+        """The number of the draft to decode with.
+
+        Args:
+            width: rows that are computed.
+            predicted: the share of them that has a prediction.
+            ready: numbers of drafts that can be used; None: all.
+            plain: the one to use while the seconds of none are known.
+            may_try: whether one may be tried whose seconds are not known, to learn them.
+        """
         numbers = [number for number, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
+        numbers = [number for number in numbers if ready is None or number in ready]
+        unknown = [number for number in numbers if (width, number) not in self.seconds]
+        if unknown:
+            numbers = [number for number in numbers if number not in unknown]
+            taken = self._unknown(width, unknown, plain, may_try and bool(numbers))
+            if taken is not None or not numbers:
+                return self._count(width, plain if taken is None else taken)
         rates = {number: self.rate(width, number, predicted) for number in numbers}
         best = max(numbers, key=lambda number: rates[number])
         current = self._current.get((width, predicted > 0), best)
@@ -147,8 +174,21 @@ class DraftChoice:
         taken = self._trial(width, current, numbers)
         self._clock += self.seconds[width, taken]
         self._last_taken[taken] = self._clock
+        return self._count(width, taken)
+
+    def _count(self, width: int, taken: int) -> int:
         self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
         return taken
+
+    def _unknown(self, width: int, unknown: Sequence[int], plain: int, may_try: bool) -> int | None:
+        """The one of ``unknown`` seconds that it is time to learn, plain decoding first; None: none."""
+        if plain in unknown:
+            return plain
+        self._since_tried += 1
+        if not may_try or self._since_tried < TRY_UNKNOWN:
+            return None
+        self._since_tried = 0
+        return min(unknown, key=lambda number: self.decisions.get((width, number), 0))
 
     def _trial(self, width: int, current: int, numbers: Sequence[int]) -> int:
         """The one of ``numbers`` that it is time to try, or else the ``current`` one."""
@@ -182,7 +222,11 @@ class DraftChoice:
             emitted: their tokens.
             accepted_at: ``[D]`` steps of rows in which a token of that depth was emitted; what goes beyond the draft is 0.
         """
-        if steps and seconds is not None:
+        if steps and seconds is not None and (width, number) not in self.seconds:
+            if (width, number) in self._begun:  # a program's first call takes longer
+                self.seconds[width, number] = seconds / steps
+            self._begun.add((width, number))
+        elif steps and seconds is not None:
             before, share = self.seconds[width, number], min(1.0, steps / LATENCY)
             # A machine that stood still for a moment says nothing about the draft.
             self.seconds[width, number] = before + share * (min(seconds / steps, 4 * before) - before)

@@ -263,7 +263,9 @@ class Clients:
             raise InputError(f"known={known}: must be at least 0")
         # What need not be told need not be computed, where another text begins alike.
         shares = None if self._device.teller is None else known
-        ticket = self._scheduler.submit(tokens, most, prompt_length=prompt_length, shares=shares, is_client=True)
+        ticket = self._scheduler.submit(
+            tokens, most, prompt_length=prompt_length, shares=shares, is_client=True, needs="clients"
+        )
         row = ClientRow(self, ticket, settings, listener, known)
         self.rows[ticket] = row
         self.wake.notify_all()

@@ -1,10 +1,9 @@
 """The engine's rows on the device: their state, and every program that works on them, compiled before the first request."""
 
 import math
-import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,15 @@ from specjax.errors import InputError
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
-from specjax.progress import track, waiting
+from specjax.progress import track
 from specjax.serving.memory import borders_kept
+from specjax.serving.programs import Program, Programs
 
 ENDS = 8
 """End-of-sequence ids that a request may have."""
+
+LAST_STAGE = 6
+"""Of `Device.programs`."""
 
 _TIMED_STEPS = 4
 _NO_DRAFT = np.zeros(1, np.int32), np.full(1, -1, np.int32)  # a root
@@ -140,6 +143,7 @@ class Device:
         sizes: what programs are compiled for.
         groups: of rows, on a mesh that splits them.
         reporting: the number of the drafter with which log-probabilities are reported: for one alone that is compiled.
+        plain: the number of the drafter that drafts nothing, or of the first one where all draft.
         paused: a drafter that is paused, where there is one.
         clients: drafts that come from clients; None: there are none.
         teller: by which they are told of the text; None: nothing is told.
@@ -154,6 +158,7 @@ class Device:
         # The shortest chain, for each node is scored; what copies predictions is for those alone.
         chains = [number for number, drafter in enumerate(drafters) if _is_chain(drafter) and not copies(drafter)]
         self.reporting = min(chains, key=lambda number: drafters[number].draft_shape.depth, default=0)
+        self.plain = next((number for number, drafter in enumerate(drafters) if drafter.draft_shape.depth == 0), 0)
         self.paused = next((drafter for drafter in drafters if is_paused(drafter)), None)
         if clients is not None:
             clients.check(target)
@@ -241,17 +246,20 @@ class Device:
 
     # --- before the first request ----------------------------------------------------------------------------------------
 
-    def warm_up(self, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+    def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
         """Compile all programs, several at a time, and run each of them.
 
         Args:
             settings: of a text, as `specjax.decoding.rows.Text` has them, without an end.
+            programs: to compile and to count; None: `programs`, and nobody asks how many.
 
         Returns:
             The seconds of a step, by number of rows and number of drafter.
         """
         table, words = self._made_up(settings)
-        self._compile(table, words)
+        (programs or Programs(self.programs(settings), threading.Condition())).compile_stage(
+            LAST_STAGE, f"compiling, {self.sizes.rows} rows"
+        )
         if sharding.spans_processes(self.target.mesh):
             meet("compiled")  # one may have found its programs compiled
         wanted = [(width, number) for number in range(len(self.drafters)) for width in self.widths_of(number)]
@@ -278,31 +286,71 @@ class Device:
         self.wait()
         return seconds
 
-    def _compile(self, table: np.ndarray, words: device_rows.Text) -> None:
-        """Every program. JAX gives the same ones when they are called later."""
-        state, rows, most = self.state, self.sizes.rows, self.sizes.max_logprobs
+    def programs(self, settings: dict[str, Any]) -> list[Program]:
+        """Every program, in stages: what a plain request in one row needs comes first, copies of predictions come last.
+
+        Args:
+            settings: as for `warm_up`.
+        """
+        table, words = self._made_up(settings)
+        rows, widths = self.sizes.rows, self.sizes.widths
         nothing, last = [0] * self.groups, [False] * self.groups
-        jobs = [lambda: device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))]
-        reads = [(width, False, False) for width in self.sizes.read_widths]
-        reads += [(self.sizes.chunk, True, False)] if most else []
-        reads += [(width, False, True) for width in self.sizes.read_widths if self.teller is not None]
-        for given, named in [self._of_read(table, nothing, nothing, last, *read) for read in reads]:
-            jobs.append(lambda given=given, named=named: device_rows.read_chunk.lower(*given, **named))
-        calls = [(number, width, False) for number in range(len(self.drafters)) for width in self.widths_of(number)]
-        if most:
-            calls.append((self.reporting, rows, True))
-        jobs += [lambda call=call: self._lower_decode(table, *call) for call in calls]
-        for given in [self._of_verify(table, width, [], []) for width in self.sizes.widths if self.clients is not None]:
-            jobs.append(lambda given=given: device_rows.verify_rows.lower(*given, depth=self._clients.depth))
+
+        def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> Program:
+            def lower() -> Any:
+                given, named = self._of_read(table, nothing, nothing, last, width, logprobs, for_client)
+                return device_rows.read_chunk.lower(*given, **named)
+
+            return Program("read", (width, logprobs, for_client), stage, lower)
+
+        def decode(stage: int, width: int, number: int, logprobs: bool = False) -> Program:
+            return Program(
+                "decode", (width, number, logprobs), stage, lambda: self._lower_decode(table, number, width, logprobs)
+            )
+
+        def verify(stage: int, width: int) -> Program:
+            def lower() -> Any:
+                return device_rows.verify_rows.lower(*self._of_verify(table, width, [], []), depth=self._clients.depth)
+
+            return Program("verify", (width,), stage, lower)
+
+        def admit() -> Any:
+            return device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))
+
+        listed = [Program("admit", (), 0, admit)]
+        listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]
+        listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
-            jobs.append(lambda: device_rows.catch_up.lower(self.target, self.paused, state, table, width=rows))
-        threads = min(os.cpu_count() or 1, len(jobs))
-        with waiting(f"compiling, {rows} rows", len(jobs)) as wait, ThreadPoolExecutor(threads) as pool:
-            # Tracing holds Python's lock, compiling does not: so one thread traces, while others compile.
-            compiled = [pool.submit(job().compile) for job in jobs]
-            for number, each in enumerate(compiled, 1):
-                each.result()
-                wait.update(done=number)
+            listed.append(Program("catch_up", (), 1, self._lower_catch_up(table)))
+        if len(widths) > 1:
+            order = np.arange(rows, dtype=np.int32)
+            listed.append(Program("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
+        others = [number for number in range(len(self.drafters)) if number != self.plain]
+        for width in widths:
+            listed += [decode(3, width, number) for number in others if not copies(self.drafters[number])]
+        if self.sizes.max_logprobs:
+            listed += [read(4, self.sizes.chunk, logprobs=True), decode(4, rows, self.reporting, logprobs=True)]
+        if self.teller is not None:
+            listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
+        if self.clients is not None:
+            listed += [verify(5, width) for width in widths]
+        for number in others:
+            listed += [decode(6, width, number) for width in self.widths_of(number) if copies(self.drafters[number])]
+        return listed
+
+    def time_decoding(self, settings: dict[str, Any], width: int, number: int) -> float:
+        """The seconds of a step, as `warm_up` finds them, while nobody has a row. What pages hold stays as it is."""
+        table, words = self._made_up(settings)
+        table = np.full_like(table, self.sizes.pages)  # no page: what is written goes nowhere
+        self._begin_in_all_rows(words, table)
+        seconds = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
+        if self.paused is not None:
+            self.catch_up(table)
+        self.wait()
+        return seconds
+
+    def _lower_catch_up(self, table: np.ndarray) -> Callable[[], Any]:
+        return lambda: device_rows.catch_up.lower(self.target, self.paused, self.state, table, width=self.sizes.rows)
 
     def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
         given = table, self._none(), np.int32(1), np.bool_(False)

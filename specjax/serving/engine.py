@@ -35,6 +35,7 @@ from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listen
 from specjax.serving.device import ENDS, ClientDrafts, Device, Sizes, is_paused
 from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
+from specjax.serving.programs import Programs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
 USUAL_TEXT = 1024
@@ -64,6 +65,8 @@ class EngineStatistics:
         draft: the one that was used last.
         drafts: what the choice of drafts goes by, `DraftChoice.table`.
         clients: what rows of clients have come to. None of it is in the other numbers, but for prompts and pages.
+        compiled: programs that are compiled.
+        programs: in all.
 
     Examples:
         >>> from specjax.serving import Engine
@@ -90,6 +93,8 @@ class EngineStatistics:
     draft: str
     drafts: list[dict[str, object]]
     clients: ClientStatistics
+    compiled: int
+    programs: int
 
 
 class Engine:
@@ -129,8 +134,9 @@ class Engine:
         max_logprobs: int = 0,
         max_prediction: int = 0,
         clients: ClientDrafts | None = None,
+        warm: bool = True,
     ) -> None:
-        """Compile everything, time it, and begin to wait for requests.
+        """Compile everything, or what a first request needs, and begin to wait for requests.
 
         Args:
             target: the target; or what `specjax.load` returns, with its drafter and tokenizer.
@@ -153,6 +159,9 @@ class Engine:
                 log-probabilities at all: they take programs of their own, which then are not compiled.
             max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
             clients: what drafts come from clients, for `open_row`; None: there are no clients.
+            warm: compile everything and time it before this returns. Otherwise it returns when a plain request in one row can
+                be answered, and the rest is compiled meanwhile: texts are the same, more rows and drafts are used as they
+                become ready, and requests that need other programs wait for them. A mesh that spans processes is always warm.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -195,7 +204,14 @@ class Engine:
             max_waiting=max_waiting,
             borders=self._device.most_borders(),
         )
-        self._choice = DraftChoice(setup.choices, self._device.warm_up(setup.made_up()))
+        self._wake = threading.Condition(threading.RLock())
+        self._programs = Programs(self._device.programs(setup.made_up()), self._wake)
+        seconds: dict[tuple[int, int], float] = {}
+        if warm or together is not None:
+            seconds = self._device.warm_up(setup.made_up(), self._programs)
+        else:
+            self._programs.compile_stage(0, "compiling for the first request")
+        self._choice = DraftChoice(setup.choices, seconds)
         self._draft = str(setup.choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
@@ -205,11 +221,13 @@ class Engine:
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
-        self._wake = threading.Condition(threading.RLock())
         self._clients = Clients(self._device, self._scheduler, self._wake)
         self._closing, self._error = False, None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self._programs_changed()
         self._thread.start()
+        if not self._programs.are_all_ready:
+            self._programs.start(self._programs_changed)
         atexit.register(self.close)  # a thread that is still on the device would bring the interpreter down as it ends
 
     # --- what users call -----------------------------------------------------------------------------------------------
@@ -289,7 +307,9 @@ class Engine:
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
-            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=0 if echo else None)
+            ticket = self._scheduler.submit(
+                tokens, int(max_new_tokens), shares=0 if echo else None, needs=None if logprobs is None else "logprobs"
+            )
             handle = Handle(self._cancel, ticket, settings, growing, wanted)
             self._handles[ticket] = handle
             self._wake.notify_all()
@@ -409,6 +429,8 @@ class Engine:
                 draft=self._draft,
                 drafts=self._choice.table(),
                 clients=self._clients.statistics,
+                compiled=self._programs.compiled,
+                programs=self._programs.total,
             )
 
     def close(self) -> None:
@@ -432,10 +454,21 @@ class Engine:
         try:
             while True:
                 with self._wake:
+                    to_time = None
                     while not (self._scheduler.can_go_on() or self._clients.has_work or self._closing):
+                        if self._programs.error is not None or (to_time := self._next_to_time()) is not None:
+                            break
                         self._wake.wait()
                     if self._closing:
                         break
+                    if self._programs.error is not None:
+                        raise self._programs.error
+                if to_time is not None:  # one at a time, so that a request waits for no more
+                    seconds = self._device.time_decoding(self._setup.made_up(), *to_time)
+                    with self._wake:
+                        self._choice.seconds[to_time] = seconds
+                    self._owed = 0
+                    continue
                 self._read_prompts()
                 self._clients.verify()
                 if not self._decode():
@@ -445,6 +478,7 @@ class Engine:
             self._error = error
             raise
         finally:
+            self._programs.stop()
             with self._wake:
                 handles = [*self._handles.values(), *(handle for handle, _ in self._undelivered)]
                 for ticket in self._handles:
@@ -458,6 +492,35 @@ class Engine:
             if self._together is not None and self._error is None:
                 self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
             self._device.release()
+
+    def _programs_changed(self) -> None:
+        """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
+        ready = [width for width in self.widths if self._programs.is_ready("decode", width, self._device.plain, False)]
+        with self._wake:
+            self._scheduler.limit_rows(max(ready))
+            self._scheduler.hold_back(self._held_back())
+            self._wake.notify_all()
+
+    def _held_back(self) -> list[str]:
+        """What requests need that is not compiled yet."""
+        needs, is_ready = [], self._programs.is_ready
+        reads = self._device.sizes.read_widths
+        if not (is_ready("read", self.chunk, True, False) and is_ready("decode", self.rows, self._device.reporting, True)):
+            needs.append("logprobs")
+        has_teller = self._device.teller is not None
+        if not all(is_ready("verify", width) for width in self.widths) or (
+            has_teller and not all(is_ready("read", width, False, True) for width in reads)
+        ):
+            needs.append("clients")
+        return needs
+
+    def _next_to_time(self) -> tuple[int, int] | None:
+        """A number of rows and of a drafter whose seconds are not known, once nothing compiles and nobody has a row."""
+        if not self._programs.are_all_ready or self._scheduler.occupied or self._scheduler.waiting:
+            return None
+        numbers = range(len(self._device.drafters))
+        wanted = ((width, number) for number in numbers for width in self._device.widths_of(number))
+        return next((call for call in wanted if call not in self._choice.seconds), None)
 
     def _cancel(self, ticket: Ticket) -> None:
         with self._wake:
@@ -521,15 +584,19 @@ class Engine:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
+        for_client = any(read.ticket.is_client for read in reads)
+        width = max(read.width for read in reads)
+        if logprobs or not (for_client or self._programs.is_ready("read", width, False, False)):
+            width = self.chunk  # which is compiled first
         return self._device.read(
             table,
             rows=[group * share if read is None else read.row for group, read in enumerate(given)],
             counts=[0 if read is None else read.count for read in given],
             # The device is to decode what has been read; not a client's.
             is_last=[read is not None and read.is_last and not read.ticket.is_client for read in given],
-            width=self.chunk if logprobs else max(read.width for read in reads),
+            width=width,
             logprobs=logprobs,
-            for_client=any(read.ticket.is_client for read in reads),
+            for_client=for_client,
         )
 
     def _decode(self) -> bool:
@@ -563,6 +630,7 @@ class Engine:
             self._device.wait()
         if self._owed and (not pauses or self._owed + steps > ROOM):
             self._catch_up(table)
+        nothing_compiles = self._programs.are_all_ready
         started = time.perf_counter()
         progress = self._device.decode(number, table, free, steps, until_any_done, width, logprobs)
         self._owed += steps if pauses else 0
@@ -570,10 +638,10 @@ class Engine:
         was_late = progress.done.is_ready()  # then nobody knows when the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
-        if pauses:  # what it owes is a part of its price
+        if pauses and nothing_compiles:  # what it owes is a part of its price
             seconds, self._debt = seconds + self._debt, 0.0
         # Another program reports log-probabilities: its seconds are not the draft's.
-        self._take(progress, snapshot, (width, number), None if was_late or logprobs else seconds)
+        self._take(progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds)
         return bool(scheduler.running)
 
     def _choose(self) -> tuple[int, int, bool]:
@@ -583,16 +651,27 @@ class Engine:
         if any(handle.wanted.logprobs is not None for handle in running):
             return self.rows, self._device.reporting, True
         predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
-        widths = self._device.widths_of(len(self._device.drafters) - 1) if predicted else self.widths
-        width = next(each for each in widths if each >= len(running))
-        return width, self._choice.choose(width, predicted), False
+        copying, ready = len(self._device.drafters) - 1, self._programs.is_ready
+        if predicted:
+            width = next(each for each in self._device.widths_of(copying) if each >= len(running))
+            predicted *= ready("decode", width, copying, False)
+        if not predicted:
+            plain = self._device.plain
+            width = next(each for each in self.widths if each >= len(running) and ready("decode", each, plain, False))
+        numbers = [number for number in range(copying + 1) if ready("decode", width, number, False)]
+        may_try = self._programs.are_all_ready
+        return width, self._choice.choose(width, predicted, numbers, plain=self._device.plain, may_try=may_try), False
 
     def _catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
+        if not self._programs.wait_for("catch_up"):
+            raise self._programs.error or InputError("the engine is closed")
+        nothing_compiles = self._programs.are_all_ready
         started = time.perf_counter()
         self._device.catch_up(table)
         self._device.wait()
-        self._debt += time.perf_counter() - started
+        if nothing_compiles:
+            self._debt += time.perf_counter() - started
         self._owed = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
@@ -854,7 +933,7 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     """
     given = inspect.signature(Engine).bind(target, drafter, **options)
     given.apply_defaults()
-    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name != "max_waiting"})
+    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name not in ("max_waiting", "warm")})
     together = setup.together()
     if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")

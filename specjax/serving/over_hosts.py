@@ -19,6 +19,7 @@ from specjax.drafters import Drafter
 from specjax.models.transformer import Target
 from specjax.processes import Processes
 from specjax.serving.device import ClientDrafts, Device, Sizes
+from specjax.serving.programs import Programs
 
 
 class Plain(msgspec.Struct, frozen=True, array_like=True):
@@ -128,9 +129,9 @@ class LeadingDevice(Device):
         self._reads = 0
         self._forgotten: deque[int] = deque()  # other threads add to it: a border is forgotten where its last prefix is
 
-    def warm_up(self, settings: dict[str, Any]) -> dict[tuple[int, int], float]:
+    def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
         """As `Device.warm_up`."""
-        seconds = super().warm_up(settings)
+        seconds = super().warm_up(settings, programs)
         self._is_warm = True
         return seconds
 

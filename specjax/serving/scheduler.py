@@ -15,7 +15,7 @@ newer, and where all other texts are clients' (nobody knows when they go on). Wh
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class Ticket:
         cached: tokens that another prompt had read when its own was begun.
         is_client: whether it is a client's.
         away: since when the client is away, by the scheduler's count of departures; None: it is not.
+        needs: what it waits for beside a row, see `Scheduler.hold_back`; None: nothing.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Ticket:
     cached: int = 0
     is_client: bool = False
     away: int | None = None
+    needs: str | None = None
 
     @property
     def limit(self) -> int:
@@ -163,6 +165,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._pools = [PagePool(pages, borders) for _ in range(shards)]
         self._rows: list[_Row | None] = [None] * rows
+        self._most_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Ticket] = []
         self._submitted = 0
         self._ahead = page  # what `reserve` was asked for last
@@ -181,6 +184,7 @@ class Scheduler:
         prompt_length: int | None = None,
         shares: int | None = None,
         is_client: bool = False,
+        needs: str | None = None,
     ) -> Ticket:
         """A request for at most ``most`` tokens after a prompt; with 0 the prompt is read, and that is all.
 
@@ -190,6 +194,7 @@ class Scheduler:
             prompt_length: tokens of the prompt; None: all of them.
             shares: as `Ticket.shares`: with 0, all is computed, whoever has read a part of it before.
             is_client: its row is held when the prompt is read.
+            needs: as `Ticket.needs`.
 
         Raises:
             InputError: it can never be served; says why.
@@ -212,7 +217,7 @@ class Scheduler:
         free = sum(row is None or row.ticket.away is not None for row in self._rows)
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client)
+        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client, needs=needs)
         self._submitted += 1
         self._waiting.append(ticket)
         return ticket
@@ -226,6 +231,14 @@ class Scheduler:
         else:
             return
         ticket.state = "cancelled"
+
+    def limit_rows(self, most: int) -> None:
+        """Give out at most so many rows at a time, from now on. Texts that have a row keep it."""
+        self._most_rows = most
+
+    def hold_back(self, needs: Collection[str]) -> None:
+        """Give no row to tickets that need one of these, until this is called again. The others pass them."""
+        self._held_back = frozenset(needs)
 
     def set_away(self, ticket: Ticket, is_away: bool) -> None:
         """A client is away, or here again."""
@@ -275,9 +288,9 @@ class Scheduler:
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
-        while self._waiting:
-            ticket = self._waiting[0]
+        while ticket := next((ticket for ticket in self._waiting if ticket.needs not in self._held_back), None):
             free = [row for row, holder in enumerate(self._rows) if holder is None]
+            free = free if self.occupied < self._most_rows else []
             if not free:
                 if not self._drop_away(self._occupied):
                     return
@@ -292,7 +305,7 @@ class Scheduler:
                 if not self._drop_away(self._of_shard(shard)):
                     return
                 continue
-            del self._waiting[0]
+            self._waiting.remove(ticket)
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specjax.drafts.shapes import Chain, DraftShape, StaticTree, complete_tree
-from specjax.serving.choice import TRIALS, DraftChoice
+from specjax.serving.choice import TRIALS, TRY_UNKNOWN, DraftChoice
 
 TREE = StaticTree(complete_tree((2, 2, 2)))
 DRAFTS = (None, Chain(3), Chain(7), TREE)
@@ -232,3 +232,26 @@ def test_the_same_calls_have_the_same_choices() -> None:
     first, again = (simulate(DraftChoice(DRAFTS, seconds_by([4])), [0.5] * 4, 4, calls=300, seed=1) for _ in range(2))
     assert first == again
     assert set(first[1]) <= set(range(len(DRAFTS)))
+
+
+def test_as_long_as_nothing_was_measured_nothing_is_drafted() -> None:
+    choice = DraftChoice(DRAFTS, {})
+    assert {choice.choose(1, plain=0, may_try=may_try) for may_try in (False, True) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    for _ in range(5):  # calls whose seconds are not known
+        choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
+    assert choice.seconds == {}
+
+
+def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> None:
+    choice, seconds = DraftChoice(DRAFTS, {}), costs(1)
+    for slow in (10.0, 1.0):  # the first call of a program takes longer, and is not counted
+        tell(choice, 1, 0, 0.5, seconds=slow * seconds[0])
+    assert choice.seconds == {(1, 0): pytest.approx(seconds[0])}
+    assert {choice.choose(1, ready=[0, 1, 2], may_try=False) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    taken = []
+    for _ in range(8 * TRY_UNKNOWN):
+        taken.append(choice.choose(1, ready=[0, 1, 2]))
+        tell(choice, 1, taken[-1], 0.9, seconds=seconds[taken[-1]])
+    assert set(choice.seconds) == {(1, 0), (1, 1), (1, 2)}
+    assert set(taken) == {0, 1, 2}  # the tree is not ready
+    assert choice.choose(1, ready=[0, 1, 2]) != 0

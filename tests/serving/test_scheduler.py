@@ -1027,3 +1027,37 @@ def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
         scheduler._put_back(ticket)
         read()
     assert (ticket.put_back, ticket.cached) == (2, 0)
+
+
+def test_no_more_rows_are_given_out_than_the_limit_allows() -> None:
+    made = scheduler(rows=3)
+    made.limit_rows(1)
+    first, second, third = (made.submit([1, 2], 4) for _ in range(3))
+    read_all(made)
+    assert [ticket.state for ticket in (first, second, third)] == ["running", "waiting", "waiting"]
+    made.limit_rows(2)
+    read_all(made)
+    assert [ticket.state for ticket in (first, second, third)] == ["running", "running", "waiting"]
+    made.limit_rows(1)  # whoever has a row keeps it
+    finish(made, first)
+    read_all(made)
+    assert [ticket.state for ticket in (second, third)] == ["running", "waiting"]
+    finish(made, second)
+    read_all(made)
+    assert third.state == "running"
+
+
+def test_who_is_held_back_lets_others_pass_and_comes_first_afterwards() -> None:
+    made = scheduler(rows=2)
+    made.hold_back(["logprobs"])
+    held, plain = made.submit([1, 2], 4, needs="logprobs"), made.submit([1, 2], 4)
+    assert made.can_go_on()
+    read_all(made)
+    assert (held.state, plain.state, made.waiting) == ("waiting", "running", 1)
+    finish(made, plain)
+    assert not made.can_go_on()
+    later = made.submit([1, 2], 4)
+    made.limit_rows(1)
+    made.hold_back([])
+    read_all(made)
+    assert (held.state, later.state) == ("running", "waiting")

@@ -302,7 +302,8 @@ def make_app(service: Service) -> ASGIApp:
         if service.is_draining or service.has_failed:
             state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
             raise RequestError(503, state, headers={"Retry-After": "10"})
-        return _json({"status": "ok"})
+        statistics = service.engine.statistics
+        return _json({"status": "ok", "programs": {"compiled": statistics.compiled, "of": statistics.programs}})
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model(service, name) for name in service.limits.names]})

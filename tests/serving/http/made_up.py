@@ -171,7 +171,8 @@ class MadeUpEngine:
     def statistics(self) -> Any:
         running = sum(handle.finish_reason is None for handle in self.submitted)
         pages = {"free_pages": 3, "pages": 4, "put_back": 2, "prompt_tokens_read": 8, "prompt_tokens_shared": 2}
-        return SimpleNamespace(running=running, waiting=1, **pages, **self.counted)
+        programs = {"compiled": 3, "programs": 5}
+        return SimpleNamespace(running=running, waiting=1, **pages, **programs, **self.counted)
 
 
 @contextmanager

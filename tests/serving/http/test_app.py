@@ -333,6 +333,7 @@ def test_metrics() -> None:
     text = asyncio.run(three_texts())
     of = '{model_name="tiny"}'
     expected = {
+        **{f"specjax:programs{of}": 5, f"specjax:programs_compiled{of}": 3},
         **{f"vllm:num_requests_running{of}": 0, f"vllm:num_requests_waiting{of}": 1, f"vllm:kv_cache_usage_perc{of}": 0.25},
         **{f"vllm:prompt_tokens_total{of}": 9, f"vllm:generation_tokens_total{of}": 15, f"vllm:num_preemptions_total{of}": 2},
         **{f"vllm:prefix_cache_queries_total{of}": 10, f"vllm:prefix_cache_hits_total{of}": 2},
@@ -365,6 +366,11 @@ def test_with_a_key_nothing_is_answered_without_it() -> None:
     assert not service.engine.submitted  # pyright: ignore[reportAttributeAccessIssue]
     for path in ("/", "/health"):
         assert ask(service, path, "GET").status_code == 200
+
+
+def test_health_says_how_many_programs_are_compiled() -> None:
+    answer = ask(MadeUpEngine(), "/health", "GET")
+    assert answer.json() == {"status": "ok", "programs": {"compiled": 3, "of": 5}}
 
 
 def test_a_name_that_is_not_this_machines_own_is_refused() -> None:

@@ -1,0 +1,142 @@
+"""The programs of an engine: which there are, which are compiled, and the thread that compiles the rest while requests run.
+
+JAX keeps what ``lower(...).compile()`` makes, and finds it when the same function is called with arguments of the same shapes,
+with or without a persistent cache. So a program that was compiled here is not compiled again on the engine's thread.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.progress import waiting
+
+_LOWER_PRIORITY = 10  # as nice has it
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of a `specjax.serving.device.Device`.
+
+    Attributes:
+        kind: what it does, such as "decode".
+        key: which of that kind: the arguments that tell it from others.
+        stage: programs of stage 0 answer a plain request in one row; later stages are compiled later.
+        lower: traces it, and returns what ``compile()`` can be called on.
+    """
+
+    kind: str
+    key: tuple[Any, ...]
+    stage: int
+    lower: Callable[[], Any]
+
+
+class Programs:
+    """Counts the programs that are compiled, and compiles them: the first ones at once, the rest in a thread.
+
+    Attributes:
+        compiled: how many are compiled.
+        total: of how many.
+        error: what the thread failed with; None: it has not.
+
+    Examples:
+        >>> import jax.numpy as jnp, threading
+        >>> from specjax.serving.programs import Program, Programs
+        >>> double = jax.jit(lambda x: 2 * x)
+        >>> lower = lambda width: lambda: double.lower(jnp.zeros(width))
+        >>> listed = [Program("double", (width,), stage, lower(width)) for stage, width in enumerate((1, 8))]
+        >>> programs = Programs(listed, threading.Condition())
+        >>> programs.compile_stage(0, "compiling")
+        >>> programs.is_ready("double", 1), programs.is_ready("double", 8), programs.compiled, programs.total
+        (True, False, 1, 2)
+        >>> programs.start(when_ready=lambda: None)
+        >>> programs.wait_for("double", 8)
+        True
+        >>> programs.stop()
+    """
+
+    def __init__(self, programs: Sequence[Program], wake: threading.Condition) -> None:
+        """None is compiled yet. ``wake`` is notified whenever one more is."""
+        self._left = sorted(programs, key=lambda program: program.stage)
+        self._ready: set[tuple[Any, ...]] = set()
+        self._wake = wake
+        self._thread: threading.Thread | None = None
+        self._is_stopped = False
+        self.total, self.error = len(programs), None
+
+    @property
+    def compiled(self) -> int:
+        """How many are compiled."""
+        return len(self._ready)
+
+    @property
+    def are_all_ready(self) -> bool:
+        """Whether nothing is left to compile."""
+        return len(self._ready) == self.total
+
+    def is_ready(self, kind: str, *key: Any) -> bool:
+        """Whether a program is compiled."""
+        return (kind, *key) in self._ready
+
+    def wait_for(self, kind: str, *key: Any) -> bool:
+        """Wait until a program is compiled. False where it never will be."""
+        with self._wake:
+            self._wake.wait_for(lambda: self.is_ready(kind, *key) or self._is_stopped or self.error is not None)
+            return self.is_ready(kind, *key)
+
+    def compile_stage(self, last: int, message: str) -> None:
+        """Compile the programs of all stages up to ``last``, several at a time, and return when they are there."""
+        programs = [program for program in self._left if program.stage <= last]
+        if not programs:
+            return
+        threads = min(os.cpu_count() or 1, len(programs))
+        with waiting(message, len(programs)) as wait, ThreadPoolExecutor(threads) as pool:
+            # Tracing holds Python's lock, compiling does not: so one thread traces, while others compile.
+            jobs = [(program, pool.submit(program.lower().compile)) for program in programs]
+            for number, (program, job) in enumerate(jobs, 1):
+                job.result()
+                self._add(program)
+                wait.update(done=number)
+
+    def start(self, when_ready: Callable[[], None]) -> None:
+        """Compile the rest in a thread of lower priority. ``when_ready`` is called under the lock after each program."""
+        self._thread = threading.Thread(target=self._run, args=(when_ready,), name="specjax-compiler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the program that it is at."""
+        with self._wake:
+            self._is_stopped = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, when_ready: Callable[[], None]) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWER_PRIORITY)
+        try:
+            while self._left and not self._is_stopped:
+                self.compile_next()
+                with self._wake:
+                    when_ready()
+        except BaseException as error:  # the engine raises it
+            with self._wake:
+                self.error = error
+                self._wake.notify_all()
+
+    def compile_next(self) -> None:
+        """Compile one program more, the first of those that are left."""
+        program = self._left[0]
+        program.lower().compile()
+        self._add(program)
+
+    def _add(self, program: Program) -> None:
+        with self._wake:
+            self._left.remove(program)
+            self._ready.add((program.kind, *program.key))
+            self._wake.notify_all()

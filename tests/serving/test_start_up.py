@@ -1,0 +1,188 @@
+"""An engine that compiles while it answers: what it may use when, and that no text depends on it."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+
+import specjax
+from specjax.serving.engine import Engine
+from specjax.serving.handle import EngineError
+from specjax.serving.programs import Program, Programs
+
+PATIENCE = 60.0
+SIZES: dict[str, Any] = {"page": 8, "chunk": 16, "capacity": 64, "pages": 16}
+PROMPT, MOST = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4], 12
+GREEDY: dict[str, Any] = {}
+DRAWN: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    until = time.perf_counter() + PATIENCE
+    while not condition():
+        assert time.perf_counter() < until, "never came"
+        time.sleep(0.001)
+
+
+class Gate:
+    """Stands in place of the compiler's thread, and compiles a program whenever it is told to."""
+
+    def __init__(self) -> None:
+        self.programs: Programs | None = None
+        self.when_ready: Callable[[], None] = lambda: None
+
+    def compile_until(self, kind: str, *key: object) -> None:
+        assert self.programs is not None
+        while not self.programs.is_ready(kind, *key):
+            self.compile_next()
+
+    def compile_next(self) -> None:
+        assert self.programs is not None
+        self.programs.compile_next()
+        self.when_ready()
+
+    def compile_all(self) -> None:
+        assert self.programs is not None
+        while not self.programs.are_all_ready:
+            self.compile_next()
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Gate:
+    made = Gate()
+
+    def start(programs: Programs, when_ready: Callable[[], None]) -> None:
+        made.programs, made.when_ready = programs, when_ready
+
+    monkeypatch.setattr(Programs, "start", start)
+    return made
+
+
+def drafter_of(target) -> specjax.Eagle3:
+    return specjax.Eagle3.init(target, jax.random.key(5))
+
+
+@pytest.fixture(scope="module")
+def one_row(target) -> Iterator[Engine]:
+    with Engine(target, drafter_of(target), drafts=(None, "chain:3"), rows=1, steps=1, **SIZES) as engine:
+        yield engine
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypatch, settings) -> None:
+    engine, programs = one_row, one_row._programs
+    chosen: list[tuple[int, ...]] = []
+
+    def longest(width: int, predicted: float, ready: list[int], **_: object) -> int:
+        chosen.append(tuple(ready))
+        return max(ready)
+
+    monkeypatch.setattr(engine._choice, "choose", longest)
+    whole = set(programs._ready)
+    first = {program for program in whole if program[:1] != ("decode",) or program[2] == 0}
+    warm = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
+    monkeypatch.setattr(engine._choice, "choose", lambda *given, **named: min(given[2]))
+    plain = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
+    assert plain == warm
+    monkeypatch.setattr(engine._choice, "choose", longest)
+    rows_and_choice = engine._choose
+    for place in range(MOST):
+        chosen.clear()
+
+        def choose(place: int = place) -> tuple[int, int, bool]:
+            if len(chosen) == place:
+                programs._ready = set(whole)
+            return rows_and_choice()
+
+        programs._ready = set(first)
+        monkeypatch.setattr(engine, "_choose", choose)
+        assert engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens == warm
+        assert chosen[:place] == [(0,)] * place
+        assert set(chosen[place:]) == {(0, 1)}
+    programs._ready = whole
+
+
+@pytest.mark.full
+def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> None:
+    sizes: dict[str, Any] = {**SIZES, "rows": 2, "widths": (1, 2), "steps": 1, "max_logprobs": 2}
+    with Engine(target, drafter_of(target), drafts=(None, "chain:3"), warm=False, **sizes) as engine:
+        occupied: list[int] = []
+        decode = engine._device.decode
+
+        def decode_and_count(number: int, table, free, steps, until, width: int, logprobs: bool):
+            occupied.append(engine._scheduler.occupied)
+            assert engine._programs.is_ready("decode", width, number, logprobs)
+            return decode(number, table, free, steps, until, width, logprobs)
+
+        engine._device.decode = decode_and_count  # pyright: ignore[reportAttributeAccessIssue]
+        before = engine.statistics
+        assert 0 < before.compiled < before.programs
+        with_logprobs = engine.submit(PROMPT, max_new_tokens=MOST, logprobs=1)
+        texts = [engine.submit(PROMPT, max_new_tokens=MOST) for _ in range(2)]
+        results = [text.result(PATIENCE).tokens for text in texts]
+        assert results[0] == results[1]
+        assert set(occupied) == {1}  # one after the other
+        gate.compile_until("decode", 2, 0, False)
+        with engine._wake:
+            texts = [engine.submit(PROMPT, max_new_tokens=MOST) for _ in range(2)]
+        assert [text.result(PATIENCE).tokens for text in texts] == results
+        assert 2 in occupied
+        # Whatever was measured so far was measured while something compiled.
+        assert engine.statistics.drafts == []
+        assert engine.statistics.drafted == 0
+        assert with_logprobs.finish_reason is None
+        gate.compile_until("decode", 2, 1, True)
+        assert with_logprobs.result(PATIENCE).tokens == results[0]
+        assert engine.statistics.drafts == []
+        gate.compile_all()
+        wait_until(lambda: len(engine.statistics.drafts) == 4)  # timed while nobody asks for anything
+        assert engine.statistics.compiled == engine.statistics.programs
+        shared = engine.statistics.prompt_tokens_shared
+        assert engine.submit(PROMPT, max_new_tokens=MOST).result(PATIENCE).tokens == results[0]
+        assert engine.statistics.prompt_tokens_shared > shared  # timing left what pages hold as it is
+
+
+@pytest.mark.full
+def test_a_client_waits_for_its_programs(target, gate) -> None:
+    clients = specjax.serving.ClientDrafts(nodes=4, depth=2)
+    with Engine(target, warm=False, clients=clients, rows=1, **SIZES) as engine:
+        row = engine.open_row(PROMPT, max_new_tokens=4, listener=lambda event: None)
+        tokens = engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens  # passes it
+        assert row.ticket.state == "waiting"
+        gate.compile_all()
+        wait_until(lambda: row.ticket.state == "held")
+        row.close()
+        assert engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens == tokens
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, monkeypatch) -> None:
+    with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
+        wait_until(lambda: engine.statistics.compiled == engine.statistics.programs)
+        assert len(engine.submit(PROMPT, max_new_tokens=2).result(PATIENCE).tokens) == 2
+
+    def fail(programs: Programs) -> None:
+        raise RuntimeError("no memory to compile with")
+
+    monkeypatch.setattr(Programs, "compile_next", fail)
+    with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
+        wait_until(lambda: engine._error is not None)
+        with pytest.raises(EngineError) as caught:
+            engine.submit(PROMPT)
+        assert "no memory" in str(caught.value.__cause__)
+
+
+def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
+    def fail() -> None:
+        raise RuntimeError("made up")
+
+    programs = Programs([Program("decode", (1,), 0, fail)], threading.Condition())
+    programs.start(lambda: None)
+    assert not programs.wait_for("decode", 1)
+    assert str(programs.error) == "made up"
+    programs.stop()
