@@ -1,7 +1,7 @@
 # Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
-.PHONY: demo test test-full test-browser test-thorough lint docs docs-serve clean
+.PHONY: demo test test-full test-newest test-lowest test-browser test-thorough lint docs docs-serve clean
 .DELETE_ON_ERROR:
 
 demo: .venv/installed
@@ -14,6 +14,18 @@ test: .venv-test/installed
 # The rest of what every change must pass: tests that need more than two CPU seconds each.
 test-full: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser"
+
+# What JAX, flax, optax, orbax and transformers can break, with the newest of each that fits: make test-newest PYTHON=python3.13.
+# PyTorch for Pythons after 3.11 is gigabytes: it is left out, and pytest lists the tests that were skipped for it.
+NEWEST = $(addprefix tests/,test_sampling.py test_docstrings.py decoding/test_verification.py decoding/test_loop.py \
+  evaluation/test_conformance.py models/test_checkpoint.py models/test_transformer.py models/narrow/test_weights.py \
+  serving/test_engine.py training/test_loop.py)
+test-newest: .venv-newest/installed
+	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -rs $(NEWEST)
+
+# The tests of `make test`, without PyTorch, with the lowest version that requirements.txt and pyproject.toml allow of each package.
+test-lowest: .venv-lowest/installed
+	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal -rs
 
 # The server's page in a real browser. It needs a Chromium, such as Debian's package of that name. With SCREENSHOTS=FOLDER, what
 # it looks like is there afterwards.
@@ -57,9 +69,23 @@ docs-serve: .venv-docs/installed
 
 .venv-test/installed: requirements.txt pyproject.toml
 	@$(MAKE) --no-print-directory check-python
-	@$(PYTHON) install.py .venv-test -e '.[test]'
+	@$(PYTHON) install.py .venv-test -e '.[test-torch]'
 	@# Beside what it pins: it asks for an older transformers than ours, and runs with ours.
 	@$(PYTHON) install.py .venv-test --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@
+
+.venv-newest/installed: requirements.txt pyproject.toml
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv-newest --upgrade --upgrade-strategy eager -e '.[test]'
+	@touch $@
+
+# pip has no word for the lowest versions: uv chooses them, and pip installs them.
+.venv-lowest/installed: requirements.txt pyproject.toml
+	@$(MAKE) --no-print-directory check-python
+	@$(PYTHON) install.py .venv-lowest 'uv>=0.9,<1'
+	@.venv-lowest/bin/uv pip compile --quiet --python .venv-lowest/bin/python --resolution lowest-direct --extra test pyproject.toml \
+	  -o .venv-lowest/versions.txt
+	@$(PYTHON) install.py .venv-lowest -c .venv-lowest/versions.txt -e '.[test]'
 	@touch $@
 
 .venv-docs/installed: pyproject.toml
@@ -82,7 +108,7 @@ check-python:
 	  f"Python 3.11 or newer is needed and this is {v.major}.{v.minor}: make PYTHON=python3.12 ...")'
 
 clean:
-	rm -rf .venv .venv-test .venv-docs .venv-release site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-test .venv-newest .venv-lowest .venv-docs .venv-release site build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache
 
 # Train the embedded pair again, from nothing (see the README for how long), and put it in place.
 .PHONY: assets

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import specjax
@@ -17,6 +16,7 @@ from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.evaluation import metrics
 from specjax.sampling import Sampling, perturbed, position_keys, position_noise
 from tests.conftest import REAL_PAIRS, RealPair, outputs
+from tests.with_torch import torch
 
 COUNT, LONGEST, NEW = 50, 60, 64
 

@@ -60,8 +60,9 @@ def test_probabilities_equal_the_definition(mixed) -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS[2:])
 def test_probabilities_equal_transformers_warpers(setting) -> None:
-    import torch
     from transformers import generation
+
+    from tests.with_torch import torch
 
     logits = np.random.default_rng(1).normal(size=(5, 30)).astype(np.float32) * 3
     scores = torch.tensor(logits)

@@ -15,12 +15,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
+
+if TYPE_CHECKING:  # each function imports it where it needs it: without torch, `SlowBlock` works
+    import torch
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, TARGET_LAYERS = 48, 32, 4, 2, 8, 6
 MASK = VOCAB - 1
@@ -65,6 +67,8 @@ def make_text(directory: Path, kind: str = "qwen3", length: int = 24, taps: Sequ
     """A random target, written to ``directory``, and random tokens that it has read."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+    from tests.with_torch import torch
+
     config_class, model_class = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[kind]
     sizes = _layer_sizes(TARGET_LAYERS) | {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}}
     torch.manual_seed(1)
@@ -97,8 +101,10 @@ def _layer_sizes(layers: int) -> dict[str, Any]:
     }
 
 
-def _randomise(model: torch.nn.Module, scale: float = 0.3) -> None:
+def _randomise(model: "torch.nn.Module", scale: float = 0.3) -> None:
     """Far from what models begin with: convolutions that do nothing and heads of zeros would hide every fault of theirs."""
+    from tests.with_torch import torch
+
     for name, parameter in model.named_parameters():
         around = 1.0 if "norm" in name else 0.0
         torch.nn.init.normal_(parameter, around, scale)
@@ -144,6 +150,8 @@ def make_drafter(
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig, Qwen3Config
 
+    from tests.with_torch import torch
+
     config_class, model_class = _classes(method)
     sizes = _layer_sizes(layers) | {"rope_parameters": {"rope_type": "default", "rope_theta": DRAFT_THETA}}
     if layer_types is not None:
@@ -180,6 +188,8 @@ def make_drafter(
 
 def read_drafter(directory: Path, method: str) -> Any:
     """speculators' own reading of a checkpoint; what it leaves out comes from the target that its config.json names."""
+    from tests.with_torch import torch
+
     _, model_class = _classes(method)
     config = model_class.config_class.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"
@@ -276,16 +286,20 @@ class Blocks:
 
 def speculators_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int = BLOCK - 1) -> Blocks:
     """Blocks by speculators' own classes. ``depth`` is for P-EAGLE, whose blocks have no size of their own."""
+    from tests.with_torch import torch
+
     with torch.no_grad():
         if type(model).__name__ == "PEagleDraftModel":
             return _peagle_blocks(model, text, anchors, depth)
         return _dflash_blocks(model, text, anchors)
 
 
-def _batch(text: Text, length: int) -> dict[str, torch.Tensor]:
+def _batch(text: Text, length: int) -> "dict[str, torch.Tensor]":
     """The text as speculators' forward takes it, filled up to ``length`` with what must not be seen."""
 
-    def filled(values: np.ndarray, filler: float) -> torch.Tensor:
+    from tests.with_torch import torch
+
+    def filled(values: np.ndarray, filler: float) -> "torch.Tensor":
         missing = np.full((length - len(values), *values.shape[1:]), filler, values.dtype)
         return torch.tensor(np.concatenate([values, missing]))[None]
 
@@ -299,6 +313,8 @@ def _batch(text: Text, length: int) -> dict[str, torch.Tensor]:
 
 def _dflash_blocks(model: Any, text: Text, anchors: Sequence[int]) -> Blocks:
     """The network is run as in training, which samples anchors among the labels: so the labels are the anchors wanted."""
+    from tests.with_torch import torch
+
     size, config = model.block_size, model.config
     batch = _batch(text, len(text.tokens) + size + 1)
     loss_mask = torch.zeros_like(batch["input_ids"])
@@ -341,6 +357,8 @@ def _peagle_blocks(model: Any, text: Text, anchors: Sequence[int], depth: int) -
     from speculators.losses import eager
     from speculators.models.peagle import core
 
+    from tests.with_torch import torch
+
     pairs, count = [anchor - 1 for anchor in anchors], len(text.tokens) - 1
     length = count + depth
     batch = _batch(text, length + 1)
@@ -375,6 +393,8 @@ def speculators_loss(model: Any, text: Text, loss_mask: np.ndarray, **options: A
             ``gamma``, ``per_position_loss_weight``, ``dpace_alpha``, ``confidence_head_alpha``, ``selector_loss_alpha``.
     """
     from speculators.losses.utils import resolve_loss_config
+
+    from tests.with_torch import torch
 
     config = resolve_loss_config(json.dumps(options.pop("losses", {"ce": 1.0})), "eager")
     if type(model).__name__ != "DFlashDraftModel":

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import Eagle3, eagle3_checkpoint
@@ -15,6 +14,7 @@ from specjax.errors import InputError
 from specjax.models.fields import CheckpointError
 from specjax.training.objectives.unrolling import unroll
 from tests.conftest import tiny_target
+from tests.drafters.block_oracles import needs_speculators
 
 IDS = (0, 1, 3, 4, 7, 8, 10)  # what the drafter can draft, of the target's 11 tokens
 VARIANTS = {
@@ -29,11 +29,14 @@ VARIANTS = {
 
 def independent_model(layers: int = 1, kind: str = "llama", **flags):
     """speculators' model with random weights, of a shape that fits `tiny_target`."""
+    needs_speculators()
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.eagle3.config import Eagle3SpeculatorConfig
     from speculators.models.eagle3.core import Eagle3DraftModel
     from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import LlamaConfig, Qwen3Config
+
+    from tests.with_torch import torch
 
     sizes = {
         "vocab_size": 11,
@@ -75,6 +78,8 @@ def independent_model(layers: int = 1, kind: str = "llama", **flags):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_speculators(variant, tmp_path) -> None:
     """Its own checkpoint, read here; two documents in a window, three steps of the training-time test."""
+    from tests.with_torch import torch
+
     model = independent_model(**VARIANTS[variant])
     model.save_pretrained(tmp_path)
     drafter = Eagle3.from_pretrained(tmp_path, draft=Chain(3), dtype=np.float32)

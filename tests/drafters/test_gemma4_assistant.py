@@ -23,8 +23,9 @@ VOCABULARY = 36  # 9 clusters of 4
 @cache
 def pair(head: str, directory: str):
     """A Gemma 4 whose last layers share entries, and an assistant: transformers' and ours."""
-    import torch
     from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+    from tests.with_torch import torch
 
     kind, fields = zoo.MODELS["gemma4 E2B"]
     fields = fields | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY}
@@ -67,7 +68,7 @@ def both(request, tmp_path_factory):
 @pytest.mark.parametrize("read", [1, 4, 5, 6, 20])
 def test_a_rounds_states_and_logits_are_those_of_transformers(both, read) -> None:
     """Three levels of a chain, behind texts shorter and longer than the window of 5."""
-    import torch
+    from tests.with_torch import torch
 
     (theirs, assistant, target, drafter), _ = both
     tokens = np.random.default_rng(read).integers(0, VOCABULARY, (1, read + 4))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 import specjax
@@ -36,6 +35,8 @@ def write(directory, tensors, kind: str = "safetensors", **config) -> None:
     (directory / "config.json").write_text(json.dumps({"medusa_num_heads": 3, "medusa_num_layers": 1} | config))
     file = directory / f"medusa_lm_head.{kind}"
     if kind == "pt":
+        from tests.with_torch import torch
+
         torch.save({name: torch.from_numpy(value) for name, value in tensors.items()}, file)
     else:
         save_file(tensors, file)

@@ -99,8 +99,9 @@ PUBLISHED = {  # transformers' name of the family, its sizes, and how the module
 @pytest.fixture(params=PUBLISHED)
 def published(request, tmp_path):
     """A checkpoint of two layers and a module, made of a model of three that transformers runs; a text; the module's logits."""
-    import torch
     import transformers
+
+    from tests.with_torch import torch
 
     family, sizes, prefix, names = PUBLISHED[request.param]
     torch.manual_seed(0)

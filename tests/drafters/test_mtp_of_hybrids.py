@@ -40,7 +40,7 @@ class Published:
 
     @classmethod
     def make(cls, name: str) -> "Published":
-        import torch
+        from tests.with_torch import torch
 
         kind, fields = zoo.MODELS[name]
         model = zoo.make(name)
@@ -54,14 +54,14 @@ class Published:
         return cls(model, of_module, extra)
 
     def norm(self, name: str, x: Any) -> Any:
-        import torch
+        from tests.with_torch import torch
 
         scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
         return scaled * (1 + self.extra[f"mtp.{name}.weight"])
 
     def read(self, states: Any, tokens: Any) -> Any:
         """``[1, T, H]`` what the module hands on at pairs of ``states [1, T, H]`` and the ``tokens [1, T]`` that follow."""
-        import torch
+        from tests.with_torch import torch
 
         embedded = self.model.model.embed_tokens(tokens)
         joined = torch.cat([self.norm("pre_fc_norm_embedding", embedded), self.norm("pre_fc_norm_hidden", states)], dim=-1)
@@ -73,7 +73,7 @@ class Published:
 
     def expected(self, known: int, drafted: list[int]) -> np.ndarray:
         """``[D, V]`` probabilities at each level of a chain of ``drafted`` tokens, after ``known`` tokens of the text."""
-        import torch
+        from tests.with_torch import torch
 
         tokens, found = TEXT.tolist(), []
         with torch.no_grad():

@@ -48,7 +48,7 @@ TREE = DynamicTree(top_k=3, depth=3, nodes=9)
 @pytest.fixture(scope="module")
 def of(tmp_path_factory):
     """Of a name in the zoo: the target, and the texts that transformers writes after each prompt alone."""
-    import torch
+    from tests.with_torch import torch
 
     @cache
     def make(name: str):
@@ -191,7 +191,7 @@ def test_the_target_itself_drafts_its_own_tokens(of, name) -> None:
 def attention_of_last(model, name: str, tokens: np.ndarray, window: int) -> list[np.ndarray]:
     """``[kv_heads, n - window]`` of each layer: the attention that the last ``window`` tokens pay to the others, by
     transformers, added up over the query heads that read a head of keys."""
-    import torch
+    from tests.with_torch import torch
 
     with torch.no_grad():
         weights = model(torch.tensor(tokens[None]), output_attentions=True).attentions

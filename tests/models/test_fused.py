@@ -101,7 +101,7 @@ def test_the_parts_are_those_of_numpy_and_make_the_same_tensors_again(tmp_path, 
 
 
 def test_parts_are_read_from_a_file_of_pytorch_too(tmp_path) -> None:
-    import torch
+    from tests.with_torch import torch
 
     torch.save({name: torch.tensor(tensor) for name, tensor in tensors().items()}, tmp_path / checkpoint.TORCH_WEIGHTS)
     equal_bits(checkpoint.load(tmp_path, DECLARED, jnp.float32, WHAT), reference(tensors()))

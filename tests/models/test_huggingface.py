@@ -75,8 +75,9 @@ def test_both_spellings_of_rope_are_read() -> None:
 
 
 def test_transformers_reads_what_we_write(checkpoint) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
+
+    from tests.with_torch import torch
 
     tokens = np.arange(10)[None]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, trust_remote_code=False)

@@ -76,8 +76,9 @@ THOROUGH = ("DeepseekV3 biased", "Qwen3Moe biased")
 )
 def case(request, tmp_path_factory):
     """A random transformers model with random norms, biases and routing, saved; and its logits of TOKENS."""
-    import torch
     import transformers
+
+    from tests.with_torch import torch
 
     path = tmp_path_factory.mktemp("model")
     name = request.param.split(maxsplit=1)[0]
@@ -110,8 +111,9 @@ def test_logits_equal_transformers_whole_and_token_by_token(case) -> None:
 
 
 def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
+
+    from tests.with_torch import torch
 
     path, expected = case
     target = Target.from_pretrained(path, dtype=np.float32)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from specjax.drafters import Eagle
@@ -18,6 +17,7 @@ from specjax.models import torch_zip
 from specjax.models.fields import CheckpointError
 from specjax.models.torch_zip import TorchFile
 from tests.conftest import tiny_target
+from tests.with_torch import torch
 
 
 def test_tensors_are_those_that_torch_saved(tmp_path) -> None:

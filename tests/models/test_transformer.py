@@ -82,8 +82,9 @@ CASES = [(family, "default") for family in FAMILIES] + [
 
 def reference(family: str, rope: str, path):
     """A random transformers model with random biases and norms, saved to ``path``."""
-    import torch
     import transformers
+
+    from tests.with_torch import torch
 
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family.split(maxsplit=1)[0]]
     settings = SIZES | FAMILIES[family] | {"rope_parameters": ROPES[rope]}
@@ -100,7 +101,7 @@ def reference(family: str, rope: str, path):
 
 @pytest.mark.parametrize(("family", "rope"), CASES)
 def test_logits_equal_transformers(tmp_path, family, rope) -> None:
-    import torch
+    from tests.with_torch import torch
 
     model = reference(family, rope, tmp_path)
     tokens = np.random.default_rng(0).integers(0, 37, (2, 100))

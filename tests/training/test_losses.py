@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from specjax.training import losses
 
@@ -13,11 +12,15 @@ LOGITS, TARGET = jnp.asarray(RNG.normal(size=(2, 3, 5, 11)), jnp.float32)
 LABELS = jnp.asarray(RNG.integers(0, 11, (3, 5)))
 
 
-def as_torch(x: jax.Array) -> torch.Tensor:
+def as_torch(x: jax.Array):
+    from tests.with_torch import torch
+
     return torch.tensor(np.asarray(x))
 
 
 def test_cross_entropy_equals_torch() -> None:
+    from tests.with_torch import torch
+
     expected = torch.nn.functional.cross_entropy(
         as_torch(LOGITS).flatten(0, 1), as_torch(LABELS).flatten().long(), reduction="none"
     )
@@ -25,6 +28,8 @@ def test_cross_entropy_equals_torch() -> None:
 
 
 def test_forward_kl_equals_torch() -> None:
+    from tests.with_torch import torch
+
     expected = torch.nn.functional.kl_div(
         torch.log_softmax(as_torch(LOGITS), -1),
         torch.log_softmax(as_torch(TARGET), -1),

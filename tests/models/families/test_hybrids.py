@@ -55,7 +55,7 @@ _said: dict[tuple[str, tuple[int, ...]], list[list[int]]] = {}
 
 def said_by_transformers(one: SimpleNamespace, name: str, lengths: tuple[int, ...]) -> list[list[int]]:
     """Its greedy text after each prompt, each read alone."""
-    import torch
+    from tests.with_torch import torch
 
     if (name, lengths) not in _said:
         rows = [torch.tensor(row[None, :n]) for row, n in zip(prompts_of(lengths), lengths, strict=True)]
@@ -136,7 +136,7 @@ def test_greedy_texts_of_long_prompts_and_of_each_row_alone(made, name, drafter)
 
 def rule_in_float64(query, key, value, g, beta, use_qk_l2norm_in_kernel, **_):
     """The rule of transformers, token by token, without its casts to float32."""
-    import torch
+    from tests.with_torch import torch
 
     assert use_qk_l2norm_in_kernel
     group = value.shape[2] // key.shape[2]

@@ -168,8 +168,9 @@ def make(name: str, seed: int = 0) -> Any:
 
 def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
     """A model of the class that begins with ``kind``, and of those fields."""
-    import torch
     import transformers
+
+    from tests.with_torch import torch
 
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(fields))  # which transformers writes to
     config._attn_implementation = "eager"
@@ -181,7 +182,7 @@ def build(kind: str, fields: dict[str, Any], seed: int = 0) -> Any:
 
 def disturb(model: Any) -> None:
     """Move norms, biases and scales away from what they begin as."""
-    import torch
+    from tests.with_torch import torch
 
     parts = ("norm", "bias", "router.scale", "per_expert_scale", "layer_scalar", "sinks")
     with torch.no_grad():
@@ -199,7 +200,7 @@ def save(name: str, directory: Path, seed: int = 0) -> Any:
 
 def logits(model: Any, tokens: Any) -> Any:
     """``[B, T, V]`` the model's logits after each of ``tokens [B, T]``, as a numpy array."""
-    import torch
+    from tests.with_torch import torch
 
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.numpy()

@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+
+from tests.with_torch import torch  # without it compressed-tensors is not there either
+
+# isort: split
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationArgs,

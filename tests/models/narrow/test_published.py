@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+
+from tests.with_torch import torch  # without it compressed-tensors is not there either
+
+# isort: split
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from safetensors.numpy import load_file, save_file
 

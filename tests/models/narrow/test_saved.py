@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+
+from tests.with_torch import torch  # without it compressed-tensors is not there either
+
+# isort: split
 from compressed_tensors.compressors import BaseCompressor, ModelCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, apply_quantization_config
 from safetensors.torch import load_file
