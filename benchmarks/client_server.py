@@ -187,7 +187,7 @@ class Bench:
         command = (sys.executable, "-m", "benchmarks.slow_server", str(config.wait), str(self.busy_file(name)), "serve")
         command += ("--target", config.target, "--drafter", where, "--drafts", *(drafts if name != PLAIN else ("none",)))
         command += ("--rows", str(rows), "--port", "{port}", "--served-model-name", "pair")
-        command += ("--max-logprobs", "0", "--max-prediction", "0", "--capacity", "256")
+        command += ("--warm", "--max-logprobs", "0", "--max-prediction", "0", "--capacity", "256")
         more = {"stream_options": {"include_usage": True}, "ignore_eos": True}
         log = self.scratch / f"{name}.log"
         return Running(Server(command, "pair", more), log, {}, config.start_seconds)

@@ -40,7 +40,7 @@ class Server:
 def ours(directory: Path, drafter: str, rows: int, more: Sequence[str] = ()) -> Server:
     """``python -m specjax serve``, with what `serving_models.write_pair` wrote into ``directory``."""
     command = (sys.executable, "-m", "specjax", "serve", "--target", str(directory / "target"), "--drafter", drafter)
-    options = ("--rows", str(rows), "--port", "{port}", "--served-model-name", "pair", *more)
+    options = ("--warm", "--rows", str(rows), "--port", "{port}", "--served-model-name", "pair", *more)
     return Server((*command, *options), "pair", {"stream_options": {"include_usage": True}}, "python -m specjax serve")
 
 

@@ -76,7 +76,7 @@ class Server:
 @contextmanager
 def serving(log: Path, *options: str) -> Iterator[Server]:
     """``python -m specjax serve`` at a free port, until the block ends."""
-    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", *options]
+    command = [sys.executable, "-m", "specjax", "serve", "--port", "0", "--warm", *options]
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
