@@ -260,7 +260,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
     for seed in seeds:
         random = np.random.default_rng((seed, 99))
         monkeypatch.setattr(engine, "steps", int(random.choice([1, 3, 8])))
-        monkeypatch.setattr(engine._choice, "choose", lambda width, predicted, random=random: int(random.integers(3)))
+        monkeypatch.setattr(engine._choice, "choose", lambda *_, random=random, **__: int(random.integers(3)))
         ended += run_schedule(engine, seed, count)
         check_at_rest(engine)
     assert compilations() == before
