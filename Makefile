@@ -9,7 +9,7 @@ demo: .venv/installed
 
 # What a newcomer runs: every rule, oracle and contract, none of it for long.
 test: .venv-test/installed
-	.venv-test/bin/python -m pytest -n 2 --dist worksteal --beside-readme
+	.venv-test/bin/python -m pytest -n 2 --dist worksteal --timeout 300 --beside-readme
 
 # The rest of what every change must pass: tests that need more than two CPU seconds each.
 test-full: .venv-test/installed

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -209,3 +210,10 @@ def wait_until(happened: Any, seconds: float = 10.0) -> None:
     while not happened():
         assert time.monotonic() < until, "it did not happen"
         time.sleep(0.01)
+
+
+def read_more(connection: socket.socket, most: int = 65536) -> bytes:
+    """Return the next bytes of a connection, and fail where the other side has closed it: a loop over them ends."""
+    more = connection.recv(most)
+    assert more, "the other side has closed the connection"
+    return more

@@ -26,7 +26,7 @@ from specjax import wire
 from specjax.serving.http import app, protocol, run
 from specjax.serving.http.protocol import Bounds
 from specjax.wire import FrameError
-from tests.serving.http.made_up import MadeUpEngine, running, wait_until
+from tests.serving.http.made_up import MadeUpEngine, read_more, running, wait_until
 from tests.serving.made_up_rows import DEPTH, NODES, MadeUpRows, whole
 from tests.serving.test_sessions import AFTER, PROMPT, TEXT, chain, draft, opening, resume
 
@@ -252,9 +252,7 @@ def test_what_is_no_websocket():
                 made.sendall(f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
                 heard = b""
                 while not heard.endswith(b"}}"):
-                    more = made.recv(65536)
-                    assert more, heard
-                    heard += more
+                    heard += read_more(made)
             assert heard.startswith(f"HTTP/1.1 {status} ".encode()), heard[:200]
             assert json.loads(heard.partition(b"\r\n\r\n")[2])["error"]["message"]
         assert goes_on(address)
@@ -301,7 +299,7 @@ def handshaken(address: tuple[str, int], receive: int = 65536) -> socket.socket:
     made.sendall(f"GET /v1/drafts HTTP/1.1\r\nHost: localhost\r\n{HANDSHAKE}\r\n".encode())
     head = b""
     while not head.endswith(b"\r\n\r\n"):
-        head += made.recv(1)
+        head += read_more(made, 1)
     assert head.startswith(b"HTTP/1.1 101 ")
     return made
 
@@ -424,7 +422,7 @@ def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]
                 break
             except ssl.SSLWantReadError:
                 made.sendall(gone.read())
-                come.write(made.recv(65536))
+                come.write(read_more(made))
         tls.write(f"GET /v1/drafts HTTP/1.1\r\nHost: 127.0.0.1\r\n{HANDSHAKE}\r\n".encode())
         made.sendall(gone.read())
 
@@ -433,9 +431,7 @@ def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]
                 try:
                     return tls.read()
                 except ssl.SSLWantReadError:
-                    more = made.recv(65536)
-                    assert more, "it has ended"
-                    come.write(more)
+                    come.write(read_more(made))
 
         assert heard().startswith(b"HTTP/1.1 101 ")
         time.sleep(1.0)  # nobody waits for a request any more, nor for a reader
@@ -501,9 +497,7 @@ def refused(address: tuple[str, int], frames: Iterator[bytes]) -> tuple[int, int
             except FrameError:
                 is_message = False
         while (code := close_code(heard)) is None:
-            more = made.recv(65536)
-            assert more, "it ends without a word"
-            heard += more
+            heard += read_more(made)
     return code, number
 
 
