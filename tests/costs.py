@@ -2,7 +2,8 @@
 
 A pytest plugin, loaded by ``conftest.py``. A test's cost is the CPU time of its process and of the child processes that ended
 while it ran, set-up and tear-down included, and the number of programs that JAX traced, lowered, compiled, or read from the
-cache for it. What a module's fixture costs is counted for the first test that asks for it.
+cache for it. What a shared fixture costs, one of a module or of the session, is counted for the first test that asks for it.
+It is also told apart as ``shared``, and no test is too slow for that.
 
     python -m pytest -n 2 --costs costs.json       # one record per test, and a table by folder
 """
@@ -76,6 +77,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Iterator[None]:
+    before = _cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            _totals["shared"] += _cpu_seconds() - before
+
+
 _BEFORE = pytest.StashKey[dict[str, float]]()
 
 
@@ -104,8 +115,9 @@ class _Summary:
         if report.when != "teardown" or "cost" not in properties:
             return
         cost = self._costs[report.nodeid] = properties["cost"]
-        if cost["cpu"] > MOST_CPU_SECONDS and not properties["may be slow"]:
-            self._too_slow.append((cost["cpu"], report.nodeid))
+        own = cost["cpu"] - cost.get("shared", 0.0)
+        if own > MOST_CPU_SECONDS and not properties["may be slow"]:
+            self._too_slow.append((own, report.nodeid))
 
     def pytest_terminal_summary(self, terminalreporter, config: pytest.Config) -> None:
         if self._file:

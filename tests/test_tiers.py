@@ -59,6 +59,29 @@ def test_slow_tests_without_a_marker_are_named_at_the_end(run, monkeypatch) -> N
     assert sorted(named) == ["test_of_shapes[chain]", "test_plain"]
 
 
+def test_no_test_is_too_slow_for_what_it_shares(run, monkeypatch) -> None:
+    monkeypatch.setattr(costs, "MOST_CPU_SECONDS", 0.05)
+    source = """
+import time, pytest
+
+def work():
+    until = time.process_time() + 0.1
+    while time.process_time() < until: pass
+
+@pytest.fixture(scope="module")
+def shared(): work()
+
+@pytest.fixture
+def own(): work()
+
+def test_shares(shared): pass
+def test_has_its_own(own): pass
+"""
+    output = run(source).stdout.str()
+    assert "test_has_its_own" in output
+    assert "test_shares" not in output
+
+
 def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
     output = run(CASES.format(names="'chain'"), "--costs", "costs.json").stdout.str()
     assert "test_plain" in (pytester.path / "costs.json").read_text()

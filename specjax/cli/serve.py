@@ -115,7 +115,10 @@ def run_serve(config: ServeConfig) -> int:
             raise InputError(
                 f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
             )
-        with make_engine(config) as engine:
+        bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
+        with run.starting(bound, bounds=bounds, tls=tls):
+            engine = make_engine(config)
+        with engine:
             options = AppOptions(
                 names=names,
                 api_keys=keys,
@@ -125,7 +128,6 @@ def run_serve(config: ServeConfig) -> int:
             )
             where = run.address(bound, tls is not None)
             message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
-            bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
             service = Service(engine, options)
             return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
 

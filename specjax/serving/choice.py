@@ -146,7 +146,7 @@ class DraftChoice:
         ready: Collection[int] | None = None,
         *,
         plain: int = 0,
-        may_try: bool = True,
+        is_measuring: bool = True,
     ) -> int:
         """The number of the draft to decode with.
 
@@ -154,17 +154,20 @@ class DraftChoice:
             width: rows that are computed.
             predicted: the share of them that has a prediction.
             ready: numbers of drafts that can be used; None: all.
-            plain: the one to use while the seconds of none are known.
-            may_try: whether one may be tried whose seconds are not known, to learn them.
+            plain: the number of plain decoding.
+            is_measuring: whether seconds are being measured. They are not while something compiles. Then the first draft
+                that is ready is used, for few rows gain from any draft; otherwise seconds are learnt, plain decoding's first.
         """
         numbers = [number for number, draft in enumerate(self.drafts) if predicted or not isinstance(draft, Copies)]
         numbers = [number for number in numbers if ready is None or number in ready]
         unknown = [number for number in numbers if (width, number) not in self.seconds]
         if unknown:
             numbers = [number for number in numbers if number not in unknown]
-            taken = self._unknown(width, unknown, plain, may_try and bool(numbers))
-            if taken is not None or not numbers:
-                return self._count(width, plain if taken is None else taken)
+            taken = self._to_learn(width, unknown, plain) if is_measuring else None
+            if taken is None and not numbers:
+                taken = next((number for number in unknown if number != plain), plain)
+            if taken is not None:
+                return self._count(width, taken)
         rates = {number: self.rate(width, number, predicted) for number in numbers}
         best = max(numbers, key=lambda number: rates[number])
         current = self._current.get((width, predicted > 0), best)
@@ -180,12 +183,12 @@ class DraftChoice:
         self.decisions[width, taken] = self.decisions.get((width, taken), 0) + 1
         return taken
 
-    def _unknown(self, width: int, unknown: Sequence[int], plain: int, may_try: bool) -> int | None:
-        """The one of ``unknown`` seconds that it is time to learn, plain decoding first; None: none."""
+    def _to_learn(self, width: int, unknown: Sequence[int], plain: int) -> int | None:
+        """Return the draft of ``unknown`` seconds that it is time to try, plain decoding first. None: it is not time."""
         if plain in unknown:
             return plain
         self._since_tried += 1
-        if not may_try or self._since_tried < TRY_UNKNOWN:
+        if self._since_tried < TRY_UNKNOWN:
             return None
         self._since_tried = 0
         return min(unknown, key=lambda number: self.decisions.get((width, number), 0))

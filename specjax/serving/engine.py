@@ -659,8 +659,8 @@ class Engine:
             plain = self._device.plain
             width = next(each for each in self.widths if each >= len(running) and ready("decode", each, plain, False))
         numbers = [number for number in range(copying + 1) if ready("decode", width, number, False)]
-        may_try = self._programs.are_all_ready
-        return width, self._choice.choose(width, predicted, numbers, plain=self._device.plain, may_try=may_try), False
+        is_measuring = self._programs.are_all_ready
+        return width, self._choice.choose(width, predicted, numbers, plain=self._device.plain, is_measuring=is_measuring), False
 
     def _catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""

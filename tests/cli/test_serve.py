@@ -1,12 +1,15 @@
 """`specjax serve`: what is refused before anything is loaded. The server itself is tested in tests/serving/http."""
 
 import socket
+import urllib.error
+import urllib.request
 
 import pytest
 
 from specjax import pipeline
 from specjax.cli.main import main, parse_options
 from specjax.cli.serve import ServeConfig, make_engine, read_drafts, read_keys
+from specjax.errors import InputError
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +28,22 @@ def refusal(capsys, *options: str) -> str:
     assert said.err.startswith("specjax: error: ")
     assert said.err.count("\n") == 1
     return said.err
+
+
+def test_it_listens_before_anything_is_loaded(monkeypatch, capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    statuses = []
+
+    def load(*_, **__):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30)
+        statuses.append(caught.value.code)
+        raise InputError("no such model")
+
+    monkeypatch.setattr(pipeline, "load", load)
+    assert "no such model" in refusal(capsys, "--port", str(port))
+    assert statuses == [503]
 
 
 def test_others_are_not_let_in_by_accident(capsys) -> None:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from specjax.serving.http import run
+from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import Bounds
 from tests.deploy.files import DEPLOY, command_lines, config_of, containers, of_kind, pods, templates
 from tests.deploy.test_commands import CLOSING
@@ -32,7 +33,7 @@ def test_there_are_servers_with_all_probes() -> None:
 
 
 def test_a_server_that_takes_as_long_to_close_as_is_reckoned_with() -> None:
-    assert run._config(service_of(MadeUpEngine()), Bounds()).timeout_graceful_shutdown == CLOSING
+    assert run._config(make_app(service_of(MadeUpEngine())), Bounds(), None).timeout_graceful_shutdown == CLOSING
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,10 @@ def test_the_same_calls_have_the_same_choices() -> None:
     assert set(first[1]) <= set(range(len(DRAFTS)))
 
 
-def test_as_long_as_nothing_was_measured_nothing_is_drafted() -> None:
+def test_as_long_as_something_compiles_the_first_draft_that_is_ready_is_used() -> None:
     choice = DraftChoice(DRAFTS, {})
-    assert {choice.choose(1, plain=0, may_try=may_try) for may_try in (False, True) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    assert [choice.choose(1, ready=ready, is_measuring=False) for ready in ([0], [0, 2], [0, 1, 2])] == [0, 2, 1]
+    assert {choice.choose(1) for _ in range(3 * TRY_UNKNOWN)} == {0}  # what seconds are measured against comes first
     for _ in range(5):  # calls whose seconds are not known
         choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
     assert choice.seconds == {}
@@ -247,7 +248,7 @@ def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> Non
     for slow in (10.0, 1.0):  # the first call of a program takes longer, and is not counted
         tell(choice, 1, 0, 0.5, seconds=slow * seconds[0])
     assert choice.seconds == {(1, 0): pytest.approx(seconds[0])}
-    assert {choice.choose(1, ready=[0, 1, 2], may_try=False) for _ in range(3 * TRY_UNKNOWN)} == {0}
+    assert {choice.choose(1, ready=[0, 1, 2], is_measuring=False) for _ in range(3 * TRY_UNKNOWN)} == {0}
     taken = []
     for _ in range(8 * TRY_UNKNOWN):
         taken.append(choice.choose(1, ready=[0, 1, 2]))

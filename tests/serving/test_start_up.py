@@ -134,6 +134,10 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         # Whatever was measured so far was measured while something compiled.
         assert engine.statistics.drafts == []
         assert engine.statistics.drafted == 0
+        gate.compile_until("decode", 1, 1, False)
+        assert engine.submit(PROMPT, max_new_tokens=MOST).result(PATIENCE).tokens == results[0]
+        assert engine.statistics.drafted > 0  # it is used although other programs are missing
+        assert engine.statistics.drafts == []
         assert with_logprobs.finish_reason is None
         gate.compile_until("decode", 2, 1, True)
         assert with_logprobs.result(PATIENCE).tokens == results[0]

@@ -365,6 +365,13 @@ def make_app(service: Service) -> ASGIApp:
     return app
 
 
+async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer any request with 503: the application in the place of `make_app`'s as long as there is no engine."""
+    message = "the server is starting: it loads the models, and compiles what a first request needs"
+    answer = _error_response(RequestError(503, message, code="starting", headers={"Retry-After": "5", **_CLOSE}))
+    await answer(scope, receive, send)
+
+
 _PAGE_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "

@@ -4,14 +4,19 @@ import ipaddress
 import signal
 import socket
 import ssl
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from specjax.errors import InputError
-from specjax.serving.http.app import Service, make_app
+from specjax.serving.http.app import Service, answer_starting, make_app
+from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.protocol import Bounds, Protocol, SocketProtocol
 
 PING_SECONDS = 20.0
@@ -19,7 +24,7 @@ PING_SECONDS = 20.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for ``host`` and ``port``, 0 being any that is free. Nobody is answered before `serve`.
+    """A socket for ``host`` and ``port``, 0 being any that is free. Nobody is answered before `starting` or `serve`.
 
     Raises:
         InputError: there is no such address, or somebody else has it.
@@ -105,6 +110,39 @@ def address(bound: socket.socket, has_tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
+@contextmanager
+def starting(bound: socket.socket, *, bounds: Bounds = Bounds(), tls: tuple[str, str] | None = None) -> Iterator[None]:
+    """Answer every request with 503 until the block ends. Then the same socket is ready for `serve`.
+
+    A thread of its own answers, so that the block may load models and compile.
+
+    Args:
+        bound: where.
+        bounds: what a client may leave undone.
+        tls: as for `serve`.
+
+    Examples:
+        >>> import urllib.error, urllib.request
+        >>> from specjax.serving.http.run import address, bind, starting
+        >>> with bind("127.0.0.1", 0) as bound, starting(bound):
+        ...     try:
+        ...         urllib.request.urlopen(address(bound) + "/health")
+        ...     except urllib.error.HTTPError as error:
+        ...         error.code
+        503
+    """
+    server = uvicorn.Server(_config(answer_starting, bounds, tls))
+    # uvicorn closes the socket that it is given. Connections that come meanwhile wait at the other one.
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]}, name="specjax-starting", daemon=True)
+    bound.listen()
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
 def serve(
     service: Service,
     bound: socket.socket,
@@ -127,16 +165,15 @@ def serve(
     Returns:
         The exit status: 0, or 128 and the signal's number where a second signal cut it short.
     """
-    server = _Server(_config(service, bounds, tls), service, drain_seconds, message)
+    server = _Server(_config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, message)
     server.run(sockets=[bound])
     return server.status
 
 
-def _config(service: Service, bounds: Bounds, tls: tuple[str, str] | None = None) -> uvicorn.Config:
+def _config(app: ASGIApp, bounds: Bounds, tls: tuple[str, str] | None, drafts: Drafts | None = None) -> uvicorn.Config:
     certificate, key = tls or (None, None)
-    drafts = service.drafts
     return uvicorn.Config(
-        make_app(service),
+        app,
         http=partial(Protocol, bounds),  # pyright: ignore[reportArgumentType] - it makes one, as the class does
         ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
         ws_max_size=drafts.most_up if drafts is not None else 0,

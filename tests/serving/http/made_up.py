@@ -15,7 +15,7 @@ from specjax.errors import InputError
 from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
 from specjax.serving.http import run
-from specjax.serving.http.app import AppOptions, Service
+from specjax.serving.http.app import AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.scheduler import QueueFullError
 
@@ -178,15 +178,20 @@ class MadeUpEngine:
 
 @contextmanager
 def running(
-    engine: Any, bounds: Bounds = Bounds(), drain_seconds: float = 5.0, tls: tuple[str, str] | None = None, **options: Any
+    engine: Any,
+    bounds: Bounds = Bounds(),
+    drain_seconds: float = 5.0,
+    tls: tuple[str, str] | None = None,
+    bound: socket.socket | None = None,
+    **options: Any,
 ) -> Iterator[tuple[run._Server, tuple[str, int]]]:
-    """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port."""
+    """uvicorn in a thread, as `specjax serve` runs it: the server, and its host and port. By default at a free one."""
     service = Service(engine, AppOptions(**{"names": ("tiny",), "only_loopback": True} | options))  # pyright: ignore
-    with run.bind("127.0.0.1", 0) as bound:
-        server = run._Server(run._config(service, bounds, tls), service, drain_seconds, "")
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    with bound or run.bind("127.0.0.1", 0) as listening:
+        server = run._Server(run._config(make_app(service), bounds, tls, service.drafts), service, drain_seconds, "")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        address = bound.getsockname()
+        address = listening.getsockname()
         while not server.started:
             time.sleep(0.01)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from specjax.serving.http import responses
+from specjax.serving.http import responses, run
 from specjax.serving.http.app import AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
@@ -683,7 +683,34 @@ def test_a_long_body_is_refused_and_the_connection_goes_on() -> None:
             said += read_more(connection)
 
 
-# --- the end ---------------------------------------------------------------------------------------------------------
+# --- the beginning and the end ---------------------------------------------------------------------------------------
+
+
+def ask_health(address: tuple[str, int]) -> bytes:
+    """Return all that is answered to a request for ``/health``."""
+    with connected(address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return read_all(connection)
+
+
+def test_before_there_is_an_engine_everybody_is_told_to_come_back() -> None:
+    with run.bind("127.0.0.1", 0) as bound:
+        address = bound.getsockname()
+        with run.starting(bound):
+            answers = [ask_health(address)]
+            with connected(address) as connection:
+                connection.sendall(request())
+                answers.append(read_all(connection))
+            idle = socket.create_connection(address)  # who asks for nothing does not hold the start up
+        for answer in answers:
+            assert answer.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after: 5" in answer.lower()
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "starting"
+        with connected(address) as early, running(MadeUpEngine(), bound=bound):  # it waits until somebody listens again
+            early.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert read_all(early).startswith(b"HTTP/1.1 200 ")
+            assert ask_health(address).startswith(b"HTTP/1.1 200 ")
+        idle.close()
 
 
 def test_what_runs_after_sigterm_is_waited_for_only_so_long() -> None:
