@@ -22,8 +22,8 @@ import pytest
 MOST_CPU_SECONDS = 2.0
 """What a test of ``make test`` may cost. A slower one carries a marker of `SLOW`."""
 
-SLOW = ("full", "thorough", "browser", "kills_alone")
-"""Markers of tests that may cost more: those of the other tiers, and of tests that alone kill a mutant."""
+SLOW = ("full", "thorough", "browser", "kills_alone", "represents")
+"""Markers of tests that may cost more: those of the other tiers, and of tests of which `make test` has no cheaper one."""
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -137,7 +137,7 @@ def too_slow(tests: list[tuple[float, str]]) -> list[str]:
     lines = [f"{seconds:6.1f}  {test}" for seconds, test in sorted(tests, reverse=True)]
     return [
         f"{len(tests)} tests took more than {MOST_CPU_SECONDS:g} CPU seconds: make each cheaper, mark it `full`, or mark it "
-        "`kills_alone` where no other test kills a mutant:",
+        "`kills_alone` or `represents` where no cheaper test kills a mutant or covers a contract:",
         *lines,
     ]
 

@@ -71,6 +71,7 @@ def test_numbered_rows_of_equal_content_have_texts_of_their_own(target, generate
 
 
 @pytest.mark.parametrize("form", ["ids", "array"])
+@pytest.mark.represents("Ray")
 def test_token_ids_are_continued_as_the_library_does(target, form) -> None:
     ids = [[5, 6, 7], [8, 9, 10]]
     settings = SETTINGS | {"column": "ids"}

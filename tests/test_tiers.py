@@ -31,7 +31,7 @@ def test_slow():
 @pytest.fixture
 def run(pytester: pytest.Pytester):
     """Run a file of tests, with options, in this process and with the plugins of this folder."""
-    pytester.makeini("[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n")
+    pytester.makeini("[pytest]\nmarkers =\n  full\n  full_except\n  thorough\n  browser\n  kills_alone\n  represents\n")
 
     def run(source: str, *options: str) -> pytest.RunResult:
         pytester.makepyfile(source)

@@ -206,6 +206,7 @@ def assert_prompts_are_on_one_side(output, count: int) -> None:
     assert not train_prompts & held_prompts
 
 
+@pytest.mark.full
 def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) -> None:
     source, output = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     write_source(source, [f"{letter} = 1 + 2" for letter in "abcdefgh"])
@@ -315,6 +316,7 @@ def test_answers_of_a_conversation_are_the_targets(tiny_pair, tmp_path) -> None:
     assert record[1]["content"] == first[: first.find(stop)]
 
 
+@pytest.mark.full
 def test_a_rerun_with_another_template_or_tokenizer_is_refused(tiny_pair, tmp_path, capsys) -> None:
     """Both decide what is written: a half of one and a half of the other would be no data set of either."""
     target, template = tmp_path / "target", tmp_path / "template.jinja"

@@ -89,6 +89,7 @@ def test_compiled_programs_are_kept_between_processes(tmp_path, monkeypatch) -> 
     assert list((tmp_path / ".cache" / "specjax" / "compiled").iterdir())
 
 
+@pytest.mark.represents("every drafter from the command line")
 def test_every_drafter_gives_the_same_greedy_tokens(capsys, tiny_pair) -> None:
     names = ("prompt-lookup", "prompt-lookup:2", "early-exit:1", tiny_pair[1], f"draft-model:{tiny_pair[1]}")
     outputs = {}

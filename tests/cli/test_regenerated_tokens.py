@@ -61,6 +61,7 @@ def test_an_end_that_the_target_wrote_is_a_token_of_its_answer(tiny_pair, tmp_pa
 
 
 @pytest.mark.parametrize("template", [ENDED, THOUGHTLESS])
+@pytest.mark.represents("chats with recorded tokens")
 def test_each_answer_of_a_chat_stands_after_what_it_was_written_after(tiny_pair, tmp_path, template) -> None:
     """In one sequence where the next prompt goes on from it; in one of its own where the template leaves something out, or
     the answer's text has other tokens than were written."""

@@ -103,6 +103,7 @@ def test_a_schedule_is_the_same_whenever_it_is_run(places) -> None:
     assert one.seconds == other.seconds and one.frames == other.frames and one.events == other.events
 
 
+@pytest.mark.full
 def test_faults_do_what_they_are_called(places) -> None:
     """Or the texts above would be whole for want of faults."""
     calm = places("draft model").check(3, Faults())

@@ -238,6 +238,7 @@ def test_the_drafter_sees_what_the_server_does_not(place: Place) -> None:
     assert opens[0] == opens[1] == opens[2]
 
 
+@pytest.mark.full
 def test_all_of_it_is_private_or_nobody_is_there(place: Place) -> None:
     written, server, heard = place.write("hunter2", ["hunter2"])
     start = place.tokenizer.bos_token_id  # is not private, and all that there is

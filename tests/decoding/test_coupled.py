@@ -155,6 +155,7 @@ def test_children_beyond_a_truncation_are_the_next_likely_ones(target, sampling)
     assert lengths["coupled"] > lengths["independent"], lengths
 
 
+@pytest.mark.full
 def test_a_perfect_drafter_is_always_right(target, run) -> None:
     result = run(DraftModel(target, draft=Chain(3)), PROMPTS, LENGTHS, key=KEYS)
     assert metrics.summarise(result.stats).acceptance_length == 4.0

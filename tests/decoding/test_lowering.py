@@ -53,6 +53,7 @@ def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
 
 @pytest.mark.full_except("dflash-static")
 @pytest.mark.parametrize(("method", "shape"), CASES)
+@pytest.mark.represents("lowering for TPUs")
 def test_every_drafter_with_every_shape_lowers(target, method, shape, monkeypatch) -> None:
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
     drafter = METHODS[method](SHAPES[shape])

@@ -223,6 +223,7 @@ def test_free_rows_do_nothing() -> None:
 
 @pytest.mark.full_except("16", "17", "18", "32")
 @pytest.mark.parametrize("length", [1, 2, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK])
+@pytest.mark.represents("prompts that are read in chunks")
 def test_a_prompt_is_read_in_chunks_to_its_last_token_but_one(length) -> None:
     host, text = Host(make("eagle3")), some_text(np.random.default_rng(length), 1, length, 5)
     host.admit(2, text)

@@ -69,6 +69,7 @@ def test_a_block_of_dflash_is_that_of_speculators(variant, text, target, tmp_pat
 
 @pytest.mark.full_except("confidence of states alone", "no Markov head", "no confidence head", "own vocabulary")
 @pytest.mark.parametrize("variant", DSPARK)
+@pytest.mark.represents("DSpark's drafts")
 def test_a_chain_of_dspark_is_that_of_speculators(variant, text, target, tmp_path) -> None:
     needs_speculators()
     model = make_drafter(tmp_path / "drafter", "dspark", text, **{"markov_rank": 6} | DSPARK[variant])

@@ -131,6 +131,7 @@ def test_speculators_drafts_as_what_is_written(variant, text, target, tmp_path) 
     assert written["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == DEPTH
 
 
+@pytest.mark.full
 def test_windows_are_no_ornament(text, target, tmp_path) -> None:
     one = drafter(target).replace(draft=Chain(DEPTH))
     near = one.replace(config=_windowed(one.config))
@@ -146,6 +147,8 @@ def _windowed(config):
 
 @pytest.mark.parametrize("layout", PEagle.layouts)
 @pytest.mark.parametrize("variant", [{}, {"norm_before_fc": True, "norm_before_residual": True}, {"fc_norm": True}])
+@pytest.mark.represents("P-EAGLE's drafts")
+@pytest.mark.full_except("variant0-speculators")
 def test_it_drafts_as_the_network_written_out(layout, variant, text, target, tmp_path) -> None:
     """In both layouts, and without speculators."""
     drafter(target, variant=variant).save_pretrained(tmp_path / "drafter", layout=layout)

@@ -63,6 +63,7 @@ def varied() -> Target:
 @pytest.mark.full_except("static-0.8")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("shape", ["chain", "static"])
+@pytest.mark.represents("drafters with another vocabulary")
 def test_every_draft_is_accepted_where_the_text_keeps_to_shared_tokens(varied, shape, temperature) -> None:
     sampling = Sampling(temperature=temperature)
     plain = run(varied, None, PROMPTS, LENGTHS, sampling=sampling)
@@ -333,6 +334,7 @@ def test_trained_models_of_different_tokenizers() -> None:
 
 
 @pytest.mark.skipif(not (SHARED / "stories260k").is_dir(), reason="needs ../shared/data")
+@pytest.mark.full
 def test_a_trained_model_drafts_for_itself_in_another_vocabulary(tmp_path) -> None:
     """Its tokens have other ids, and those that it does not need are gone, from its tokenizer too."""
     directory = SHARED / "stories260k"

@@ -92,8 +92,9 @@ GROWN_ALIKE = [  # by code that others show: every drafter and every shape is am
 CASES = [pytest.param(*case, marks=[pytest.mark.thorough] * (case in GROWN_ALIKE)) for case in ALL_CASES]
 
 
-@pytest.mark.full_except("draft model-chain", "eagle3-dynamic", "plain-chain", "prompt lookup-chain")
+@pytest.mark.full_except("eagle3-dynamic", "plain-chain")
 @pytest.mark.parametrize(("method", "shape"), CASES)
+@pytest.mark.represents("the conformance suite")
 def test_every_drafter_with_every_shape(target, method, shape) -> None:
     conformance.check(target, METHODS[method](SHAPES[shape]), come_and_go=False)
 
@@ -243,6 +244,7 @@ def small_drafter(method: str, shape: DraftShape) -> Drafter:
 @pytest.mark.full_except("prompt lookup-chain-independent-25000")
 @pytest.mark.parametrize("draws", [25_000, pytest.param(500_000, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("method", "shape", "rule"), LOSSLESS)
+@pytest.mark.represents("the distribution of several tokens together")
 def test_three_generated_tokens_have_the_exact_joint_distribution(method, shape, rule, draws) -> None:
     target = distribution_target()
     conformance.check_distribution(target, small_drafter(method, SMALL[shape]), rule=rule, draws=draws)
@@ -348,6 +350,7 @@ def test_a_broken_contract_is_found(target, kind, message) -> None:
         conformance.check_contract(target, kind(tiny_target(seed=5, num_layers=1)))
 
 
+@pytest.mark.represents("what the conformance suite finds")
 def test_rows_that_depend_on_each_other_are_found() -> None:
     # Models that are less sure of themselves than the others here: a draft drawn with another key must be another draft.
     drafter = ForgetsItsNeighbours(tiny_target(seed=5, num_layers=1, scale=8.0), draft=Chain(3))
@@ -434,6 +437,7 @@ def test_a_vocabulary_too_large_to_enumerate_is_refused() -> None:
         conformance.check_distribution(tiny_target(vocab_size=30), NoDraft())
 
 
+@pytest.mark.full
 def test_keys_matter(target) -> None:
     """The row check would be empty if nothing were random."""
     drafter = DraftModel(tiny_target(seed=5, num_layers=1), draft=SHAPES["sampled"])

@@ -116,6 +116,7 @@ def farthest(target: Target, paged: bool = False) -> float:
 @pytest.mark.full_except("caps-False")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.represents("the cache in 8 bits")
 def test_a_pass_over_many_tokens_is_many_passes(kind, paged) -> None:
     """So a token is the same whether it is drafted or committed, which losslessness rests on."""
     assert farthest(in_8_bits(**KINDS[kind]), paged) < 1e-4

@@ -306,6 +306,7 @@ def test_it_is_iterated_over_in_a_thread_and_again(target, plain) -> None:
         assert handle.finish_reason == "length" and handle.text == ""
 
 
+@pytest.mark.full
 def test_more_coroutines_read_than_a_pool_has_threads(target, plain) -> None:
     requests = [Request((1 + i % 10, i % 7), settings={"temperature": 1.0}, seed=i) for i in range(60)]
 

@@ -86,6 +86,7 @@ def drafted(student, place, target=TARGET):
 
 
 @pytest.mark.full_except("dflash", "dspark rnn", "windows of blocks", "windows of tokens")
+@pytest.mark.kills_alone("blocks-hang-from-the-token-before, blocks-see-each-other")
 def test_blocks_are_what_the_drafter_writes(student) -> None:
     """At every place that has an anchor, whatever other blocks are read beside it."""
     output, _ = score(TARGET, BATCH, student.taps(TARGET.config))

@@ -116,6 +116,7 @@ def test_features_and_tokens_are_learnt(method, steps, top_weight) -> None:
     assert set(metrics) >= {"loss", "feature_loss_0", f"token_loss_{steps - 1}"}
 
 
+@pytest.mark.full
 def test_noise_is_of_the_width_that_was_asked_for(monkeypatch) -> None:
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))
     objective = jax.jit(lambda noise, batch: Eagle1Training(target="here", noise=noise).objective(student, batch, TARGET)[0],
@@ -148,6 +149,7 @@ def losses_of_acceptance(loss, pairs, eta=3.0):
 
 
 @pytest.mark.parametrize("kind", ["cross_entropy", "acceptance", "hybrid"])
+@pytest.mark.represents("losses over a draft vocabulary")
 def test_tokens_are_learnt_at_every_step_within_the_draft_vocabulary(kind) -> None:
     ids = np.array([0, 2, 3, 4, 6, 8, 10])
     student = strong(Eagle3.init(TARGET, jax.random.key(1), Chain(3), ids=ids))

@@ -137,6 +137,7 @@ def test_gradients_reach_every_parameter_through_all_steps(remat) -> None:
     assert dataclasses.replace(method, freeze_head=True).frozen("params.embed")
 
 
+@pytest.mark.full
 def test_what_it_would_be_worth_is_simulated(target) -> None:
     found = Gemma4AssistantTraining(target="here").evaluation(strong(target), BATCH, target)
     assert 1 <= found["acceptance_length"] < 1 + SIMULATED_STEPS

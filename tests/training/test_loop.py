@@ -94,6 +94,7 @@ def finished(source, tmp_path_factory) -> Path:
     return output
 
 
+@pytest.mark.represents("the training loop")
 def test_it_learns_and_reports(finished) -> None:
     lines = metrics_of(finished)
     losses = [line["loss"] for line in lines if "loss" in line]

@@ -68,8 +68,9 @@ def learnt(batch, sizes) -> dict[int, list[int]]:
     return {0: COUNTED[0], **{depth: places[reach >= depth].tolist() for depth in range(1, len(sizes) + 1)}}
 
 
-@pytest.mark.full_except("norms", "windows")
+@pytest.mark.full_except("windows")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.represents("P-EAGLE's training")
 def test_every_place_drafts_as_the_drafter_does(kind) -> None:
     """All places, and some in another order at the depths beyond 0."""
     student = strong(**KINDS[kind])

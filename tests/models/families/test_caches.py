@@ -69,6 +69,7 @@ def test_pieces_and_trees_are_as_the_whole(made, name) -> None:
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
+@pytest.mark.represents("paged caches of every family")
 def test_one_by_one_in_pages_is_as_the_whole(made, name) -> None:
     target, tokens, expected = made(name)
     found, _ = in_pieces(target, tokens, in_pages(target, LENGTH), 1)

@@ -360,6 +360,7 @@ def test_narrow_weights_are_decoded_losslessly(made, name, weights) -> None:
     assert plain == drafted
 
 
+@pytest.mark.represents("narrow weights of hybrids")
 def test_a_narrow_hybrid_is_written_and_read(made, tmp_path) -> None:
     one = made("qwen3_5")
     narrow = str(tmp_path / "narrow")

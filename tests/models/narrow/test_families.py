@@ -64,7 +64,7 @@ OFTEN = [
 ]
 
 
-@pytest.mark.full_except("qwen3_moe-int4", "tied-w8a8")
+@pytest.mark.full_except("tied-w8a8")
 @pytest.mark.parametrize(
     ("name", "weights"),
     [

@@ -43,6 +43,7 @@ def read_by_library(directory: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("weights", schemes.SCHEMES)
+@pytest.mark.represents("narrow weights as transformers reads them")
 def test_the_library_reads_our_weights(tmp_path, weights) -> None:
     tiny_target(hidden_size=128, intermediate_size=256, head_dim=32, scale=6.0).save_pretrained(tmp_path)
     narrow = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)

@@ -158,6 +158,7 @@ CASES = {  # what config.json says, how `write` is called, and how the matrices 
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.represents("packed weights of AWQ and GPTQ")
 def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
     said, how, form = CASES[name]
     write(tmp_path, said, **how)
