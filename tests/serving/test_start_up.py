@@ -12,6 +12,7 @@ import specjax
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError
 from specjax.serving.programs import Program, Programs
+from tests.conftest import compilations
 
 PATIENCE = 60.0
 SIZES: dict[str, Any] = {"page": 8, "chunk": 16, "capacity": 64, "pages": 16}
@@ -190,3 +191,14 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     assert not programs.wait_for("decode", 1)
     assert str(programs.error) == "made up"
     programs.stop()
+
+
+def test_a_program_is_compiled_for_a_state_that_a_call_has_given_away() -> None:
+    """The compiler's thread may look at the state just when the engine's thread donates it: shapes are all that it reads."""
+    step = jax.jit(lambda state: {"count": state["count"] + 1}, donate_argnums=0)
+    given_away, fresh = ({"count": jax.numpy.zeros(3)} for _ in range(2))
+    given_away["count"].delete()
+    step.lower(given_away).compile()
+    before = compilations()
+    step(fresh)
+    assert compilations() == before
