@@ -5,6 +5,8 @@ import logging
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -337,17 +339,29 @@ def _short(name: str) -> str:
 # --- text that grows -------------------------------------------------------------------------------------------------
 
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte, where a vocabulary lacks a character. What a run of them says is known when it ends: one
 byte too many, and none of them is text. So a byte that is a character by itself is held back like any other, such as the line
 end of Llama 2's vocabulary: a byte after it that is no text would make a replacement character of it, too."""
 
 
+_LONGEST_WAIT = 16
+"""Tokens after which text is given out although a character behind it is not finished. A tokenizer may write bytes that will
+never be text: decoding all of them again with every token would take quadratic time."""
+
+_LAST_CHARACTER = 8
+"""Tokens that surely hold an unfinished character, which has at most three bytes."""
+
+
 class TextStream:
-    """Turns a growing list of tokens into text, piece by piece.
+    """Turns a growing list of tokens into text, piece by piece, in time that is linear in the number of tokens.
 
     Text is held back while it ends in an unfinished character, or in single bytes, so that the pieces joined are the whole
     text without the prompt's. Where a prompt itself ends so, what its last tokens have become belongs to the first piece.
+
+    Attributes:
+        is_holding: whether some tokens have not become text yet.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -360,40 +374,63 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
-        self._tokenizer = tokenizer
-        self._tokens = list(prompt)
+        self._tokenizer, self._special = tokenizer, _special_ids(tokenizer)
+        # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
+        self._tokens, self._ends_in_byte = [], False
+        self._append(prompt)
         # Tokens from `_context` on are decoded again with every piece: its cost does not grow with the text. What they say has
         # been given out as far as `_given`. The context may next begin at `_end`, where a piece ended.
         self._context, self._given = 0, self._decode(self._tokens)
-        self._end = 0 if self._is_unfinished(self._given) else len(self._tokens)
+        self.is_holding = self._ends_in_byte or self._given.endswith(_REPLACEMENT)
+        self._end = 0 if self.is_holding else len(self._tokens)
 
     def push(self, tokens: Iterable[Any], last: bool = False) -> str:
         """The text that ``tokens`` add; ``last`` lets go of what was held back."""
-        self._tokens += [int(token) for token in tokens]
-        text = self._decode(self._tokens[self._context :])
-        if self._is_unfinished(text) and not last:
+        has_grown = self._append(tokens)
+        if not last and (self._ends_in_byte or not has_grown):
+            self.is_holding |= self._ends_in_byte
             return ""
+        text = self._decode(self._tokens[self._context :])
+        self.is_holding = not last and text.endswith(_REPLACEMENT)
+        if self.is_holding:
+            text = text[:-1]  # one more byte changes at most the last character
+            # The prompt may have ended in that character, and then it counts as given.
+            if len(self._tokens) - self._end <= _LONGEST_WAIT or len(text) < len(self._given):
+                return ""
         piece = text[_common(self._given, text) :]
-        # Special tokens alone are no context: what follows them would lose its space, as at the beginning of a text.
-        newest = self._decode(self._tokens[self._end :])
-        if newest:
+        if self.is_holding:
+            self._context = self._end = len(self._tokens) - _LAST_CHARACTER
+            text = self._decode(self._tokens[self._context :])[:-1]
+        # A space that begins a text is dropped: tokens that say nothing are no context for what follows them.
+        elif newest := self._decode(self._tokens[self._end :]):
             self._context, self._end, text = self._end, len(self._tokens), newest
         self._given = text
         return piece
 
-    def _is_unfinished(self, text: str) -> bool:
-        """Whether more tokens may change the end of ``text``, which is that of the tokens so far."""
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return True
-        for token in reversed(self._tokens):
-            if _BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or ""):
-                return True
-            if self._decode([token]):  # special tokens say nothing, and end no run of bytes
-                return False
-        return False
+    def peek(self) -> str:
+        """Return the text that is held back, as it is if no more tokens come."""
+        text = self._decode(self._tokens[self._context :])
+        return text[_common(self._given, text) :]
+
+    def _append(self, tokens: Iterable[Any]) -> bool:
+        """Take in tokens; False: decoding skips all of them."""
+        has_grown = False
+        for token in map(int, tokens):
+            name = None if token in self._special else self._tokenizer.convert_ids_to_tokens(token)
+            if name is not None:
+                has_grown, self._ends_in_byte = True, _BYTE.fullmatch(name) is not None
+                self._tokens.append(token)
+        return has_grown
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@lru_cache(maxsize=16)
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of the tokens that decoding skips."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(getattr(tokenizer, "all_special_ids", ())) | {token for token, made in added.items() if made.special}
 
 
 def _common(one: str, other: str) -> int:
@@ -523,17 +560,20 @@ class GrowingText:
         self.pieces.append(given)
         if self._stop.found:
             self._drop_held()
-        elif piece:
+        elif not self._text.is_holding:
             self._said = len(self.tokens)
         return given
 
     def _drop_held(self) -> None:
         """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
         whole = "".join(self.pieces)
-        for count in range(self._said + 1, len(self.tokens)):
-            stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
-            unchecked = stream.push(self.tokens[: self._stop_after])
-            rest = stop.push(stream.push(self.tokens[self._stop_after : count], last=True))
-            if unchecked + rest == whole and stop.found:
+        stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
+        given = stream.push(self.tokens[: self._stop_after])
+        said = max(self._said, self._stop_after)
+        given += stop.push(stream.push(self.tokens[self._stop_after : said]))
+        for count in range(said + 1, len(self.tokens)):
+            given += stop.push(stream.push(self.tokens[count - 1 : count]))
+            ended = copy(stop)
+            if given + ended.push(stream.peek()) == whole and ended.found:
                 del self.tokens[count:]
                 return

@@ -4,6 +4,8 @@ import random
 import shutil
 import subprocess
 import sys
+from copy import copy
+from typing import Any
 
 import pytest
 import tokenizers
@@ -78,7 +80,10 @@ def test_pieces_joined_are_the_text_however_it_is_cut(kind) -> None:
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     for _ in range(1500):
-        ids = [rng.choice(pool) for pool in rng.choices([pool for pool in pools if pool], k=rng.randrange(1, 16))]
+        pool_of_each = rng.choices(
+            [pool for pool in pools if pool], k=rng.choice([rng.randrange(1, 16), rng.randrange(16, 60)])
+        )
+        ids = [rng.choice(pool) for pool in pool_of_each]
         if rng.random() < 0.3:  # whole characters, with something in between
             ids += pools[3]
             ids.insert(rng.randrange(len(ids)), rng.choice(tokenizer.all_special_ids))
@@ -113,6 +118,63 @@ def test_a_text_is_not_decoded_again_with_every_piece(tokenizer) -> None:
     stream._decode = lambda tokens: decoded.append(len(tokens)) or tokenizer.decode(tokens)
     stream.push(text.encode(tokenizer, "y"))
     assert max(decoded) < 24
+
+
+def run_of(tokenizer: Any, what: str) -> list[int]:
+    """A token, or a few, that say nothing by themselves however often they are repeated."""
+    if what == "special":
+        return [tokenizer.eos_token_id]
+    if what == "unknown":
+        return [len(tokenizer) + 7]
+    if "<0xE3>" in tokenizer.get_vocab():
+        return tokenizer.convert_tokens_to_ids(["<0xE3>"])
+    return tokenizer.backend_tokenizer.encode("\N{HIRAGANA LETTER A}", add_special_tokens=False).ids[:1]
+
+
+@pytest.mark.parametrize("what", ["special", "unknown", "unfinished"])
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_a_long_run_of_tokens_that_are_no_text_takes_linear_time(kind, what) -> None:
+    tokenizer, decoded = copy(any_tokenizer(kind)), []
+    prompt, after = tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.convert_tokens_to_ids(["a", "b", "b"])
+    run = 1000 * run_of(tokenizer, what)
+    decode = tokenizer.decode
+    tokenizer.decode = lambda tokens, **named: decoded.append(len(tokens)) or decode(tokens, **named)
+    growing = text.GrowingText(tokenizer, prompt, ["ab"])
+    decoded.clear()
+    for token in [*run, *after]:
+        growing.push([token])
+    assert growing.stopped
+    assert growing.tokens == [*run, *after[:2]]
+    assert "".join(growing.pieces) == decode(run, skip_special_tokens=True)
+    assert sum(decoded) < 30 * len(run)
+
+
+def length_at_a_stop_string(tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str]) -> int:
+    """The slow way: how many tokens there must be, all of them decoded anew, for the text to hold a stop string."""
+    for count in range(1, len(ids) + 1):
+        piece = text.TextStream(tokenizer, prompt).push(ids[:count], last=True)
+        if any(each in piece for each in stop):
+            return count
+    return len(ids)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "llama"])
+def test_the_token_that_completes_a_stop_string_is_the_last(kind) -> None:
+    tokenizer, rng, found = any_tokenizer(kind), random.Random(1), 0
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    silent = [run_of(tokenizer, what)[0] for what in ("special", "unknown", "unfinished")]
+    for _ in range(300):
+        ids = [rng.choice([a, b, *silent]) for _ in range(rng.randrange(2, 60))]
+        growing, at = text.GrowingText(tokenizer, [a], ["bab", "bba"]), 0
+        while at < len(ids):
+            count = rng.choice([1, 1, 2, 5, 40])
+            growing.push(ids[at : at + count])
+            at += count
+        growing.finish()
+        expected = length_at_a_stop_string(tokenizer, [a], ids, ["bab", "bba"])
+        assert growing.tokens == ids[:expected], ids
+        found += expected < len(ids)
+    assert found > 30
 
 
 def test_prompts_begin_with_the_bos_token(tokenizer) -> None:
