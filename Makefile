@@ -24,8 +24,9 @@ test-newest: .venv-newest/installed
 	.venv-newest/bin/python -m pytest -n 2 --dist worksteal -rs $(NEWEST)
 
 # The tests of `make test`, without PyTorch, with the lowest version that requirements.txt and pyproject.toml allow of each package.
+# Deprecations are no errors there: they are what an old version of one package does with the newest of another.
 test-lowest: .venv-lowest/installed
-	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal -rs
+	.venv-lowest/bin/python -m pytest -n 2 --dist worksteal -rsfE -W default::DeprecationWarning -W default::FutureWarning
 
 # The server's page in a real browser. It needs a Chromium, such as Debian's package of that name. With SCREENSHOTS=FOLDER, what
 # it looks like is there afterwards.

@@ -140,6 +140,7 @@ def test_the_layouts_name_layers_by_what_each_reader_expects(tmp_path) -> None:
 
 
 def test_speculators_reads_what_is_written(tmp_path) -> None:
+    needs_speculators()
     from speculators.models.eagle3.core import Eagle3DraftModel
 
     tiny_target().save_pretrained(tmp_path / "target")

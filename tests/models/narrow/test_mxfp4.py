@@ -100,9 +100,8 @@ def test_scale_255_is_not_a_number_nor_are_its_weights() -> None:
 
 
 def test_every_weight_is_that_of_transformers() -> None:
+    from tests.with_torch import torch  # isort: skip - it skips the test where there is none, and transformers would fail
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    from tests.with_torch import torch
 
     for blocks, scales in ([one[:255] for one in every_number()], packed(3, 40, 5, (0, 255))):
         theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).view(torch.int16).numpy()
