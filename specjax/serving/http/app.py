@@ -203,10 +203,8 @@ class Service:
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
         """
-        # Of a message the role and the name, too: the template writes them.
-        messages = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, Mapping)]
-        texts = [prompt] if isinstance(prompt, str) else [text for message in messages for text in message.values()]
-        if (length := sum(map(len, texts))) > self._most_characters:
+        is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
+        if is_text and (length := _characters(prompt)) > self._most_characters:
             message = (
                 f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
             )
@@ -228,6 +226,21 @@ class Service:
             message = f"min_tokens={asked.min_tokens}: there is room for {most}; give fewer"
             raise RequestError(400, message, param="min_tokens")
         return most
+
+
+def _characters(prompt: Any) -> int:
+    """Return how many characters a text has, or all texts in the messages of a chat: the template may write any of them."""
+    left = [prompt] if isinstance(prompt, str) else [each for message in prompt for each in message.values()]
+    count = 0
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return count
 
 
 def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]]) -> None:

@@ -144,25 +144,41 @@ class TokenizeRequest:
 # --- names and types -------------------------------------------------------------------------------------------------
 
 
-class _Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
+class _Part(msgspec.Struct):
+    """A part of a message's content. What else it has, such as ``cache_control``, is not read."""
 
     type: str
-    text: str
+    text: str | None = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
+class _Function(msgspec.Struct, omit_defaults=True):
+    """The function of a call, whose arguments are the JSON text of an object, or the object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(msgspec.Struct, omit_defaults=True):
+    """A call of a tool in a message of the assistant's."""
+
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    """A message of a chat: what templates read of it. What else it has is not read."""
 
     role: str
-    content: str | list[_Part]
+    content: str | list[_Part] | None = None
     name: str | None = None
-    # What an answer's message has beside its text: clients send it back as it came. There may be nothing in it.
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    refusal: None = None
-    tool_calls: None = None
+    tool_calls: list[_Call] | None = None
+    function_call: _Function | None = None
+    tool_call_id: str | None = None
+    # Some clients have something else than a text under these names. That is not read.
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
 
 
 class _Prediction(msgspec.Struct, forbid_unknown_fields=True):
@@ -615,10 +631,30 @@ def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
-    made = []
-    for each in messages:
-        message = {"role": each.role, "content": _joined("messages", each.content)}
-        made.append(message if each.name is None else message | {"name": each.name})
+    return [_message(number, each) for number, each in enumerate(messages)]
+
+
+# Only these may say nothing: an assistant that calls a tool, for example, and a tool that gives nothing back.
+_MAY_BE_SILENT = ("assistant", "tool", "function")
+
+
+def _message(number: int, given: _Message) -> dict[str, Any]:
+    """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
+    if given.content is None and given.role not in _MAY_BE_SILENT:
+        message = f"messages[{number}].content: missing or null; give text, or parts of type 'text'"
+        raise RequestError(400, message, param="messages")
+    made: dict[str, Any] = {"role": given.role}
+    made["content"] = None if given.content is None else _joined("messages", given.content)
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(given, name)) is not None:
+            made[name] = value
+    if given.tool_calls:
+        made["tool_calls"] = msgspec.to_builtins(given.tool_calls)
+    if given.function_call is not None:
+        made["function_call"] = msgspec.to_builtins(given.function_call)
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(value := getattr(given, name), str) and value:
+            made[name] = value
     return made
 
 
@@ -629,4 +665,6 @@ def _joined(name: str, content: str | list[_Part]) -> str:
     for part in content:
         if part.type != "text":
             raise RequestError(400, f"{name}: a part of type {_shown(part.type)}; give parts of type 'text'", param=name)
-    return "\n".join(part.text for part in content)
+        if part.text is None:
+            raise RequestError(400, f"{name}: a part without text; give its text", param=name)
+    return "\n".join(part.text or "" for part in content)

@@ -428,7 +428,18 @@ def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> N
     assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
     assert refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"] == "context_length_exceeded"
     assert refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)["param"] == "prompt"
-    for message in ({"role": far_too_long, "content": "Hi"}, {"role": "user", "content": "Hi", "name": far_too_long}):
+    calls = [
+        {"function": {"name": far_too_long}},
+        {"function": {"name": "f", "arguments": far_too_long}},
+        {"function": {"name": "f", "arguments": {far_too_long: 1}}},
+        {"function": {"name": "f", "arguments": {"a": [{"b": far_too_long}]}}},
+    ]
+    for message in (
+        {"role": far_too_long, "content": "Hi"},
+        {"role": "user", "content": "Hi", "name": far_too_long},
+        {"role": "assistant", "content": "Hi", "reasoning": far_too_long},
+        *({"role": "assistant", "tool_calls": [call]} for call in calls),
+    ):
         assert refused(chat(engine, messages=[message]), 400)["code"] == "context_length_exceeded"
     engine = MadeUpEngine()
     ask(engine, prediction={"type": "content", "content": far_too_long})

@@ -74,15 +74,57 @@ def test_prompts(prompt: Any, prompts: tuple) -> None:
     assert read(prompt=prompt).prompts == prompts
 
 
-def test_an_answer_s_message_can_be_sent_back() -> None:
-    message = {"role": "assistant", "content": "Hello"}
-    empty = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_calls"))
-    assert read("chat", messages=[message | empty]).prompts == ([message],)
-    assert refusal("chat", messages=[message | {"tool_calls": [{"id": "1"}]}]).param == "messages"
+CALL = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}
+EXTRAS: dict[str, list[Any]] = {
+    "annotations": [None, [], [{"type": "url_citation"}]],
+    "audio": [None, {"id": "audio_1"}],
+    "refusal": [None, "", "no"],
+    "reasoning_details": [None, [{"type": "reasoning.text", "text": "hm"}]],
+    "reasoning": [None, "", {"effort": "low"}],
+    "tool_calls": [None, []],
+    "function_call": [None],
+    "id": ["msg_1", 5],
+    "cache_control": [{"type": "ephemeral"}],
+    "unknown": [None, 5, ["x"], {"a": [1]}],
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_an_answer_s_message_can_be_sent_back(role: str, name: str) -> None:
+    message = {"role": role, "content": "Hello"}
+    for value in EXTRAS[name]:
+        assert read("chat", messages=[message | {name: value}]).prompts == ([message],)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None),
+        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL | {"index": 0}]}, None),
+        ({"role": "assistant", "content": "I read.", "tool_calls": [CALL, CALL]}, None),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]}, None),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, None),
+        ({"role": "assistant", "content": None}, None),
+        ({"role": "tool", "content": "7", "tool_call_id": "1", "name": "read"}, None),
+        ({"role": "tool", "content": [{"type": "text", "text": "7"}]}, {"role": "tool", "content": "7"}),
+        ({"role": "tool", "tool_call_id": "1"}, {"role": "tool", "content": None, "tool_call_id": "1"}),
+        ({"role": "function", "content": None, "name": "f"}, None),
+        *(({"role": "assistant", "content": "7", name: "hm"}, None) for name in ("reasoning_content", "reasoning", "thinking")),
+    ],
+)
+def test_what_templates_read_of_a_message_is_kept(given: dict, made: dict | None) -> None:
+    expected = {name: value for name, value in (made or given).items() if name != "tool_calls"}
+    if "tool_calls" in given:  # without what nobody reads
+        expected["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"} for call in given["tool_calls"]
+        ]
+    assert read("chat", messages=[given]).prompts == ([expected],)
 
 
 def test_messages_are_text_or_parts_of_text() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
     made = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo", "name": "me"}]
     assert read("chat", messages=messages).prompts == (made,)
@@ -221,7 +263,13 @@ def test_prompts_that_are_none(prompt: Any) -> None:
     "messages",
     [
         *([], None, "text", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}], [{"role": "user", "content": None}]),
-        [{"role": "user", "content": "a", "tool_calls": []}],
+        [{"role": "system", "content": None}],
+        [{"role": "user", "tool_calls": [CALL]}],
+        *([{"role": "assistant", "tool_calls": calls}] for calls in ("x", [5], [{}], [{"id": "1"}], [{"function": {}}])),
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+        [{"role": "assistant", "function_call": "f"}],
+        [{"role": "tool", "content": "a", "tool_call_id": 5}],
+        [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
         [{"role": "user", "content": [{"type": "audio", "text": "x"}]}],
         [{"role": "user", "content": "a"}] * 1025,
