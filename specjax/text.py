@@ -593,11 +593,17 @@ class StopStrings:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
-        longest = 0 if last else max((len(stop) - 1 for stop in self._stop), default=0)
-        begun = (n for n in range(min(longest, len(text)), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
-        kept = len(text) - next(begun, 0)
+        kept = len(text) - (0 if last else max((_begun(stop, text) for stop in self._stop), default=0))
         self._held = text[kept:]
         return text[:kept]
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return how many characters of ``stop``, not all of them, a text ends with."""
+    count = min(len(stop) - 1, len(text))
+    while count > 0 and not text.endswith(stop[:count]):
+        count = stop.rfind(text[-1], 0, count - 1) + 1  # where its last character is: most places need no look
+    return count
 
 
 def check_stop(stop: Sequence[str]) -> None:

@@ -391,6 +391,17 @@ def test_stop_strings_however_the_text_is_cut(whole, stop, expected) -> None:
         assert stopping.found == (expected != whole)
 
 
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        stop = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+        whole = "".join(rng.choices("abc", weights=(4, 4, 1), k=rng.randint(0, 8)))
+        if any(each in whole for each in stop):
+            continue
+        held = max((n for n in range(len(whole) + 1) if any(each[:n] == whole[len(whole) - n :] for each in stop)), default=0)
+        assert text.StopStrings(stop).push(whole) == whole[: len(whole) - held]
+
+
 @pytest.mark.full
 def test_transformers_says_nothing_of_pytorch_and_is_heard_otherwise() -> None:
     script = (

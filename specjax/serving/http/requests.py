@@ -1,7 +1,7 @@
 """From the bytes of a request to what `specjax.serving.Engine.submit` takes. What cannot be used is refused by its name.
 
-A body is taken apart twice: its names first, each of which must be known, then the value of each name, which must be of that
-name's type. So every error can say which parameter it is about.
+A body is taken apart twice: its names first, then the value of each name that is known, which must be of that name's type. So
+every error can say which parameter it is about. Names that are not known are passed over, and told to whoever asks.
 """
 
 import math
@@ -27,7 +27,7 @@ MAX_TEXTS = 128
 MAX_MESSAGES = 1024
 """Messages of a chat."""
 
-MAX_STOPS = 16
+MAX_STOPS = 64
 """Stop strings."""
 
 MAX_STOP_CHARACTERS = 256
@@ -92,7 +92,9 @@ class TextRequest:
         prediction: what the text is expected to be.
         stream: whether the answer comes piece by piece.
         include_usage: whether the stream ends with the usage.
+        continuous_usage: whether each chunk of the stream has the usage so far.
         include_accepted: whether the stream tells which of its text was accepted from drafts.
+        ignored: names in the request that are not known, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_completion
@@ -120,7 +122,9 @@ class TextRequest:
     prediction: str | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     include_accepted: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class TokenizeRequest:
     Attributes:
         prompt: it.
         param: what it was called in the request.
+        ignored: names in the request that are not known, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_tokenize
@@ -139,6 +144,7 @@ class TokenizeRequest:
 
     prompt: str | Messages
     param: str
+    ignored: tuple[str, ...] = ()
 
 
 # --- names and types -------------------------------------------------------------------------------------------------
@@ -181,14 +187,14 @@ class _Message(msgspec.Struct):
     thinking: Any = None
 
 
-class _Prediction(msgspec.Struct, forbid_unknown_fields=True):
+class _Prediction(msgspec.Struct):
     """What a text is expected to be."""
 
     type: str
     content: str | list[_Part]
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _StreamOptions(msgspec.Struct):
     """What comes with a stream beside its text."""
 
     include_usage: bool | None = None
@@ -202,6 +208,7 @@ _SHARED: Mapping[str, Any] = {
     "n": int | None,
     "best_of": int | None,
     "max_tokens": int | None,
+    "max_completion_tokens": int | None,
     "min_tokens": int | None,
     "temperature": float | None,
     "top_p": float | None,
@@ -226,10 +233,15 @@ _COMPLETION: Mapping[str, Any] = {
 _CHAT: Mapping[str, Any] = {
     **_SHARED,
     "messages": list[_Message],
-    "max_completion_tokens": int | None,
     "logprobs": bool | None,
     "top_logprobs": int | None,
 }
+
+_OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,), "messages": (), "top_logprobs": (0,)}
+"""Parameters of either completions or chats: the values with which they change nothing in the other, beside null."""
+
+_OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
+"""Parameters with names in them."""
 
 _TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message]}
 
@@ -322,23 +334,20 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: n=0: must be from 1 to 16
     """
-    values = _values(body, _COMPLETION, limits)
+    values, ignored = _values(body, _COMPLETION, limits)
     prompts = _prompts(values, limits)
     logprobs = values.get("logprobs")
     if logprobs is not None:
         logprobs = _likeliest("logprobs", logprobs, limits)
     echo = bool(values.get("echo"))
-    max_tokens = values.get("max_tokens")
-    max_tokens = 16 if max_tokens is None else _whole("max_tokens", max_tokens, 0, _MOST)
+    name, max_tokens = _max_tokens(values, 0)
+    max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
-        raise RequestError(
-            400, "max_tokens=0: only with echo, for the prompt's own logprobs; give at least 1", param="max_tokens"
-        )
+        raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
     if max_tokens == 0 and logprobs is None:
-        raise RequestError(
-            400, "max_tokens=0: with echo, give logprobs too; there is nothing else to compute", param="max_tokens"
-        )
-    return _request(values, limits, is_chat=False, prompts=prompts, logprobs=logprobs, echo=echo, max_tokens=max_tokens)
+        raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
+    what = {"logprobs": logprobs, "echo": echo, "max_tokens": max_tokens, "ignored": ignored}
+    return _request(values, limits, is_chat=False, prompts=prompts, **what)
 
 
 def read_chat(body: bytes, limits: Limits) -> TextRequest:
@@ -355,18 +364,15 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         >>> asked.prompts, asked.max_tokens
         (([{'role': 'user', 'content': 'Hello'}],), None)
     """
-    values = _values(body, _CHAT, limits)
+    values, ignored = _values(body, _CHAT, limits)
     prompts = (_messages(values, limits),)
     likeliest, logprobs = _or(values, "top_logprobs", 0), None
     if values.get("logprobs"):
         logprobs = _likeliest("top_logprobs", likeliest, limits)
     elif likeliest:
         raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
-    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = values.get(name)
-    if max_tokens is not None:
-        max_tokens = _whole(name, max_tokens, 1, _MOST)
-    return _request(values, limits, is_chat=True, prompts=prompts, logprobs=logprobs, echo=False, max_tokens=max_tokens)
+    what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": ignored}
+    return _request(values, limits, is_chat=True, prompts=prompts, **what)
 
 
 def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
@@ -382,12 +388,12 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
     """
-    values = _values(body, _TOKENIZE, limits)
+    values, ignored = _values(body, _TOKENIZE, limits)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
     if "messages" in values:
-        return TokenizeRequest(_messages(values, limits), "messages")
-    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt")
+        return TokenizeRequest(_messages(values, limits), "messages", ignored)
+    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", ignored)
 
 
 _MOST = 2**31 - 1
@@ -395,30 +401,39 @@ _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS: dict[Any, Callable[[Any], Any]] = {}
 
 
-def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """The values of a body's parameters. Those of the model are checked, too: nothing else is said about another model."""
+def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values of a body's parameters, and the names that are not known.
+
+    The model is checked, too: nothing else is said about another model.
+    """
     try:
         raw = _NAMES.decode(body)
     except msgspec.ValidationError:
         raise RequestError(400, "the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {_reason(error)}") from None
+    ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
             continue
-        if name not in UNSUPPORTED:
-            raise RequestError(
-                400, f"{_shown(name)}: unknown parameter; leave it out", param=name[:64], code="unknown_parameter"
-            )
-        _check_neutral(name, value)
+        if name in UNSUPPORTED:
+            _check_neutral(name, value, UNSUPPORTED[name], "not supported")
+        elif name in _OF_ANOTHER_PATH and types is not _TOKENIZE:
+            _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
+        else:
+            ignored.append(name)
     values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
+    for name in _OBJECTS.keys() & values.keys():
+        if values[name] is not None:
+            known = _OBJECTS[name].__struct_fields__
+            ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in known]
     model = values.get("model", limits.names[0] if types is _TOKENIZE else None)
     if model is None:
         raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
-    return values
+    return values, tuple(ignored)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
@@ -430,14 +445,13 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
         raise RequestError(400, f"{name}: {_reason(error)}", param=name) from None
 
 
-def _check_neutral(name: str, raw: msgspec.Raw) -> None:
-    """Refuse a parameter that is not supported, unless it has a value with which it changes nothing."""
+def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
+    """Refuse a parameter for a ``reason``, unless it has a value with which it changes nothing."""
     value = _value(name, raw, Any)
-    neutral = UNSUPPORTED[name]
     if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
         return
     allowed = " or ".join(msgspec.json.encode(each).decode() for each in (*neutral, None))
-    message = f"{name}={_shown(value)}: not supported; leave it out, or give {allowed}"
+    message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
     raise RequestError(400, message, param=name, code="unsupported_parameter")
 
 
@@ -483,9 +497,6 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
     if options is not None and not stream:
         raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
     options = options or _StreamOptions()
-    if options.continuous_usage_stats:
-        message = "stream_options.continuous_usage_stats: not supported; leave it out, or give false"
-        raise RequestError(400, message, param="stream_options", code="unsupported_parameter")
     return TextRequest(
         model=values["model"],
         prompts=prompts,
@@ -501,9 +512,17 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         prediction=_prediction(values, limits),
         stream=stream,
         include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
         **chosen,
     )
+
+
+def _max_tokens(values: Mapping[str, Any], least: int) -> tuple[str, int | None]:
+    """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
+    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
+    value = values.get(name)
+    return name, None if value is None else _whole(name, value, least, _MOST)
 
 
 _LARGEST = 3.4028234663852886e38  # a float32 has to hold it

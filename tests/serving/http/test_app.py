@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from specjax.serving.http import responses, run
-from specjax.serving.http.app import AppOptions, Service, make_app
+from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
@@ -167,6 +167,25 @@ def test_usage_comes_last_where_it_is_asked_for() -> None:
     assert last["usage"]["total_tokens"] == 5
 
 
+def test_usage_comes_with_every_chunk_where_it_is_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for answer in (
+        ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
+        chat(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
+    ):
+        *said, last = events(answer)
+        prompt = last["usage"]["prompt_tokens"]
+        assert [each["usage"]["completion_tokens"] for each in said if each["choices"]][-4:] == [1, 2, 3, 3]
+        assert all(each["usage"]["total_tokens"] == prompt + each["usage"]["completion_tokens"] for each in said)
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    said = events(ask(MadeUpEngine("abc"), max_tokens=3, n=2, stream=True, stream_options=options))
+    counts = [each["usage"]["completion_tokens"] for each in said]
+    assert counts == sorted(counts)  # of both texts
+    assert counts[-1] == 6
+    *said, last = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert last["choices"] and last["usage"]["completion_tokens"] == 3
+
+
 def test_a_stream_of_several_choices() -> None:
     said = events(ask(MadeUpEngine("abc"), prompt=["x", "y"], n=2, max_tokens=3, stream=True))
     for index in range(4):
@@ -276,6 +295,31 @@ def test_how_the_drafts_of_a_text_fared() -> None:
     assert ask(service, n=2).json()["metrics"] is None
     *_, last = events(ask(service, stream=True, stream_options={"include_usage": True}))
     assert last["metrics"]["speculative_decoding"] == said
+
+
+def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = service_of(MadeUpEngine())
+    many = {f"name{number}": 1 for number in range(10)} | {"top_n": 1}
+    odd = {"two\r\nlines": 1, "é": 1, "x" * 65: 1, "": 1}
+    for _ in range(2):
+        told = [
+            ask(service, **odd, **many).headers["x-specjax-ignored"],
+            chat(service, stream=True, stream_options={"step": 1}, **odd).headers["x-specjax-ignored"],
+            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})).headers["x-specjax-ignored"],
+        ]
+        assert told == [", ".join(f"name{number}" for number in range(8)), "stream_options.step", "other.name"]
+    assert "x-specjax-ignored" not in ask(service, user="me").headers
+    assert "x-specjax-ignored" not in ask(service, **odd).headers
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == len(many) + len(odd) + 2
+    assert not any("\n" in line or len(line) > 200 for line in logged)
+
+
+def test_a_client_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    service = service_of(MadeUpEngine())
+    for begin in (0, 200, 400):
+        ask(service, **{f"name{begin + number}": 1 for number in range(200)})
+    assert len(caplog.records) == MOST_NAMES_LOGGED
 
 
 # --- other paths -----------------------------------------------------------------------------------------------------
