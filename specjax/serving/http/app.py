@@ -233,15 +233,15 @@ class Service:
             return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
-        """Most tokens of a text whose prompt has ``length``."""
-        room = self.engine.capacity - length
-        most = max(room, 1) if asked.max_tokens is None else asked.max_tokens
-        if most > room:
+        """Return how many tokens a text may have after a prompt of ``length``: as asked, as far as there is room for them."""
+        room, least = self.engine.capacity - length, 0 if asked.max_tokens == 0 else 1
+        if room < least:
             message = (
-                f"{name}: {length} tokens, and {most} to generate, are more than {self.engine.capacity}, "
-                "which is the longest text; shorten it, or ask for fewer"
+                f"{name}: {length} tokens, and at least {least} to generate, are more than {self.engine.capacity}, "
+                "which is the longest text; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
+        most = room if asked.max_tokens is None else min(asked.max_tokens, room)
         if asked.min_tokens > most:
             message = f"min_tokens={asked.min_tokens}: there is room for {most}; give fewer"
             raise RequestError(400, message, param="min_tokens")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -451,18 +452,59 @@ def test_a_body_that_is_too_long_is_not_read() -> None:
     assert read <= 12
 
 
-def test_a_text_that_is_too_long() -> None:
+def test_a_prompt_that_is_too_long() -> None:
     engine = MadeUpEngine()
-    for body in (
-        {"prompt": "a" * 60},
-        {"prompt": "a" * (CAPACITY + 1), "max_tokens": 1},
-        {"prompt": "a", "max_tokens": CAPACITY},
-    ):
-        error = refused(ask(engine, **body), 400)
+    for length, more in ((CAPACITY, {}), (CAPACITY, {"max_tokens": 1}), (CAPACITY + 1, {"max_tokens": 1})):
+        error = refused(ask(engine, prompt="a" * length, **more), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = refused(ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0), 400)
+    assert error["code"] == "context_length_exceeded"
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert not engine.submitted
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit() -> None:
+    engine = MadeUpEngine()
+    for answer in (
+        ask(engine, prompt="a", max_tokens=CAPACITY),
+        ask(engine, prompt="a" * 60, max_tokens=4096),
+        ask(engine, prompt="a" * 60),  # 16 are the default
+        ask(engine, prompt=["a" * 60, "a"], max_tokens=2**31 - 1),
+        chat(engine, max_tokens=4096),
+        chat(engine, max_completion_tokens=4096),
+    ):
+        said = answer.json()
+        assert {choice["finish_reason"] for choice in said["choices"]} == {"length"}
+        assert said["usage"]["total_tokens"] == CAPACITY * len(said["choices"])
+    *_, last = events(ask(engine, prompt="a" * 60, max_tokens=100, stream=True))
+    assert last["choices"][0]["finish_reason"] == "length"
+    answer = ask(engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0)  # a prompt alone may fill all
+    assert answer.status_code == 200
+
+
+BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
+
+
+@pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
+def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
+    engine = MadeUpEngine("The text.")
+    engine.capacity = 1024  # fewer than many ask for
+    answer = ask(engine, case["path"], content=json.dumps(case["body"]))
+    assert answer.status_code == 200, answer.text
+    assert [name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name] == case["ignored"]
+    if not case["body"].get("stream"):
+        choice = answer.json()["choices"][0]
+        text = choice["message"]["content"] if "chat" in case["path"] else choice["text"]
+        assert text.startswith("The text")
+        return
+    said = events(answer)
+    choices = [each["choices"][0] for each in said if each["choices"]]
+    text = "".join(choice["delta"].get("content", "") if "chat" in case["path"] else choice["text"] for choice in choices)
+    assert text.startswith("The text")
+    options = case["body"].get("stream_options", {})
+    assert (said[-1].get("usage") is not None) == options.get("include_usage", False)
+    assert all("completion_tokens" in each["usage"] for each in said if options.get("continuous_usage_stats"))
 
 
 def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
