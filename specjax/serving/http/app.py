@@ -209,6 +209,7 @@ class Service:
             "echo": asked.echo and asked.logprobs is not None,
             "prediction": prediction,
             "spans": asked.include_accepted,
+            "cache_salt": asked.cache_salt,
         }
         for tokens in prompts:
             most = self._most_tokens(asked, len(tokens), name)

@@ -33,6 +33,9 @@ MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 256
 """Characters of a stop string."""
 
+MAX_SALT_CHARACTERS = 256
+"""Characters of a ``cache_salt``."""
+
 MAX_ENDS = 8
 """Token ids that end a text: those of ``stop_token_ids`` and the model's own."""
 
@@ -94,6 +97,7 @@ class TextRequest:
         include_usage: whether the stream ends with the usage.
         continuous_usage: whether each chunk of the stream has the usage so far.
         include_accepted: whether the stream tells which of its text was accepted from drafts.
+        cache_salt: the prompt is shared only with requests that have the same one.
         ignored: names in the request that are not known, in its order.
 
     Examples:
@@ -124,6 +128,7 @@ class TextRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     include_accepted: bool = False
+    cache_salt: str = ""
     ignored: tuple[str, ...] = ()
 
 
@@ -218,6 +223,7 @@ _SHARED: Mapping[str, Any] = {
     "stop": str | list[str] | None,
     "stop_token_ids": list[int] | None,
     "ignore_eos": bool | None,
+    "cache_salt": str | None,
     "prediction": _Prediction | None,
     "stream": bool | None,
     "stream_options": _StreamOptions | None,
@@ -292,13 +298,15 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
+    "priority": (0,),
     "top_a": (0,),
     "typical_p": (1,),
     "mirostat_mode": (0,),
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
 }
-"""Parameters that would change the answer and are not supported: the values with which they change nothing, beside null."""
+"""Parameters that would change the answer, or when it comes, and are not supported: the values with which they change nothing,
+beside null."""
 
 IGNORED = frozenset(
     [
@@ -311,8 +319,6 @@ IGNORED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "request_id",
-        "priority",
-        "cache_salt",
     ]
 )
 """Parameters that do not change the text: they are taken, and not read."""
@@ -514,6 +520,7 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
+        cache_salt=_salt(values.get("cache_salt")),
         **chosen,
     )
 
@@ -559,6 +566,14 @@ def _seed(seed: int | None) -> int | None:
     if not -(2**63) <= seed < 2**63:
         raise RequestError(400, f"seed={_shown(seed)}: must be from -2**63 to 2**63 - 1", param="seed")
     return seed & (2**63 - 1)
+
+
+def _salt(salt: str | None) -> str:
+    """Return the salt, "": there is none. An empty one is a mistake of whoever wants to be apart."""
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        message = f"cache_salt={_shown(salt)}: {len(salt)} characters; give from 1 to {MAX_SALT_CHARACTERS}"
+        raise RequestError(400, message, param="cache_salt")
+    return salt or ""
 
 
 def _stop(values: Mapping[str, Any]) -> tuple[str, ...]:

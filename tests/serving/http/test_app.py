@@ -119,6 +119,9 @@ def test_what_the_engine_is_given() -> None:
     }
     assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (2**63 - 1, 0, ("x",), (2, 5))
     assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (None, False, None, False)
+    assert settings["cache_salt"] == ""
+    ask(engine, cache_salt="mine")
+    assert engine.submitted[1].settings["cache_salt"] == "mine"
 
 
 def test_without_a_seed_every_request_has_another() -> None:

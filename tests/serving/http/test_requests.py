@@ -224,6 +224,12 @@ def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
 
 
 @both
+def test_a_salt_is_kept_and_no_priority_is_given(kind: str) -> None:
+    assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
+    assert read(kind, priority=0) == read(kind)
+
+
+@both
 def test_as_many_stop_strings_as_clients_send(kind: str) -> None:
     stop = [f"<{number}>" for number in range(64)]
     assert read(kind, stop=stop).stop == tuple(stop)
@@ -246,6 +252,8 @@ WRONG = [
     ("stream", [1, "true", []]),
     ("stream_options", [{"include_usage": True}, []]),
     ("ignore_eos", [1, "yes"]),
+    ("cache_salt", ["", "x" * 257, 5, ["a"]]),
+    ("priority", [1, -1, "0", False]),
     ("prediction", [{"type": "content"}, {"type": "other", "content": "a"}, "a", {"type": "content", "content": 5}]),
     ("model", [5, [], {}]),
 ]
