@@ -5,6 +5,7 @@ every error can say which parameter it is about. Names that are not known are pa
 """
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -417,7 +418,7 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
     except msgspec.ValidationError:
         raise RequestError(400, "the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {_reason(error)}") from None
+        raise RequestError(400, f"the body is no JSON: {_reason(error, body)}") from None
     ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
@@ -448,7 +449,7 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
     try:
         return _DECODERS[kind](raw)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"{name}: {_reason(error)}", param=name) from None
+        raise RequestError(400, f"{name}: {_reason(error, bytes(raw))}", param=name) from None
 
 
 def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
@@ -461,12 +462,36 @@ def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: 
     raise RequestError(400, message, param=name, code="unsupported_parameter")
 
 
-def _reason(error: BaseException) -> str:
-    """What a decoder says, in a short line of text that is Unicode."""
+# An escape of a JSON string, and half of a pair that stands for a character beyond the first 65,536.
+_ESCAPES = re.compile(rb"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """Return the first escape in a body that is half of a pair without the other half; None: there is none."""
+    before: re.Match[bytes] | None = None  # a first half
+    for escape in _ESCAPES.finditer(body):
+        code = int(escape["code"] or b"0", 16)
+        if before is not None:
+            if code in _LOW and escape.start() == before.end():
+                before = None
+                continue
+            break
+        if code in _LOW:
+            before = escape
+            break
+        before = escape if code in _HIGH else None
+    return None if before is None else before[0].decode()
+
+
+def _reason(error: BaseException, body: bytes) -> str:
+    """What a decoder says of a body, or a part of one, in a short line of text that is Unicode."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start})"
+    if not isinstance(error, msgspec.ValidationError) and (half := _lone_surrogate(body)) is not None:
+        return f"{half} is half of a character: its other half is missing"  # the decoder calls that truncated, or malformed
     return str(error)[:200].encode(errors="replace").decode()
 
 

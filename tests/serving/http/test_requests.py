@@ -392,6 +392,37 @@ def test_bodies_that_are_none(body: bytes) -> None:
         msgspec.json.encode(caught.value.object)  # it can be said
 
 
+@pytest.mark.parametrize(
+    "half", ["\\ud800", "\\uDBFF", "\\udc00", "\\ud800\\u0041", "\\ud800\\n", "\\ud83d\\ude00\\ud83d", "\\ud800\\ud800\\udc00"]
+)
+@pytest.mark.parametrize("rest", ["", " and more text", "\\n"])
+def test_half_of_a_character_is_called_that_wherever_it_stands(half: str, rest: str) -> None:
+    for template in (
+        '{"model": "tiny", "prompt": "%s"}',
+        '{"model": "tiny", "prompt": "%s", "max_tokens": 5}',
+        '{"model": "tiny", "prompt": "a", "stop": ["\\\\", "%s"]}',
+        '{"model": "tiny", "prompt": "a", "%s": 1}',
+        '{"model": "%s"}',
+    ):
+        with pytest.raises(RequestError, match="is half of a character"):
+            read_completion((template % (half + rest)).encode(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "tiny", "prompt": "a', "truncated"),
+        (b'{"model": "tiny", "prompt": "\\\\ud800', "truncated"),  # a backslash, and letters
+        (b'{"model": "tiny", "prompt": "\\ud8', "truncated"),
+        (b'{"model": "tiny", "prompt": 5, "stop": "\\ud83d\\ude00"}', "Expected"),
+    ],
+)
+def test_what_is_wrong_otherwise_is_called_what_it_is(body: bytes, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_completion(body, LIMITS)
+    assert read(prompt="\U0001f600\\ud800").prompts == ("\U0001f600\\ud800",)  # json.dumps escapes both
+
+
 def test_tokenize() -> None:
     assert read_tokenize(b'{"prompt": "a", "model": "tiny"}', LIMITS).prompt == "a"
     assert read_tokenize(json.dumps({"messages": CHAT["messages"]}).encode(), LIMITS).param == "messages"
