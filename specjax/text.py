@@ -4,7 +4,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -15,8 +16,9 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.progress import waiting
 
-Messages = Sequence[Mapping[str, str]]
-"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first."""
+Messages = Sequence[Mapping[str, Any]]
+"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first. A message may have more for the model's
+template to read, as OpenAI's interface has it: ``tool_calls``, ``tool_call_id``, ``reasoning_content``."""
 
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
@@ -208,8 +210,11 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
 def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of a chat in the model's own template, up to where its answer begins.
 
+    The messages of a ``developer`` are a system's where the template knows no developer.
+
     Raises:
-        InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages.
+        InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages or leaves one
+            of them out.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -226,12 +231,166 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
         raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
-    try:
-        text = tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
-        raise InputError(f"messages: the model's chat template refuses them ({error}); see the roles and their order") from None
+    text = _chat_text(tokenizer, messages)
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _chat_text(tokenizer: Any, messages: Messages) -> str:
+    """Return the text of a chat, in which a developer is the system where the template knows no developer."""
+    try:
+        return _render_chat(tokenizer, messages)
+    except InputError:
+        as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        if as_system != list(messages):
+            with suppress(InputError):  # the first error is about what was given
+                return _render_chat(tokenizer, as_system)
+        raise
+
+
+def _render_chat(tokenizer: Any, messages: Messages) -> str:
+    """Return the text of a chat, in the first form of its messages that the model's template reads all of."""
+    refusal, left_out = None, None
+    for form, with_text in _template_forms(messages):
+        try:
+            text = _apply_template(tokenizer, form)
+            if with_text is not None and text.count("None") > _apply_template(tokenizer, with_text).count("None"):
+                continue  # it writes the None of a content
+        except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
+            refusal = refusal or error
+            continue
+        number = _first_left_out(tokenizer, form)
+        if number is None:
+            return text
+        left_out = number if left_out is None else left_out
+    if left_out is None:
+        raise InputError(f"messages: the model's chat template refuses them ({refusal}); see the roles and their order")
+    raise InputError(
+        f"messages[{left_out}]: the model's chat template leaves out this message, of the role "
+        f"{_short(str(messages[left_out].get('role')))}; give it another role, or leave it out"
+    )
+
+
+def _apply_template(tokenizer: Any, messages: Messages) -> str:
+    if all(value is not None for each in messages for value in each.values()):
+        return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
+    from transformers.utils.chat_template_utils import render_jinja_template  # the other one drops what is None
+
+    template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
+    chats = [[dict(each) for each in messages]]
+    rendered, _ = render_jinja_template(conversations=chats, chat_template=template, add_generation_prompt=True, **tokens)
+    return rendered[0]
+
+
+# Under each of these names some template reads what a model has thought before its answer.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def _template_forms(messages: Messages) -> Iterator[tuple[Messages, Messages | None]]:
+    """Yield a chat in the forms that templates read, the best first.
+
+    Templates differ in how they read a call of a tool. Most take its arguments as a mapping, and some as the JSON text that
+    clients send. A call without text has no content for most, and for some one that is None. Others would write that None:
+    beside such a form comes the same one with an empty text.
+    """
+    calling = [each for each in messages if each.get("tool_calls")]
+    for as_mappings in (True, False) if calling else (True,):
+        made = [_for_template(each, as_mappings) for each in messages]
+        with_text = [{"content": "", **each} for each in made]
+        if made != with_text:
+            yield made, None
+            yield [{"content": None, **each} for each in made], with_text
+        yield with_text, None
+
+
+def _for_template(message: Mapping[str, Any], as_mappings: bool) -> dict[str, Any]:
+    """Return a message with its fields as a template expects them, and without content where it only calls tools."""
+    made, calls = {name: value for name, value in message.items() if value is not None}, message.get("tool_calls")
+    if calls:
+        made["tool_calls"] = [_with_arguments(call, as_mappings) for call in calls]
+        if not made.get("content"):
+            made.pop("content", None)
+    else:
+        made.pop("tool_calls", None)  # templates only ask whether there is such a field
+        made.setdefault("content", "")
+    thought = next((made[name] for name in _REASONING if isinstance(made.get(name), str) and made[name]), None)
+    if thought is not None:
+        made = {**dict.fromkeys(_REASONING, thought), **made}
+        if calls and "content" in made:
+            made["thinking"] = ""  # gpt-oss's template takes one of the two beside a call: the content is then a thought
+    return made
+
+
+def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, Any]:
+    """Return a call of a tool whose arguments are a mapping, where they are the JSON text of one; or are as they were sent."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments") or "{}"
+    if as_mapping and isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _first_left_out(tokenizer: Any, messages: Messages) -> int | None:
+    """Return the number of the first message of which a template writes nothing, None: there is none.
+
+    A message is left out where the text lacks a mark that stands in place of its content and of the names of the functions that
+    it calls. What the template does with a content, such as trimming it or dropping the thoughts in it, does not matter.
+    """
+    marks = {number: _mark(number) for number, message in enumerate(messages) if _says_something(message)}
+
+    def written(marked: Collection[int]) -> str | None:
+        """Return the chat's text with these messages marked, None: the template refuses such a content."""
+        chosen = [_marked(each, marks[number]) if number in marked else each for number, each in enumerate(messages)]
+        try:
+            return _apply_template(tokenizer, chosen).lower()
+        except Exception:
+            return None
+
+    if (text := written(marks)) is None:
+        return None
+    found = set(_MARK.findall(text))
+    missing = [number for number, mark in marks.items() if mark not in found]
+    # A template may go by the contents of other messages: so each is tried alone. Eight in vain are enough.
+    for number in missing[:8]:
+        if (text := written([number])) is not None and marks[number] not in text:
+            return number
+    return None
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    if isinstance(content, str) and content.strip():
+        return True
+    return not content and bool(message.get("tool_calls") or message.get("function_call"))
+
+
+_MARK = re.compile("specjaxmark[a-p]{8}")
+
+
+def _mark(number: int) -> str:
+    """Return letters that stand for a message: hexadecimal digits, from a to p."""
+    return "specjaxmark" + "".join(chr(ord("a") + int(digit, 16)) for digit in f"{number:08x}")
+
+
+def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Return a message with a mark in place of what it says."""
+    made = dict(message)
+    if made.get("content"):
+        made["content"] = mark
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "name": mark}} if isinstance(call.get("function"), Mapping) else call
+            for call in calls
+        ]
+    if isinstance(call := made.get("function_call"), Mapping):
+        made["function_call"] = {**call, "name": mark}
+    return made
 
 
 def _check_unicode(prompt: str) -> None:
@@ -471,11 +630,17 @@ class StopStrings:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
-        longest = 0 if last else max((len(stop) - 1 for stop in self._stop), default=0)
-        begun = (n for n in range(min(longest, len(text)), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stop))
-        kept = len(text) - next(begun, 0)
+        kept = len(text) - (0 if last else max((_begun(stop, text) for stop in self._stop), default=0))
         self._held = text[kept:]
         return text[:kept]
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return how many characters of ``stop``, not all of them, a text ends with."""
+    count = min(len(stop) - 1, len(text))
+    while count > 0 and not text.endswith(stop[:count]):
+        count = stop.rfind(text[-1], 0, count - 1) + 1  # where its last character is: most places need no look
+    return count
 
 
 def check_stop(stop: Sequence[str]) -> None:

@@ -198,6 +198,130 @@ def test_chat_template_is_applied_or_refused(tokenizer) -> None:
     assert chatty.decode(ids) == "[user]hello[assistant]"
 
 
+# What templates of published models do with roles, calls of tools and thoughts, in short.
+FIRST_SYSTEM_ALONE = """
+{%- for m in messages %}
+{%- if m.role == 'system' and loop.first or m.role == 'user' %}[{{ m.role }}]{{ m.content }}
+{%- elif m.role == 'assistant' %}[assistant]
+{%- if m.reasoning_content and loop.index0 > messages|length - 3 %}<{{ m.reasoning_content }}>{% endif %}
+{{- m.content.split('</think>')[-1] | trim if m.content }}
+{%- for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}
+{%- elif m.role == 'tool' %}[tool]{{ m.content }}
+{%- endif %}{% endfor %}[assistant]"""
+CALLS_WITHOUT_CONTENT = """
+{%- for m in messages %}
+{%- if m['role'] in ('system', 'user', 'tool') %}[{{ m['role'] }}]{{ m['content'] }}{% endif %}
+{%- if m['role'] == 'assistant' and m['content'] is none %}
+{%- for call in m['tool_calls'] %}{{ '(' + call['function']['name'] + ' ' + call['function']['arguments'] + ')' }}{% endfor %}
+{%- elif m['role'] == 'assistant' %}{{ '[assistant]' + m['content'] }}{% endif %}{% endfor %}[assistant]"""
+ANY_ROLE = """
+{%- for m in messages %}[{{ m.role }}]{{ m.content | trim }}
+{%- if 'tool_calls' in m %}({{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}){% endif %}
+{%- endfor %}[assistant]"""
+WITH_DEVELOPER = """
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}
+{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- if 'tool_calls' in m %}<{{ m.content or m.thinking }}>({{ m.tool_calls[0].function.name }})
+{%- else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}[assistant]"""
+NO_TOOLS = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+CALL = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"path":"a"}'}}
+USER = {"role": "user", "content": "hello"}
+WITH_TOOL = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
+
+
+@pytest.fixture(scope="module")
+def chat_text():
+    """Return the text that a template makes of a chat, as it is encoded."""
+    made = text.load_tokenizer(ASSETS / "target")
+
+    def render(template: str, messages: Any) -> str:
+        made.chat_template = template.removeprefix("\n")
+        return made.decode(text.encode_chat(made, messages))
+
+    return render
+
+
+def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        # A developer is the system, but for templates that know one.
+        (FIRST_SYSTEM_ALONE, [said("developer", "brief"), USER], "[system]brief[user]hello[assistant]"),
+        (CALLS_WITHOUT_CONTENT, [said("developer", "brief"), USER], "[system]brief[user]hello[assistant]"),
+        (ANY_ROLE, [said("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
+        (WITH_DEVELOPER, [said("developer", "brief"), USER], "[developer]brief[user]hello[assistant]"),
+        # A call of a tool, and what it gave back.
+        (FIRST_SYSTEM_ALONE, WITH_TOOL, '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]'),
+        (CALLS_WITHOUT_CONTENT, WITH_TOOL, '[user]hello(read {"path":"a"})[tool]7[assistant]'),
+        (ANY_ROLE, WITH_TOOL, '[user]hello[assistant](read {"path": "a"})[tool]7[assistant]'),
+        # No call at all, and one without arguments.
+        (ANY_ROLE, [said("assistant", "hi", tool_calls=[])], "[assistant]hi[assistant]"),
+        (ANY_ROLE, [said("assistant", tool_calls=[{"function": {"name": "f"}}])], "[assistant]hello(f {})[assistant]"),
+        (
+            ANY_ROLE,
+            [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": ""}}])],
+            "[assistant](f {})[assistant]",
+        ),
+        (
+            ANY_ROLE,
+            [said("assistant", "", tool_calls=[{"function": {"name": "f", "arguments": "[1"}}])],
+            '[assistant](f "[1")[assistant]',
+        ),
+        # Thoughts, under whichever name, where the template reads them.
+        *(
+            (FIRST_SYSTEM_ALONE, [USER, said("assistant", "hi", **{name: "hm"})], "[user]hello[assistant]<hm>hi[assistant]")
+            for name in ("reasoning_content", "reasoning", "thinking")
+        ),
+        (WITH_DEVELOPER, [said("assistant", "", reasoning="hm", tool_calls=[CALL])], "<hm>(read)[assistant]"),
+        (WITH_DEVELOPER, [said("assistant", "hi", reasoning="hm", tool_calls=[CALL])], "<hi>(read)[assistant]"),
+        # What a template drops of a message is no matter: space, and earlier thoughts.
+        (FIRST_SYSTEM_ALONE, [said("assistant", "<think>no</think>  yes "), USER], "[assistant]yes[user]hello[assistant]"),
+        (
+            FIRST_SYSTEM_ALONE,
+            [said("assistant", "", reasoning="hm"), USER, USER, USER],
+            "[assistant]" + "[user]hello" * 3 + "[assistant]",
+        ),
+        # Nothing is lost of a message that says nothing.
+        (NO_TOOLS, [said("system", " "), USER], "[user]hello"),
+    ],
+)
+def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expected: str) -> None:
+    assert chat_text(template, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "number"),
+    [
+        (NO_TOOLS, [USER, said("system")], 1),
+        (NO_TOOLS, [said("developer"), USER], 0),
+        (NO_TOOLS, WITH_TOOL, 1),  # the call: its message has no text
+        (NO_TOOLS, [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})], 1),
+        (FIRST_SYSTEM_ALONE, [USER, USER, said("system")], 2),
+        (FIRST_SYSTEM_ALONE, [USER, said("function", name="f")], 1),
+        (CALLS_WITHOUT_CONTENT, [USER, said("critic")], 1),
+    ],
+)
+def test_a_message_that_the_template_leaves_out_is_an_error(chat_text, template: str, messages: Any, number: int) -> None:
+    role = messages[number]["role"]
+    with pytest.raises(InputError, match=rf"messages\[{number}\]: .* leaves out this message, of the role '{role}'"):
+        chat_text(template, messages)
+
+
+def test_a_chat_is_not_refused_where_a_template_reads_into_contents(chat_text) -> None:
+    picky = "{% for m in messages %}{% if 'hello' not in m.content %}{{ raise_exception('what?') }}{% endif %}{% endfor %}hello"
+    assert chat_text(picky, [USER]) == "hello"
+    # What is left out beside a content like the mark's, and not beside its own, is not left out.
+    first = (
+        "{% for m in messages %}{% if loop.first or messages[0].content == 'hello' %}[{{ m.content }}]{% endif %}{% endfor %}"
+    )
+    assert chat_text(first, [USER, USER]) == "[hello][hello]"
+
+
 def test_empty_prompts_and_missing_tokenizers_are_refused(tokenizer, tmp_path) -> None:
     with pytest.raises(InputError, match="prompt=''"):
         text.encode(tokenizer, "")
@@ -326,6 +450,17 @@ def test_stop_strings_however_the_text_is_cut(whole, stop, expected) -> None:
         given += stopping.push("", last=True)
         assert given == expected, size
         assert stopping.found == (expected != whole)
+
+
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        stop = ["".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(rng.randint(1, 4))]
+        whole = "".join(rng.choices("abc", weights=(4, 4, 1), k=rng.randint(0, 8)))
+        if any(each in whole for each in stop):
+            continue
+        held = max((n for n in range(len(whole) + 1) if any(each[:n] == whole[len(whole) - n :] for each in stop)), default=0)
+        assert text.StopStrings(stop).push(whole) == whole[: len(whole) - held]
 
 
 @pytest.mark.full

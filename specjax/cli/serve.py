@@ -8,14 +8,15 @@ from typing import Any, Literal
 
 import jax
 
-from specjax import pipeline
+from specjax import decoding, pipeline
+from specjax.drafters import NoDraft
 from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType
 from specjax.processes import speaks
 from specjax.serving import ClientDrafts, Engine, follow, memory
-from specjax.sharding import mesh_for
+from specjax.sharding import mesh_for, spans_processes
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ServeConfig:
         told: what clients with Mixture of Attentions are told of each token: summaries, which are made here (the default), or
             entries, all that the target's layers remember, which take many more bytes.
         rows: most texts that are generated at a time.
-        capacity: most tokens of a text, prompt and output; 0: what the models have positions for, at most 4096.
+        capacity: most tokens of a text, prompt and output; 0: what the models have positions for, as far as cache_gb holds it.
+            Without cache_gb, as far as a quarter of the memory does that is free when the models are loaded, but at least 4096.
         max_queue: most requests that wait for a row; more are answered with 429.
         cache_gb: memory of the caches, states of rows and of shared prefixes among them, in GB of 10**9 bytes; 0: enough for
             1024 tokens in every row.
@@ -107,7 +109,7 @@ def run_serve(config: ServeConfig) -> int:
     if not speaks():  # of several processes the first listens, and decides when to end
         for each in (signal.SIGTERM, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
-        follow(**engine_options(config))
+        follow(**engine_options(config)[0])
         return 0
     with run.bind(config.host, config.port) as bound:
         local = run.is_loopback(bound)
@@ -117,7 +119,8 @@ def run_serve(config: ServeConfig) -> int:
             )
         bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
         with run.starting(bound, bounds=bounds, tls=tls):
-            engine = make_engine(config)
+            sizes, reason = engine_options(config)
+            engine = Engine(**sizes)
         with engine:
             options = AppOptions(
                 names=names,
@@ -127,7 +130,7 @@ def run_serve(config: ServeConfig) -> int:
                 with_acceptance=config.per_request_spec_decode_metrics,
             )
             where = run.address(bound, tls is not None)
-            message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens"
+            message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"
             service = Service(engine, options)
             return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
 
@@ -155,11 +158,11 @@ def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, boo
 
 def make_engine(config: ServeConfig) -> Engine:
     """The models, loaded, and the engine, compiled."""
-    return Engine(**engine_options(config))
+    return Engine(**engine_options(config)[0])
 
 
-def engine_options(config: ServeConfig) -> dict[str, Any]:
-    """What `Engine` is given, in every process: the models, loaded, and the sizes."""
+def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
+    """What `Engine` is given, in every process: the models, loaded, and the sizes; and why texts may be as long as they may."""
     shapes, takes_drafts = read_drafts(config)
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
@@ -173,12 +176,12 @@ def engine_options(config: ServeConfig) -> dict[str, Any]:
                 f"told={config.told!r}: is for clients and their drafter; give --drafts and --drafter, or leave it out"
             )
         drafter = with_told(drafter, config.told)
-    page, capacity = config.page or memory.usual_page(), config.capacity or None
-    pages = None
+    page, pages = config.page or memory.usual_page(), None
+    sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None}
+    capacity, reason = choose_capacity(config, generator, sizes)
     if config.cache_gb:
-        sizes = {"rows": config.rows, "page": page, "chunk": config.chunk or None, "capacity": capacity}
-        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, **sizes)
-    return {
+        pages = memory.pages_in(config.cache_gb, generator.target, generator.drafter, **sizes, capacity=capacity)
+    options = {
         "target": generator,
         "rows": config.rows,
         "drafts": shapes,
@@ -192,6 +195,33 @@ def engine_options(config: ServeConfig) -> dict[str, Any]:
         "clients": ClientDrafts(drafter) if takes_drafts else None,
         "warm": config.warm,
     }
+    return options, reason
+
+
+def choose_capacity(config: ServeConfig, generator: pipeline.TextGenerator, sizes: dict[str, Any]) -> tuple[int, str]:
+    """Return how many tokens a text may have, and why not more; with ``sizes`` as for `specjax.serving.memory.capacity_in`."""
+    target, drafter = generator.target, generator.drafter
+    if config.capacity:
+        return config.capacity, "as --capacity says"
+    positions = decoding.most_positions(target, drafter or NoDraft())
+    usual = min(positions, memory.USUAL_CAPACITY)
+    if config.cache_gb:
+        capacity, why = (
+            memory.capacity_in(config.cache_gb * 1e9, target, drafter, **sizes),
+            f"in {config.cache_gb:g} GB of caches",
+        )
+    elif spans_processes(target.mesh):  # all processes must come to the same
+        capacity, why = usual, "as long as neither --capacity nor --cache-gb is given"
+    elif (free := memory.free_bytes(target.mesh)) is None:
+        capacity, why = usual, "as nobody says how much memory is free"
+    else:
+        capacity = memory.capacity_in(free / 4, target, drafter, **sizes)
+        if capacity < positions:  # a power of two, so that the programs of one start are found at the next, too
+            capacity = max(usual, 1 << (capacity.bit_length() - 1))
+        why = f"in a quarter of {free / 1e9:.3g} GB of free memory, or at least {usual}"
+    if capacity == positions:
+        return capacity, "all positions of the models"
+    return capacity, f"{why}; the models have {positions} positions: see --capacity"
 
 
 def check_numbers(config: ServeConfig) -> None:

@@ -251,6 +251,7 @@ class Engine:
         logprobs: int | None = None,
         echo: bool = False,
         spans: bool = False,
+        cache_salt: str = "",
     ) -> Handle:
         """Ask for a text. Returns at once.
 
@@ -275,6 +276,8 @@ class Engine:
             echo: with ``logprobs``, those of the prompt too, in the handle's ``prompt_logprobs``. All of the prompt is then
                 computed.
             spans: `Piece.spans` are wanted.
+            cache_salt: what is read of the prompt is shared only with requests of the same salt: nobody else can tell by the
+                time or by `Handle.cached_tokens` that there was such a prompt.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -307,9 +310,9 @@ class Engine:
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
-            ticket = self._scheduler.submit(
-                tokens, int(max_new_tokens), shares=0 if echo else None, needs=None if logprobs is None else "logprobs"
-            )
+            needs = None if logprobs is None else "logprobs"
+            shares = 0 if echo else None
+            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=shares, needs=needs, salt=cache_salt)
             handle = Handle(self._cancel, ticket, settings, growing, wanted)
             self._handles[ticket] = handle
             self._wake.notify_all()

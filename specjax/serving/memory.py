@@ -1,9 +1,12 @@
 """How much memory the pages and the rows of an engine's caches take, before there is an engine."""
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from specjax import decoding
 from specjax.decoding import rows as device_rows
@@ -14,7 +17,8 @@ from specjax.models.transformer import Target
 from specjax.sharding import is_on_cpu
 
 USUAL_CAPACITY = 4096
-"""Tokens of the longest text, unless asked for otherwise, where the models have room for more."""
+"""Tokens of the longest text, unless asked for otherwise, where the models have room for more. `specjax serve` goes by what
+memory holds: see `capacity_in`."""
 
 
 def usual_page() -> int:
@@ -132,26 +136,148 @@ def pages_in(
         10
     """
     capacity = capacity or min(decoding.most_positions(target, drafter or NoDraft()), USUAL_CAPACITY)
-    chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
-    each, least = page_bytes(target, drafter, page), -(-capacity // page)
-    of_rows = rows * row_bytes(target, drafter, page, capacity)
-    # Borders take so many bytes in all groups, or so much more than the pages: whichever is more.
-    groups, in_target = groups_of(target.mesh), page_bytes(target, None, page)
-    border, of_chunk = _border_bytes(target, drafter, page, capacity), chunk // page
-    if borders_kept(border, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
-        of_borders, share = 0, 1 + groups * border / (of_chunk * each)
-    else:
-        of_borders, share = rows * border, 1 + in_target / 4 / each
-    room = gigabytes * 1e9 - of_rows
-    pages = int(min((room - of_borders) / each, room / (share * each)) + 1e-6)
+    sizes, least = _Sizes.of(target, drafter, rows, page, chunk, capacity), -(-capacity // page)
+    pages = sizes.pages_in(gigabytes * 1e9)
     if pages < least:
-        needed = of_rows + max(least * each + of_borders, share * least * each)
-        beside = f", {of_rows + of_borders:,} bytes for {rows} rows beside their pages" if 20 * of_rows > needed else ""
+        of_rows, needed = sizes.rows + sizes.borders, sizes.bytes_of(least)
+        beside = f", {of_rows:,} bytes for {rows} rows beside their pages" if 20 * sizes.rows > needed else ""
         raise InputError(
             f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens{beside}, and a text may have {capacity}; give at least "
             f"{_rounded_up(needed / 1e9):.3g}, or a smaller capacity{' or fewer rows' if beside else ''}"
         )
     return pages
+
+
+def capacity_in(
+    memory: float,
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    rows: int,
+    page: int,
+    chunk: int | None = None,
+) -> int:
+    """Return how many tokens a text may have in so much memory: at most what the models have positions for, at least a page.
+
+    Args:
+        memory: bytes, on all devices together.
+        target: the target.
+        drafter: its drafter; None: there is none.
+        rows: most texts that are generated at a time.
+        page: tokens of a page.
+        chunk: tokens of a prompt that are read at a time; None: as `Engine` has it.
+
+    Examples:
+        >>> from specjax.serving.memory import capacity_in, page_bytes, row_bytes
+        >>> capacity_in(1e12, target, None, rows=2, page=8)  # the target's positions
+        2048
+        >>> of_rows = 2 * row_bytes(target, None, page=8, capacity=2048)
+        >>> capacity_in(of_rows + 10 * page_bytes(target, None, page=8), target, None, rows=2, page=8)
+        80
+    """
+    positions = decoding.most_positions(target, drafter or NoDraft())
+    of_pages = _of_pages(target, drafter, page)
+
+    def holds(capacity: int) -> bool:  # what rows take depends on the capacity, too
+        return _Sizes.of(target, drafter, rows, page, chunk, capacity, of_pages).pages_in(memory) * page >= capacity
+
+    if holds(positions):
+        return positions
+    least, beyond = 1, -(-positions // page)  # pages of a text: as many fit perhaps, and so many do not
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if holds(middle * page) else (least, middle)
+    return min(positions, least * page)
+
+
+def free_bytes(mesh: Mesh | None) -> int | None:
+    """Return how much memory is free now: of the devices of a mesh, on CPUs of this machine; None: nobody says.
+
+    A device counts as the one that has the least.
+
+    Examples:
+        >>> from specjax.serving.memory import free_bytes
+        >>> free = free_bytes(None)
+        >>> free is None or free > 0  # Linux says, and so do GPUs and TPUs
+        True
+    """
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    if is_on_cpu(mesh):
+        return _free_on_host()
+    known = [device.memory_stats() or {} for device in devices]
+    if not all("bytes_limit" in each and "bytes_in_use" in each for each in known):
+        return None
+    return len(devices) * max(0, min(each["bytes_limit"] - each["bytes_in_use"] for each in known))
+
+
+def _free_on_host(root: Path = Path("/")) -> int | None:
+    """Return what Linux says is available, and no more than what a container's limit leaves."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        lines = (group / "memory.stat").read_text().splitlines()
+        files = next(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))  # can be taken back
+    except (OSError, ValueError, StopIteration):  # there is no limit
+        return free
+    return max(0, min(free, limit - used + files))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the caches of an engine take, in bytes.
+
+    Attributes:
+        page: a page, of each group of rows.
+        rows: all rows, beside their pages.
+        borders: what is kept at the ends of prefixes at least.
+        share: with what is kept there a page takes so many times its own bytes.
+    """
+
+    page: int
+    rows: int
+    borders: int
+    share: float
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        drafter: Drafter | None,
+        rows: int,
+        page: int,
+        chunk: int | None,
+        capacity: int,
+        of_pages: tuple[int, int] | None = None,
+    ) -> "_Sizes":
+        """Return them for texts of ``capacity`` tokens; with `_of_pages`, where that is known."""
+        chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
+        each, in_target = of_pages or _of_pages(target, drafter, page)
+        of_rows = rows * row_bytes(target, drafter, page, capacity)
+        # Borders take so many bytes in all groups, or so much more than the pages: whichever is more.
+        groups = groups_of(target.mesh)
+        border, of_chunk = _border_bytes(target, drafter, page, capacity), chunk // page
+        if borders_kept(border, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
+            return cls(each, of_rows, 0, 1 + groups * border / (of_chunk * each))
+        return cls(each, of_rows, rows * border, 1 + in_target / 4 / each)
+
+    def pages_in(self, memory: float) -> int:
+        """Return how many pages fit."""
+        room = memory - self.rows
+        return int(min((room - self.borders) / self.page, room / (self.share * self.page)) + 1e-6)
+
+    def bytes_of(self, pages: int) -> float:
+        """Return what so many pages take, with all the rest."""
+        return self.rows + max(pages * self.page + self.borders, self.share * pages * self.page)
+
+
+def _of_pages(target: Target, drafter: Drafter | None, page: int) -> tuple[int, int]:
+    """Return the bytes of a page with the drafter's cache, and those in the target's alone."""
+    return page_bytes(target, drafter, page), page_bytes(target, None, page)
 
 
 def _rounded_up(value: float) -> float:

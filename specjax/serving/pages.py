@@ -4,8 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-ChunkKey = tuple[int, ...]
-"""The tokens of a chunk, and the one after it."""
+ChunkKey = tuple[int | str, ...]
+"""The tokens of a chunk, and the one after it; before those of a first chunk the salt, if it has one: see `chunk_key`."""
+
+
+def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> ChunkKey:
+    """Return what a chunk of a prompt is known by. Only prompts of the same ``salt`` share chunks.
+
+    Examples:
+        >>> from specjax.serving.pages import chunk_key
+        >>> chunk_key([7, 8, 9, 1], 0, 2), chunk_key([7, 8, 9, 1], 0, 2, "mine")
+        ((7, 8, 9), ('mine', 7, 8, 9))
+    """
+    key = tuple(tokens[start : end + 1])
+    return (salt, *key) if salt and start == 0 else key  # a later chunk is found below the first one
 
 
 DROPPED = object()
@@ -94,13 +106,13 @@ class PagePool:
         """A row's own ``pages`` are free again."""
         self._free.extend(pages)
 
-    def find(self, tokens: Sequence[int], chunk: int, most: int) -> list[Prefix]:
-        """The longest chain of prefixes that ``tokens`` begin with, of at most ``most`` tokens in all, whose last has its
-        border."""
+    def find(self, tokens: Sequence[int], chunk: int, most: int, salt: str = "") -> list[Prefix]:
+        """The longest chain of prefixes that ``tokens`` with this ``salt`` begin with, of at most ``most`` tokens in all, whose
+        last has its border."""
         chain: list[Prefix] = []
         known = self._first
         for end in range(chunk, most + 1, chunk):
-            prefix = known.get(tuple(tokens[end - chunk : end + 1]))
+            prefix = known.get(chunk_key(tokens, end - chunk, end, salt))
             if prefix is None:
                 break
             chain.append(prefix)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.serving.pages import PagePool, Prefix
+from specjax.serving.pages import PagePool, Prefix, chunk_key
 
 
 class QueueFullError(InputError):
@@ -46,6 +46,7 @@ class Ticket:
         is_client: whether it is a client's.
         away: since when the client is away, by the scheduler's count of departures; None: it is not.
         needs: what it waits for beside a row, see `Scheduler.hold_back`; None: nothing.
+        salt: only prompts with the same one share what was read of them.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Ticket:
     is_client: bool = False
     away: int | None = None
     needs: str | None = None
+    salt: str = ""
 
     @property
     def limit(self) -> int:
@@ -185,6 +187,7 @@ class Scheduler:
         shares: int | None = None,
         is_client: bool = False,
         needs: str | None = None,
+        salt: str = "",
     ) -> Ticket:
         """A request for at most ``most`` tokens after a prompt; with 0 the prompt is read, and that is all.
 
@@ -195,6 +198,7 @@ class Scheduler:
             shares: as `Ticket.shares`: with 0, all is computed, whoever has read a part of it before.
             is_client: its row is held when the prompt is read.
             needs: as `Ticket.needs`.
+            salt: as `Ticket.salt`.
 
         Raises:
             InputError: it can never be served; says why.
@@ -217,7 +221,7 @@ class Scheduler:
         free = sum(row is None or row.ticket.away is not None for row in self._rows)
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client, needs=needs)
+        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client, needs=needs, salt=salt)
         self._submitted += 1
         self._waiting.append(ticket)
         return ticket
@@ -267,7 +271,7 @@ class Scheduler:
         row.read = read.start + read.count
         if read.count == self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
-            key = tuple(read.ticket.tokens[read.start : row.read + 1])
+            key = chunk_key(read.ticket.tokens, read.start, row.read, read.ticket.salt)
             count = self._chunk // self._page
             row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), border))
             del row.pages[:count]
@@ -326,7 +330,7 @@ class Scheduler:
     def _prefixes_of(self, ticket: Ticket, shard: int) -> list[Prefix]:
         """What others have read of its prompt, and it may take."""
         most = len(ticket.tokens) - 1 if ticket.shares is None else min(ticket.shares, len(ticket.tokens) - 1)
-        return self._pools[shard].find(ticket.tokens, self._chunk, most)
+        return self._pools[shard].find(ticket.tokens, self._chunk, most, ticket.salt)
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""

@@ -4,12 +4,15 @@ import socket
 import urllib.error
 import urllib.request
 
+import jax
 import pytest
 
 from specjax import pipeline
 from specjax.cli.main import main, parse_options
-from specjax.cli.serve import ServeConfig, make_engine, read_drafts, read_keys
+from specjax.cli.serve import ServeConfig, choose_capacity, make_engine, read_drafts, read_keys
 from specjax.errors import InputError
+from specjax.serving import memory
+from tests.conftest import tiny_target
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +88,30 @@ def test_the_type_of_the_cache_is_handed_on(monkeypatch) -> None:
     for given in ("float", "int8"):
         with pytest.raises(LookupError, match=given):
             make_engine(ServeConfig(cache_dtype=given))
+
+
+@pytest.mark.parametrize(
+    ("options", "free", "capacity", "words"),
+    [
+        ({}, 10**15, 40_960, "all positions of the models"),
+        ({}, 2_000_000_000, 16_384, "free memory, or at least 4096; the models have 40960 positions"),
+        ({}, 1, 4096, "at least 4096; the models have 40960 positions"),
+        ({}, None, 4096, "nobody says how much memory is free"),
+        ({"capacity": 5000}, 1, 5000, "as --capacity says"),
+        ({"cache_gb": 0.5}, 1, 30_464, "in 0.5 GB of caches; the models have 40960 positions: see --capacity"),
+        ({"cache_gb": 1000.0}, 1, 40_960, "all positions of the models"),
+    ],
+)
+def test_texts_may_be_as_long_as_models_and_memory_allow(
+    options: dict, free: int | None, capacity: int, words: str, monkeypatch
+) -> None:
+    """A token takes 16 layers x 2 heads x 64 x 2 x 4 bytes: half a GB holds 476 pages."""
+    target = jax.eval_shape(lambda: tiny_target(num_layers=16, head_dim=64, max_positions=40_960))  # nothing is computed
+    monkeypatch.setattr(memory, "free_bytes", lambda mesh: free)
+    generator, sizes = pipeline.TextGenerator(target, None), {"rows": 8, "page": 64, "chunk": None}
+    found, why = choose_capacity(ServeConfig(**options), generator, sizes)
+    assert found == capacity
+    assert words in why
 
 
 def test_one_key_of_several_is_none(tmp_path, capsys) -> None:

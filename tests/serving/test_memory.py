@@ -5,6 +5,7 @@ import re
 import jax
 import pytest
 
+from specjax import decoding
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter, NoDraft, PromptLookup, Streaming
 from specjax.drafters.draft_model import DraftModel
@@ -105,3 +106,45 @@ def test_memory_for_less_than_the_rows_is_refused() -> None:
     target = tiny_target(**HYBRID)
     with pytest.raises(InputError, match=r"0 tokens, [\d,]+ bytes for 9 rows beside their pages, .* or fewer rows"):
         memory.pages_in(1e-6, target, None, rows=9, page=PAGE, capacity=CAPACITY)
+
+
+@pytest.mark.full_except("none-False", "lookup-False")
+@pytest.mark.parametrize(("kind", "is_hybrid"), KINDS)
+def test_the_longest_text_that_memory_holds_has_its_pages_there(kind: str, is_hybrid: bool) -> None:
+    target, drafter = tiny_target(**HYBRID if is_hybrid else {}), drafter_of(kind)
+    sizes = {"rows": 2, "page": PAGE, "chunk": CHUNK}
+    positions = decoding.most_positions(target, drafter or NoDraft())
+    assert memory.capacity_in(1e15, target, drafter, **sizes) == positions
+
+    def holds(given: float, capacity: int) -> bool:
+        try:
+            return memory.pages_in(given / 1e9, target, drafter, **sizes, capacity=capacity) * PAGE >= capacity
+        except InputError:
+            return False
+
+    rows, each = 2 * memory.row_bytes(target, drafter, PAGE, positions), memory.page_bytes(target, drafter, PAGE)
+    given = 2 * rows + 30 * each
+    capacity = memory.capacity_in(given, target, drafter, **sizes)
+    assert holds(given, capacity)
+    assert capacity == positions or not holds(given, capacity + PAGE)
+
+
+def test_memory_that_holds_nothing_is_left_to_who_refuses_it() -> None:
+    assert memory.capacity_in(1.0, tiny_target(max_positions=2 * PAGE), None, rows=2, page=PAGE, chunk=CHUNK) == PAGE
+
+
+def test_free_memory_is_what_linux_and_the_container_leave(tmp_path) -> None:
+    assert memory._free_on_host(tmp_path) is None
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 64 kB\nMemFree: 3 kB\nMemAvailable:      10 kB\n")
+    assert memory._free_on_host(tmp_path) == 10_240
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("5000\n")
+    (group / "memory.stat").write_text("anon 1\ninactive_file 1000\n")
+    assert memory._free_on_host(tmp_path) == 10_240
+    for limit, free in ((9000, 5000), (10**12, 10_240), (1000, 0)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert memory._free_on_host(tmp_path) == free
+    assert memory.free_bytes(None) is None or memory.free_bytes(None) > 0  # pyright: ignore[reportOptionalOperand]

@@ -506,6 +506,28 @@ def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
     assert len(pages_of(made, 0)) == 4
 
 
+def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None:
+    made = scheduler(pages=64)
+    prompt = list(range(11))
+
+    def shared(salt: str) -> int:
+        ticket = made.submit(prompt, most=2, salt=salt)
+        read_all(made)
+        finish(made, ticket)
+        return ticket.cached
+
+    salts = ["", "mine", "yours", "", "mine", "yours"]
+    assert [shared(salt) for salt in salts] == [0, 0, 0, 8, 8, 8]
+
+
+def test_a_text_that_was_put_back_finds_what_was_read_under_its_salt() -> None:
+    made = scheduler(rows=1)
+    ticket = made.submit(list(range(9)), most=2, salt="mine")
+    read_all(made)
+    made._put_back(ticket)
+    assert read_all(made)[0].start == 8
+
+
 def test_only_so_much_is_shared_as_may_be() -> None:
     made = scheduler(rows=1, pages=12)
     finish(made, (made.submit([1] * 13, most=1), read_all(made))[0])
@@ -889,7 +911,7 @@ def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
 def without_the_token_after(monkeypatch: pytest.MonkeyPatch) -> None:
     register = PagePool.register
 
-    def find(pool, tokens, chunk, most):
+    def find(pool, tokens, chunk, most, salt):
         chain, known = [], pool._first
         for end in range(chunk, most + 1, chunk):
             if (prefix := known.get(tuple(tokens[end - chunk : end]))) is None:

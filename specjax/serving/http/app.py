@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import logging
 import re
 import secrets
 import threading
@@ -42,6 +43,15 @@ from specjax.wire import PATH
 
 MOST_LOGPROBS = 500_000
 """Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
+
+IGNORED_HEADER = "X-Specjax-Ignored"
+"""Of an answer: the parameters of the request that are not known, the first eight."""
+
+MOST_NAMES_LOGGED = 256
+"""Unknown parameters that the log names, each once. A client may make up any number of them."""
+
+_LOG = logging.getLogger(__name__)
+_HEADER_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 
 Result = TypeVar("Result")
 _CLOSE = {"Connection": "close"}
@@ -112,10 +122,20 @@ class Service:
         self.begun = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
+        self._logged_names: set[str] = set()
 
     async def in_thread(self, work: Callable[..., Result], *given: Any) -> Result:
         """Tokens are made here, away from the event loop: two at a time, for a long text takes seconds."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *given)
+
+    def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the header that tells a client which parameters are not known, and log those that are new."""
+        for name in names:
+            if name not in self._logged_names and len(self._logged_names) < MOST_NAMES_LOGGED:
+                self._logged_names.add(name)
+                _LOG.warning("a request has the parameter %.80r, which is not known and is ignored", name)
+        told = [name for name in names if _HEADER_NAME.fullmatch(name)][:8]
+        return {IGNORED_HEADER: ", ".join(told)} if told else {}
 
     @property
     def is_busy(self) -> bool:
@@ -189,6 +209,7 @@ class Service:
             "echo": asked.echo and asked.logprobs is not None,
             "prediction": prediction,
             "spans": asked.include_accepted,
+            "cache_salt": asked.cache_salt,
         }
         for tokens in prompts:
             most = self._most_tokens(asked, len(tokens), name)
@@ -203,10 +224,8 @@ class Service:
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
         """
-        # Of a message the role and the name, too: the template writes them.
-        messages = [] if isinstance(prompt, str) else [each for each in prompt if isinstance(each, Mapping)]
-        texts = [prompt] if isinstance(prompt, str) else [text for message in messages for text in message.values()]
-        if (length := sum(map(len, texts))) > self._most_characters:
+        is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
+        if is_text and (length := _characters(prompt)) > self._most_characters:
             message = (
                 f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
             )
@@ -215,19 +234,34 @@ class Service:
             return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
-        """Most tokens of a text whose prompt has ``length``."""
-        room = self.engine.capacity - length
-        most = max(room, 1) if asked.max_tokens is None else asked.max_tokens
-        if most > room:
+        """Return how many tokens a text may have after a prompt of ``length``: as asked, as far as there is room for them."""
+        room, least = self.engine.capacity - length, 0 if asked.max_tokens == 0 else 1
+        if room < least:
             message = (
-                f"{name}: {length} tokens, and {most} to generate, are more than {self.engine.capacity}, "
-                "which is the longest text; shorten it, or ask for fewer"
+                f"{name}: {length} tokens, and at least {least} to generate, are more than {self.engine.capacity}, "
+                "which is the longest text; shorten it"
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
+        most = room if asked.max_tokens is None else min(asked.max_tokens, room)
         if asked.min_tokens > most:
             message = f"min_tokens={asked.min_tokens}: there is room for {most}; give fewer"
             raise RequestError(400, message, param="min_tokens")
         return most
+
+
+def _characters(prompt: Any) -> int:
+    """Return how many characters a text has, or all texts in the messages of a chat: the template may write any of them."""
+    left = [prompt] if isinstance(prompt, str) else [each for message in prompt for each in message.values()]
+    count = 0
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, Mapping):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
+    return count
 
 
 def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
@@ -321,7 +355,8 @@ def make_app(service: Service) -> ASGIApp:
     async def tokenize(request: Request) -> Response:
         asked = requests.read_tokenize(await read_body(request, service.options), service.limits)
         tokens = await service.in_thread(service.encode, asked.prompt, asked.param)
-        return _json({"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens})
+        said = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
+        return _json(said, headers=service.ignored_header(asked.ignored))
 
     async def completions(request: Request) -> Any:
         return _Generation(service, requests.read_completion(await read_body(request, service.options), service.limits))
@@ -417,13 +452,14 @@ class _Generation:
             for index, handle in enumerate(handles):
                 number, choice = divmod(index, asked.n)
                 service.metrics.watch(handle, 0 if choice else len(prompts[number]))  # a prompt counts once
+            headers = service.ignored_header(asked.ignored)
             answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
             if asked.stream:
-                await _stream(answer, send)
+                await _stream(answer, send, headers)
             else:
                 pieces = await together([_pieces(handle) for handle in handles])
                 # In a thread: with the log-probabilities of many texts it takes seconds.
-                response = await service.in_thread(lambda: _json(answer.whole(pieces)))
+                response = await service.in_thread(lambda: _json(answer.whole(pieces), headers=headers))
                 await response(scope, receive, send)
         finally:
             service.end(submission)
@@ -433,9 +469,10 @@ async def _pieces(handle: Handle) -> list[Piece]:
     return [piece async for piece in handle]
 
 
-async def _stream(answer: responses.Answer, send: Send) -> None:
+async def _stream(answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
     """Server-sent events. A chunk is sent when the one before has been taken: what a slow reader has not read is not kept."""
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+    more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *more]})
 
     async def put(data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})

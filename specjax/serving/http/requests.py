@@ -1,10 +1,11 @@
 """From the bytes of a request to what `specjax.serving.Engine.submit` takes. What cannot be used is refused by its name.
 
-A body is taken apart twice: its names first, each of which must be known, then the value of each name, which must be of that
-name's type. So every error can say which parameter it is about.
+A body is taken apart twice: its names first, then the value of each name that is known, which must be of that name's type. So
+every error can say which parameter it is about. Names that are not known are passed over, and told to whoever asks.
 """
 
 import math
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,14 @@ MAX_TEXTS = 128
 MAX_MESSAGES = 1024
 """Messages of a chat."""
 
-MAX_STOPS = 16
+MAX_STOPS = 64
 """Stop strings."""
 
 MAX_STOP_CHARACTERS = 256
 """Characters of a stop string."""
+
+MAX_SALT_CHARACTERS = 256
+"""Characters of a ``cache_salt``."""
 
 MAX_ENDS = 8
 """Token ids that end a text: those of ``stop_token_ids`` and the model's own."""
@@ -92,7 +96,10 @@ class TextRequest:
         prediction: what the text is expected to be.
         stream: whether the answer comes piece by piece.
         include_usage: whether the stream ends with the usage.
+        continuous_usage: whether each chunk of the stream has the usage so far.
         include_accepted: whether the stream tells which of its text was accepted from drafts.
+        cache_salt: the prompt is shared only with requests that have the same one.
+        ignored: names in the request that are not known, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_completion
@@ -120,7 +127,10 @@ class TextRequest:
     prediction: str | None = None
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     include_accepted: bool = False
+    cache_salt: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class TokenizeRequest:
     Attributes:
         prompt: it.
         param: what it was called in the request.
+        ignored: names in the request that are not known, in its order.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits, read_tokenize
@@ -139,40 +150,57 @@ class TokenizeRequest:
 
     prompt: str | Messages
     param: str
+    ignored: tuple[str, ...] = ()
 
 
 # --- names and types -------------------------------------------------------------------------------------------------
 
 
-class _Part(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content."""
+class _Part(msgspec.Struct):
+    """A part of a message's content. What else it has, such as ``cache_control``, is not read."""
 
     type: str
-    text: str
+    text: str | None = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
+class _Function(msgspec.Struct, omit_defaults=True):
+    """The function of a call, whose arguments are the JSON text of an object, or the object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _Call(msgspec.Struct, omit_defaults=True):
+    """A call of a tool in a message of the assistant's."""
+
+    function: _Function
+    id: str | None = None
+    type: str | None = None
+
+
+class _Message(msgspec.Struct):
+    """A message of a chat: what templates read of it. What else it has is not read."""
 
     role: str
-    content: str | list[_Part]
+    content: str | list[_Part] | None = None
     name: str | None = None
-    # What an answer's message has beside its text: clients send it back as it came. There may be nothing in it.
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    refusal: None = None
-    tool_calls: None = None
+    tool_calls: list[_Call] | None = None
+    function_call: _Function | None = None
+    tool_call_id: str | None = None
+    # Some clients have something else than a text under these names. That is not read.
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
 
 
-class _Prediction(msgspec.Struct, forbid_unknown_fields=True):
+class _Prediction(msgspec.Struct):
     """What a text is expected to be."""
 
     type: str
     content: str | list[_Part]
 
 
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _StreamOptions(msgspec.Struct):
     """What comes with a stream beside its text."""
 
     include_usage: bool | None = None
@@ -186,6 +214,7 @@ _SHARED: Mapping[str, Any] = {
     "n": int | None,
     "best_of": int | None,
     "max_tokens": int | None,
+    "max_completion_tokens": int | None,
     "min_tokens": int | None,
     "temperature": float | None,
     "top_p": float | None,
@@ -195,6 +224,7 @@ _SHARED: Mapping[str, Any] = {
     "stop": str | list[str] | None,
     "stop_token_ids": list[int] | None,
     "ignore_eos": bool | None,
+    "cache_salt": str | None,
     "prediction": _Prediction | None,
     "stream": bool | None,
     "stream_options": _StreamOptions | None,
@@ -210,10 +240,15 @@ _COMPLETION: Mapping[str, Any] = {
 _CHAT: Mapping[str, Any] = {
     **_SHARED,
     "messages": list[_Message],
-    "max_completion_tokens": int | None,
     "logprobs": bool | None,
     "top_logprobs": int | None,
 }
+
+_OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,), "messages": (), "top_logprobs": (0,)}
+"""Parameters of either completions or chats: the values with which they change nothing in the other, beside null."""
+
+_OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
+"""Parameters with names in them."""
 
 _TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message]}
 
@@ -264,13 +299,15 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "prompt_embeds": (),
     "mm_processor_kwargs": ({},),
+    "priority": (0,),
     "top_a": (0,),
     "typical_p": (1,),
     "mirostat_mode": (0,),
     "dry_multiplier": (0,),
     "xtc_probability": (0,),
 }
-"""Parameters that would change the answer and are not supported: the values with which they change nothing, beside null."""
+"""Parameters that would change the answer, or when it comes, and are not supported: the values with which they change nothing,
+beside null."""
 
 IGNORED = frozenset(
     [
@@ -283,8 +320,6 @@ IGNORED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "request_id",
-        "priority",
-        "cache_salt",
     ]
 )
 """Parameters that do not change the text: they are taken, and not read."""
@@ -306,23 +341,20 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: n=0: must be from 1 to 16
     """
-    values = _values(body, _COMPLETION, limits)
+    values, ignored = _values(body, _COMPLETION, limits)
     prompts = _prompts(values, limits)
     logprobs = values.get("logprobs")
     if logprobs is not None:
         logprobs = _likeliest("logprobs", logprobs, limits)
     echo = bool(values.get("echo"))
-    max_tokens = values.get("max_tokens")
-    max_tokens = 16 if max_tokens is None else _whole("max_tokens", max_tokens, 0, _MOST)
+    name, max_tokens = _max_tokens(values, 0)
+    max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
-        raise RequestError(
-            400, "max_tokens=0: only with echo, for the prompt's own logprobs; give at least 1", param="max_tokens"
-        )
+        raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
     if max_tokens == 0 and logprobs is None:
-        raise RequestError(
-            400, "max_tokens=0: with echo, give logprobs too; there is nothing else to compute", param="max_tokens"
-        )
-    return _request(values, limits, is_chat=False, prompts=prompts, logprobs=logprobs, echo=echo, max_tokens=max_tokens)
+        raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
+    what = {"logprobs": logprobs, "echo": echo, "max_tokens": max_tokens, "ignored": ignored}
+    return _request(values, limits, is_chat=False, prompts=prompts, **what)
 
 
 def read_chat(body: bytes, limits: Limits) -> TextRequest:
@@ -339,18 +371,15 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         >>> asked.prompts, asked.max_tokens
         (([{'role': 'user', 'content': 'Hello'}],), None)
     """
-    values = _values(body, _CHAT, limits)
+    values, ignored = _values(body, _CHAT, limits)
     prompts = (_messages(values, limits),)
     likeliest, logprobs = _or(values, "top_logprobs", 0), None
     if values.get("logprobs"):
         logprobs = _likeliest("top_logprobs", likeliest, limits)
     elif likeliest:
         raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
-    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
-    max_tokens = values.get(name)
-    if max_tokens is not None:
-        max_tokens = _whole(name, max_tokens, 1, _MOST)
-    return _request(values, limits, is_chat=True, prompts=prompts, logprobs=logprobs, echo=False, max_tokens=max_tokens)
+    what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": ignored}
+    return _request(values, limits, is_chat=True, prompts=prompts, **what)
 
 
 def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
@@ -366,12 +395,12 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
     """
-    values = _values(body, _TOKENIZE, limits)
+    values, ignored = _values(body, _TOKENIZE, limits)
     if ("prompt" in values) == ("messages" in values):
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
     if "messages" in values:
-        return TokenizeRequest(_messages(values, limits), "messages")
-    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt")
+        return TokenizeRequest(_messages(values, limits), "messages", ignored)
+    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", ignored)
 
 
 _MOST = 2**31 - 1
@@ -379,30 +408,39 @@ _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS: dict[Any, Callable[[Any], Any]] = {}
 
 
-def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
-    """The values of a body's parameters. Those of the model are checked, too: nothing else is said about another model."""
+def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values of a body's parameters, and the names that are not known.
+
+    The model is checked, too: nothing else is said about another model.
+    """
     try:
         raw = _NAMES.decode(body)
     except msgspec.ValidationError:
         raise RequestError(400, "the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is no JSON: {_reason(error)}") from None
+        raise RequestError(400, f"the body is no JSON: {_reason(error, body)}") from None
+    ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
             continue
-        if name not in UNSUPPORTED:
-            raise RequestError(
-                400, f"{_shown(name)}: unknown parameter; leave it out", param=name[:64], code="unknown_parameter"
-            )
-        _check_neutral(name, value)
+        if name in UNSUPPORTED:
+            _check_neutral(name, value, UNSUPPORTED[name], "not supported")
+        elif name in _OF_ANOTHER_PATH and types is not _TOKENIZE:
+            _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
+        else:
+            ignored.append(name)
     values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
+    for name in _OBJECTS.keys() & values.keys():
+        if values[name] is not None:
+            known = _OBJECTS[name].__struct_fields__
+            ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in known]
     model = values.get("model", limits.names[0] if types is _TOKENIZE else None)
     if model is None:
         raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
-    return values
+    return values, tuple(ignored)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
@@ -411,26 +449,49 @@ def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
     try:
         return _DECODERS[kind](raw)
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"{name}: {_reason(error)}", param=name) from None
+        raise RequestError(400, f"{name}: {_reason(error, bytes(raw))}", param=name) from None
 
 
-def _check_neutral(name: str, raw: msgspec.Raw) -> None:
-    """Refuse a parameter that is not supported, unless it has a value with which it changes nothing."""
+def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
+    """Refuse a parameter for a ``reason``, unless it has a value with which it changes nothing."""
     value = _value(name, raw, Any)
-    neutral = UNSUPPORTED[name]
     if value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
         return
     allowed = " or ".join(msgspec.json.encode(each).decode() for each in (*neutral, None))
-    message = f"{name}={_shown(value)}: not supported; leave it out, or give {allowed}"
+    message = f"{name}={_shown(value)}: {reason}; leave it out, or give {allowed}"
     raise RequestError(400, message, param=name, code="unsupported_parameter")
 
 
-def _reason(error: BaseException) -> str:
-    """What a decoder says, in a short line of text that is Unicode."""
+# An escape of a JSON string, and half of a pair that stands for a character beyond the first 65,536.
+_ESCAPES = re.compile(rb"\\(?:u(?P<code>[0-9a-fA-F]{4})|.)", re.DOTALL)
+_HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
+
+
+def _lone_surrogate(body: bytes) -> str | None:
+    """Return the first escape in a body that is half of a pair without the other half; None: there is none."""
+    before: re.Match[bytes] | None = None  # a first half
+    for escape in _ESCAPES.finditer(body):
+        code = int(escape["code"] or b"0", 16)
+        if before is not None:
+            if code in _LOW and escape.start() == before.end():
+                before = None
+                continue
+            break
+        if code in _LOW:
+            before = escape
+            break
+        before = escape if code in _HIGH else None
+    return None if before is None else before[0].decode()
+
+
+def _reason(error: BaseException, body: bytes) -> str:
+    """What a decoder says of a body, or a part of one, in a short line of text that is Unicode."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8 ({error.reason} at byte {error.start})"
+    if not isinstance(error, msgspec.ValidationError) and (half := _lone_surrogate(body)) is not None:
+        return f"{half} is half of a character: its other half is missing"  # the decoder calls that truncated, or malformed
     return str(error)[:200].encode(errors="replace").decode()
 
 
@@ -467,9 +528,6 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
     if options is not None and not stream:
         raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
     options = options or _StreamOptions()
-    if options.continuous_usage_stats:
-        message = "stream_options.continuous_usage_stats: not supported; leave it out, or give false"
-        raise RequestError(400, message, param="stream_options", code="unsupported_parameter")
     return TextRequest(
         model=values["model"],
         prompts=prompts,
@@ -485,9 +543,18 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         prediction=_prediction(values, limits),
         stream=stream,
         include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
+        cache_salt=_salt(values.get("cache_salt")),
         **chosen,
     )
+
+
+def _max_tokens(values: Mapping[str, Any], least: int) -> tuple[str, int | None]:
+    """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
+    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
+    value = values.get(name)
+    return name, None if value is None else _whole(name, value, least, _MOST)
 
 
 _LARGEST = 3.4028234663852886e38  # a float32 has to hold it
@@ -524,6 +591,14 @@ def _seed(seed: int | None) -> int | None:
     if not -(2**63) <= seed < 2**63:
         raise RequestError(400, f"seed={_shown(seed)}: must be from -2**63 to 2**63 - 1", param="seed")
     return seed & (2**63 - 1)
+
+
+def _salt(salt: str | None) -> str:
+    """Return the salt, "": there is none. An empty one is a mistake of whoever wants to be apart."""
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+        message = f"cache_salt={_shown(salt)}: {len(salt)} characters; give from 1 to {MAX_SALT_CHARACTERS}"
+        raise RequestError(400, message, param="cache_salt")
+    return salt or ""
 
 
 def _stop(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -615,10 +690,30 @@ def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
-    made = []
-    for each in messages:
-        message = {"role": each.role, "content": _joined("messages", each.content)}
-        made.append(message if each.name is None else message | {"name": each.name})
+    return [_message(number, each) for number, each in enumerate(messages)]
+
+
+# Only these may say nothing: an assistant that calls a tool, for example, and a tool that gives nothing back.
+_MAY_BE_SILENT = ("assistant", "tool", "function")
+
+
+def _message(number: int, given: _Message) -> dict[str, Any]:
+    """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
+    if given.content is None and given.role not in _MAY_BE_SILENT:
+        message = f"messages[{number}].content: missing or null; give text, or parts of type 'text'"
+        raise RequestError(400, message, param="messages")
+    made: dict[str, Any] = {"role": given.role}
+    made["content"] = None if given.content is None else _joined("messages", given.content)
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(given, name)) is not None:
+            made[name] = value
+    if given.tool_calls:
+        made["tool_calls"] = msgspec.to_builtins(given.tool_calls)
+    if given.function_call is not None:
+        made["function_call"] = msgspec.to_builtins(given.function_call)
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if isinstance(value := getattr(given, name), str) and value:
+            made[name] = value
     return made
 
 
@@ -629,4 +724,6 @@ def _joined(name: str, content: str | list[_Part]) -> str:
     for part in content:
         if part.type != "text":
             raise RequestError(400, f"{name}: a part of type {_shown(part.type)}; give parts of type 'text'", param=name)
-    return "\n".join(part.text for part in content)
+        if part.text is None:
+            raise RequestError(400, f"{name}: a part without text; give its text", param=name)
+    return "\n".join(part.text or "" for part in content)

@@ -85,6 +85,8 @@ class Answer:
         self._head = {"id": f"{kind}-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": asked.model}
         # Where each choice's next token begins, for text_offset.
         self._offsets = [0] * len(handles)
+        # Tokens of each choice that are in the chunks so far: its handle may know more.
+        self._streamed = [0] * len(handles)
 
     # --- whole ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +128,7 @@ class Answer:
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
         """The chunk of a piece; None where there is nothing in it."""
         asked = self.asked
+        self._streamed[index] += len(piece.tokens)
         spans = piece.spans if asked.include_accepted else ()
         logprobs: Any = None
         if asked.logprobs is not None and piece.logprobs:
@@ -145,6 +148,7 @@ class Answer:
     def last(self, index: int) -> dict[str, Any]:
         """The chunk that says why a choice has ended."""
         choice: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
+        self._streamed[index] = len(self.handles[index].tokens)  # a stop string takes tokens back
         return self._chunk(index, choice | {"logprobs": None, "finish_reason": self.handles[index].finish_reason})
 
     def total(self) -> dict[str, Any]:
@@ -153,6 +157,8 @@ class Answer:
 
     def _chunk(self, index: int, choice: dict[str, Any]) -> dict[str, Any]:
         made = self._head | {"object": self._chunk_kind, "choices": [{"index": index} | choice]}
+        if self.asked.continuous_usage:
+            return made | {"usage": self._counts(sum(self._streamed))}
         return made | {"usage": None} if self.asked.include_usage else made
 
     @property
@@ -163,15 +169,9 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """How many tokens there were. A prompt counts once, however many texts it has."""
-        prompt = sum(map(len, self.prompts))
-        completion = sum(len(handle.tokens) for handle in self.handles)
         first = self.handles[:: self.asked.n]
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(handle.cached_tokens for handle in first)},
-        }
+        usage: dict[str, Any] = self._counts(sum(len(handle.tokens) for handle in self.handles))
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(handle.cached_tokens for handle in first)}
         if self.asked.prediction is not None:
             # A text that goes through the same part of its prediction twice counts it once.
             accepted = sum(min(handle.predicted_tokens, handle.prediction_length) for handle in self.handles)
@@ -180,6 +180,10 @@ class Answer:
                 "rejected_prediction_tokens": sum(handle.prediction_length for handle in self.handles) - accepted,
             }
         return usage
+
+    def _counts(self, completion: int) -> dict[str, int]:
+        prompt = sum(map(len, self.prompts))
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _metrics(self) -> dict[str, Any]:
         if not self._with_acceptance:

@@ -44,9 +44,10 @@ class TokenTexts:
             known = _bytes_of(word)
             if known is not None:
                 return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known), known
-        # At the beginning of a text many tokenizers drop the space that a word begins with.
-        if word.startswith("\N{LOWER ONE EIGHTH BLOCK}") and not text.startswith(" "):
-            text = " " + text
+        # SentencePiece writes a space as a block. At the beginning of a text many tokenizers drop the first one, or all.
+        spaced = word.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+        if spaced != word and spaced.replace(" ", "") == text.replace(" ", ""):
+            text = spaced
         return text, text.encode(errors="replace")
 
 

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from specjax.serving.http import responses, run
-from specjax.serving.http.app import AppOptions, Service, make_app
+from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
@@ -118,6 +119,9 @@ def test_what_the_engine_is_given() -> None:
     }
     assert (settings["seed"], settings["choice"], settings["stop"], settings["eos_token_ids"]) == (2**63 - 1, 0, ("x",), (2, 5))
     assert (settings["logprobs"], settings["echo"], settings["prediction"], settings["spans"]) == (None, False, None, False)
+    assert settings["cache_salt"] == ""
+    ask(engine, cache_salt="mine")
+    assert engine.submitted[1].settings["cache_salt"] == "mine"
 
 
 def test_without_a_seed_every_request_has_another() -> None:
@@ -165,6 +169,25 @@ def test_usage_comes_last_where_it_is_asked_for() -> None:
     assert all(each["usage"] is None for each in said)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 5
+
+
+def test_usage_comes_with_every_chunk_where_it_is_asked_for() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for answer in (
+        ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
+        chat(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options=options),
+    ):
+        *said, last = events(answer)
+        prompt = last["usage"]["prompt_tokens"]
+        assert [each["usage"]["completion_tokens"] for each in said if each["choices"]][-4:] == [1, 2, 3, 3]
+        assert all(each["usage"]["total_tokens"] == prompt + each["usage"]["completion_tokens"] for each in said)
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 3)
+    said = events(ask(MadeUpEngine("abc"), max_tokens=3, n=2, stream=True, stream_options=options))
+    counts = [each["usage"]["completion_tokens"] for each in said]
+    assert counts == sorted(counts)  # of both texts
+    assert counts[-1] == 6
+    *said, last = events(ask(MadeUpEngine("abc"), max_tokens=3, stream=True, stream_options={"continuous_usage_stats": True}))
+    assert last["choices"] and last["usage"]["completion_tokens"] == 3
 
 
 def test_a_stream_of_several_choices() -> None:
@@ -276,6 +299,31 @@ def test_how_the_drafts_of_a_text_fared() -> None:
     assert ask(service, n=2).json()["metrics"] is None
     *_, last = events(ask(service, stream=True, stream_options={"include_usage": True}))
     assert last["metrics"]["speculative_decoding"] == said
+
+
+def test_names_that_are_not_known_are_told_in_a_header_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    service = service_of(MadeUpEngine())
+    many = {f"name{number}": 1 for number in range(10)} | {"top_n": 1}
+    odd = {"two\r\nlines": 1, "é": 1, "x" * 65: 1, "": 1}
+    for _ in range(2):
+        told = [
+            ask(service, **odd, **many).headers["x-specjax-ignored"],
+            chat(service, stream=True, stream_options={"step": 1}, **odd).headers["x-specjax-ignored"],
+            ask(service, "/tokenize", content=json.dumps({"prompt": "a", "other.name": 1})).headers["x-specjax-ignored"],
+        ]
+        assert told == [", ".join(f"name{number}" for number in range(8)), "stream_options.step", "other.name"]
+    assert "x-specjax-ignored" not in ask(service, user="me").headers
+    assert "x-specjax-ignored" not in ask(service, **odd).headers
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == len(many) + len(odd) + 2
+    assert not any("\n" in line or len(line) > 200 for line in logged)
+
+
+def test_a_client_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    service = service_of(MadeUpEngine())
+    for begin in (0, 200, 400):
+        ask(service, **{f"name{begin + number}": 1 for number in range(200)})
+    assert len(caplog.records) == MOST_NAMES_LOGGED
 
 
 # --- other paths -----------------------------------------------------------------------------------------------------
@@ -407,18 +455,59 @@ def test_a_body_that_is_too_long_is_not_read() -> None:
     assert read <= 12
 
 
-def test_a_text_that_is_too_long() -> None:
+def test_a_prompt_that_is_too_long() -> None:
     engine = MadeUpEngine()
-    for body in (
-        {"prompt": "a" * 60},
-        {"prompt": "a" * (CAPACITY + 1), "max_tokens": 1},
-        {"prompt": "a", "max_tokens": CAPACITY},
-    ):
-        error = refused(ask(engine, **body), 400)
+    for length, more in ((CAPACITY, {}), (CAPACITY, {"max_tokens": 1}), (CAPACITY + 1, {"max_tokens": 1})):
+        error = refused(ask(engine, prompt="a" * length, **more), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    error = refused(ask(engine, prompt="a" * (CAPACITY + 1), max_tokens=0, echo=True, logprobs=0), 400)
+    assert error["code"] == "context_length_exceeded"
     error = refused(chat(engine, messages=[{"role": "user", "content": "a" * CAPACITY}]), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert not engine.submitted
+
+
+def test_more_tokens_than_fit_are_as_many_as_fit() -> None:
+    engine = MadeUpEngine()
+    for answer in (
+        ask(engine, prompt="a", max_tokens=CAPACITY),
+        ask(engine, prompt="a" * 60, max_tokens=4096),
+        ask(engine, prompt="a" * 60),  # 16 are the default
+        ask(engine, prompt=["a" * 60, "a"], max_tokens=2**31 - 1),
+        chat(engine, max_tokens=4096),
+        chat(engine, max_completion_tokens=4096),
+    ):
+        said = answer.json()
+        assert {choice["finish_reason"] for choice in said["choices"]} == {"length"}
+        assert said["usage"]["total_tokens"] == CAPACITY * len(said["choices"])
+    *_, last = events(ask(engine, prompt="a" * 60, max_tokens=100, stream=True))
+    assert last["choices"][0]["finish_reason"] == "length"
+    answer = ask(engine, prompt="a" * CAPACITY, max_tokens=0, echo=True, logprobs=0)  # a prompt alone may fill all
+    assert answer.status_code == 200
+
+
+BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
+
+
+@pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
+def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
+    engine = MadeUpEngine("The text.")
+    engine.capacity = 1024  # fewer than many ask for
+    answer = ask(engine, case["path"], content=json.dumps(case["body"]))
+    assert answer.status_code == 200, answer.text
+    assert [name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name] == case["ignored"]
+    if not case["body"].get("stream"):
+        choice = answer.json()["choices"][0]
+        text = choice["message"]["content"] if "chat" in case["path"] else choice["text"]
+        assert text.startswith("The text")
+        return
+    said = events(answer)
+    choices = [each["choices"][0] for each in said if each["choices"]]
+    text = "".join(choice["delta"].get("content", "") if "chat" in case["path"] else choice["text"] for choice in choices)
+    assert text.startswith("The text")
+    options = case["body"].get("stream_options", {})
+    assert (said[-1].get("usage") is not None) == options.get("include_usage", False)
+    assert all("completion_tokens" in each["usage"] for each in said if options.get("continuous_usage_stats"))
 
 
 def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> None:
@@ -428,7 +517,18 @@ def test_what_no_tokens_could_be_short_enough_for_is_not_made_into_tokens() -> N
     assert refused(ask(engine, prompt=[far_too_long]), 400)["code"] == "context_length_exceeded"
     assert refused(chat(engine, messages=[{"role": "user", "content": far_too_long}]), 400)["code"] == "context_length_exceeded"
     assert refused(ask(engine, "/tokenize", content=json.dumps({"prompt": far_too_long})), 400)["param"] == "prompt"
-    for message in ({"role": far_too_long, "content": "Hi"}, {"role": "user", "content": "Hi", "name": far_too_long}):
+    calls = [
+        {"function": {"name": far_too_long}},
+        {"function": {"name": "f", "arguments": far_too_long}},
+        {"function": {"name": "f", "arguments": {far_too_long: 1}}},
+        {"function": {"name": "f", "arguments": {"a": [{"b": far_too_long}]}}},
+    ]
+    for message in (
+        {"role": far_too_long, "content": "Hi"},
+        {"role": "user", "content": "Hi", "name": far_too_long},
+        {"role": "assistant", "content": "Hi", "reasoning": far_too_long},
+        *({"role": "assistant", "tool_calls": [call]} for call in calls),
+    ):
         assert refused(chat(engine, messages=[message]), 400)["code"] == "context_length_exceeded"
     engine = MadeUpEngine()
     ask(engine, prediction={"type": "content", "content": far_too_long})

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import signal
 import time
 import urllib.error
@@ -14,6 +15,7 @@ import pytest
 
 from tests.serving.http.conftest import CAPACITY, KEY, Server
 from tests.serving.http.made_up import wait_until
+from tests.serving.http.test_app import BODIES
 
 pytestmark = pytest.mark.full  # the server compiles for half a minute
 
@@ -196,6 +198,14 @@ def test_accepted_text_in_a_stream(client: openai.OpenAI) -> None:
     assert {accepted for _, said in spans for _, accepted in said} == {True, False}
 
 
+@pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
+def test_what_real_clients_send_is_answered(client: openai.OpenAI, case: dict[str, Any]) -> None:
+    said = post_raw(client, case["path"], case["body"])
+    reasons = re.findall('"finish_reason":"([a-z]+)"', said)
+    assert reasons and set(reasons) <= {"length", "stop"}
+    assert said.endswith("data: [DONE]\n\n") == bool(case["body"].get("stream"))
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +216,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, server: Server) -> No
         client.completions.create(model="tiny", prompt="a", frequency_penalty=0.5)
     assert (caught.value.param, caught.value.code) == ("frequency_penalty", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError, match=f"{CAPACITY}"):
-        client.completions.create(model="tiny", prompt="a", max_tokens=CAPACITY)
+        client.completions.create(model="tiny", prompt=[5] * CAPACITY, max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="top_p"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], top_p=2)
     with pytest.raises(openai.AuthenticationError):

@@ -1,5 +1,6 @@
 """From bytes to what is asked for: every name and every value is known, or refused by its name."""
 
+import dataclasses
 import json
 import random
 import string
@@ -74,23 +75,67 @@ def test_prompts(prompt: Any, prompts: tuple) -> None:
     assert read(prompt=prompt).prompts == prompts
 
 
-def test_an_answer_s_message_can_be_sent_back() -> None:
-    message = {"role": "assistant", "content": "Hello"}
-    empty = dict.fromkeys(("annotations", "audio", "function_call", "refusal", "tool_calls"))
-    assert read("chat", messages=[message | empty]).prompts == ([message],)
-    assert refusal("chat", messages=[message | {"tool_calls": [{"id": "1"}]}]).param == "messages"
+CALL = {"id": "1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}}
+EXTRAS: dict[str, list[Any]] = {
+    "annotations": [None, [], [{"type": "url_citation"}]],
+    "audio": [None, {"id": "audio_1"}],
+    "refusal": [None, "", "no"],
+    "reasoning_details": [None, [{"type": "reasoning.text", "text": "hm"}]],
+    "reasoning": [None, "", {"effort": "low"}],
+    "tool_calls": [None, []],
+    "function_call": [None],
+    "id": ["msg_1", 5],
+    "cache_control": [{"type": "ephemeral"}],
+    "unknown": [None, 5, ["x"], {"a": [1]}],
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_an_answer_s_message_can_be_sent_back(role: str, name: str) -> None:
+    message = {"role": role, "content": "Hello"}
+    for value in EXTRAS[name]:
+        assert read("chat", messages=[message | {name: value}]).prompts == ([message],)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, None),
+        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL | {"index": 0}]}, None),
+        ({"role": "assistant", "content": "I read.", "tool_calls": [CALL, CALL]}, None),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]}, None),
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}, None),
+        ({"role": "assistant", "content": None}, None),
+        ({"role": "tool", "content": "7", "tool_call_id": "1", "name": "read"}, None),
+        ({"role": "tool", "content": [{"type": "text", "text": "7"}]}, {"role": "tool", "content": "7"}),
+        ({"role": "tool", "tool_call_id": "1"}, {"role": "tool", "content": None, "tool_call_id": "1"}),
+        ({"role": "function", "content": None, "name": "f"}, None),
+        *(({"role": "assistant", "content": "7", name: "hm"}, None) for name in ("reasoning_content", "reasoning", "thinking")),
+    ],
+)
+def test_what_templates_read_of_a_message_is_kept(given: dict, made: dict | None) -> None:
+    expected = {name: value for name, value in (made or given).items() if name != "tool_calls"}
+    if "tool_calls" in given:  # without what nobody reads
+        expected["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"} for call in given["tool_calls"]
+        ]
+    assert read("chat", messages=[given]).prompts == ([expected],)
 
 
 def test_messages_are_text_or_parts_of_text() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": parts, "name": "me"}]
     made = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one\ntwo", "name": "me"}]
     assert read("chat", messages=messages).prompts == (made,)
 
 
 def test_the_newer_name_of_the_limit_wins() -> None:
-    assert read("chat", max_tokens=5).max_tokens == 5
-    assert read("chat", max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    for kind in READERS:
+        assert read(kind, max_tokens=5).max_tokens == 5
+        assert read(kind, max_tokens=5, max_completion_tokens=7).max_tokens == 7
+        assert refusal(kind, max_completion_tokens=0).param == "max_completion_tokens"
 
 
 @pytest.mark.parametrize(("given", "seed"), [(0, 0), (7, 7), (2**63 - 1, 2**63 - 1), (-1, 2**63 - 1), (-(2**63), 0)])
@@ -155,6 +200,41 @@ def test_what_does_not_change_the_text_is_not_read(kind: str, name: str) -> None
     assert read(kind, **{name: {"any": ["thing", 1]}}) == read(kind)
 
 
+@both
+def test_names_that_are_not_known_are_told_and_change_nothing(kind: str) -> None:
+    odd = {"unknown": 0, "Another-One": None, "é\n": {"a": [1]}, "thinking_budget": "x"}
+    made = read(kind, **odd)
+    assert made.ignored == tuple(odd)
+    assert dataclasses.replace(made, ignored=()) == read(kind)
+    assert read_tokenize(json.dumps({"prompt": "a", "max_tokens": 5}).encode(), LIMITS).ignored == ("max_tokens",)
+
+
+@both
+def test_so_are_those_within_an_object(kind: str) -> None:
+    made = read(kind, stream=True, stream_options={"step": 1}, prediction={"type": "content", "content": "a", "id": 1})
+    assert set(made.ignored) == {"stream_options.step", "prediction.id"}
+    assert made.prediction == "a"
+
+
+@both
+def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
+    made = read(kind, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert made.include_usage and made.continuous_usage
+    assert not read(kind, stream=True, stream_options={"continuous_usage_stats": False}).continuous_usage
+
+
+@both
+def test_a_salt_is_kept_and_no_priority_is_given(kind: str) -> None:
+    assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
+    assert read(kind, priority=0) == read(kind)
+
+
+@both
+def test_as_many_stop_strings_as_clients_send(kind: str) -> None:
+    stop = [f"<{number}>" for number in range(64)]
+    assert read(kind, stop=stop).stop == tuple(stop)
+
+
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 WRONG = [
@@ -167,14 +247,15 @@ WRONG = [
     ("top_k", [-2, 2**31, 1.5, "1"]),
     ("min_p", [-0.1, 1.1, "1"]),
     ("seed", [2**63, -(2**63) - 1, 1.5, "1", 2**200]),
-    ("stop", [[""], "", ["x"] * 17, "x" * 257, 5, [5], {"a": 1}]),
+    ("stop", [[""], "", ["x"] * 65, "x" * 257, 5, [5], {"a": 1}]),
     ("stop_token_ids", [[100], [-1], [0.5], list(range(10, 17)), "1", [1] * 1000]),
     ("stream", [1, "true", []]),
-    ("stream_options", [{"include_usage": True}, {"unknown": 1}, []]),
+    ("stream_options", [{"include_usage": True}, []]),
     ("ignore_eos", [1, "yes"]),
+    ("cache_salt", ["", "x" * 257, 5, ["a"]]),
+    ("priority", [1, -1, "0", False]),
     ("prediction", [{"type": "content"}, {"type": "other", "content": "a"}, "a", {"type": "content", "content": 5}]),
     ("model", [5, [], {}]),
-    ("unknown", [None, 0, "x"]),
 ]
 
 
@@ -221,7 +302,13 @@ def test_prompts_that_are_none(prompt: Any) -> None:
     "messages",
     [
         *([], None, "text", [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}], [{"role": "user", "content": None}]),
-        [{"role": "user", "content": "a", "tool_calls": []}],
+        [{"role": "system", "content": None}],
+        [{"role": "user", "tool_calls": [CALL]}],
+        *([{"role": "assistant", "tool_calls": calls}] for calls in ("x", [5], [{}], [{"id": "1"}], [{"function": {}}])),
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+        [{"role": "assistant", "function_call": "f"}],
+        [{"role": "tool", "content": "a", "tool_call_id": 5}],
+        [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
         [{"role": "user", "content": [{"type": "audio", "text": "x"}]}],
         [{"role": "user", "content": "a"}] * 1025,
@@ -240,8 +327,15 @@ def test_what_is_refused_for_what_else_was_given() -> None:
     assert refusal(logprobs=21).param == "logprobs"
     assert refusal(logprobs=True).param == "logprobs"
     assert refusal("chat", logprobs=5).param == "logprobs"
-    assert refusal(stream=True, stream_options={"continuous_usage_stats": True}).param == "stream_options"
-    assert refusal("chat", prompt="a").code == refusal(messages=[]).code == "unknown_parameter"
+
+
+def test_what_is_of_another_path_is_refused_unless_it_says_nothing() -> None:
+    for kind, wrong in (("chat", {"prompt": "a"}), ("chat", {"echo": True}), ("completion", {"messages": []})):
+        error = refusal(kind, **wrong)
+        assert (error.code, error.param) == ("unsupported_parameter", *wrong)
+    assert refusal(top_logprobs=1).param == "top_logprobs"
+    assert read("chat", echo=False, prompt=None) == read("chat")
+    assert read(top_logprobs=0, messages=None) == read()
 
 
 def test_what_the_server_was_not_started_for() -> None:
@@ -290,11 +384,43 @@ DEEP = b'{"model": "tiny", "prompt": "a", "metadata": ' + b"[" * 100_000 + b"]" 
     ],
 )
 def test_bodies_that_are_none(body: bytes) -> None:
-    for reader in (read_completion, read_chat, read_tokenize):
+    does_not_matter = b'"temperature": 1e999' in body or b'"n": 1' in body  # for tokens: it is passed over
+    for reader in (read_completion, read_chat, *([] if does_not_matter else [read_tokenize])):
         with pytest.raises(RequestError) as caught:
             reader(body, LIMITS)
         assert caught.value.status in (400, 404)
         msgspec.json.encode(caught.value.object)  # it can be said
+
+
+@pytest.mark.parametrize(
+    "half", ["\\ud800", "\\uDBFF", "\\udc00", "\\ud800\\u0041", "\\ud800\\n", "\\ud83d\\ude00\\ud83d", "\\ud800\\ud800\\udc00"]
+)
+@pytest.mark.parametrize("rest", ["", " and more text", "\\n"])
+def test_half_of_a_character_is_called_that_wherever_it_stands(half: str, rest: str) -> None:
+    for template in (
+        '{"model": "tiny", "prompt": "%s"}',
+        '{"model": "tiny", "prompt": "%s", "max_tokens": 5}',
+        '{"model": "tiny", "prompt": "a", "stop": ["\\\\", "%s"]}',
+        '{"model": "tiny", "prompt": "a", "%s": 1}',
+        '{"model": "%s"}',
+    ):
+        with pytest.raises(RequestError, match="is half of a character"):
+            read_completion((template % (half + rest)).encode(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"model": "tiny", "prompt": "a', "truncated"),
+        (b'{"model": "tiny", "prompt": "\\\\ud800', "truncated"),  # a backslash, and letters
+        (b'{"model": "tiny", "prompt": "\\ud8', "truncated"),
+        (b'{"model": "tiny", "prompt": 5, "stop": "\\ud83d\\ude00"}', "Expected"),
+    ],
+)
+def test_what_is_wrong_otherwise_is_called_what_it_is(body: bytes, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        read_completion(body, LIMITS)
+    assert read(prompt="\U0001f600\\ud800").prompts == ("\U0001f600\\ud800",)  # json.dumps escapes both
 
 
 def test_tokenize() -> None:
