@@ -665,8 +665,8 @@ class Engine:
         )
 
     def _decode(self) -> bool:
-        """One call: the running rows go on. False where none runs any more."""
-        scheduler = self._scheduler
+        """Let the running rows go on, in one call. Return False where none runs any more."""
+        scheduler = self._scheduler  # used under the lock alone, for a text may be cancelled at any moment
         with self._wake:
             self._give_up_orphans()
             if not scheduler.running:
@@ -707,8 +707,9 @@ class Engine:
         if pauses and nothing_compiles:  # what it owes is a part of its price
             seconds, self._debt = seconds + self._debt, 0.0
         # Another program reports log-probabilities: its seconds are not the draft's.
-        self._take(progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds)
-        return bool(scheduler.running)
+        return self._take(
+            progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds
+        )
 
     def _give_up_orphans(self) -> None:
         """End texts that run and that nobody has asked for: none should. With the lock."""
@@ -759,8 +760,8 @@ class Engine:
 
     def _take(
         self, progress: device_rows.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float | None
-    ) -> None:
-        """Note what a decode call has come to, and what it took."""
+    ) -> bool:
+        """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
         counted, steps = jax.tree.map(np.zeros_like, self._total), 0
         with self._wake:
@@ -783,6 +784,7 @@ class Engine:
                 emitted=int(counted.histogram[0] @ np.arange(self._depth + 2)),
                 accepted_at=counted.accepted_at[0],
             )
+            return bool(self._scheduler.running)
 
     def _take_row(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> Stats:
         """Note what one row has come to. With the lock. Return what is new in its statistics, ``[1]``."""

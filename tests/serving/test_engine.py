@@ -118,7 +118,7 @@ def check_text(target, request: Request, handle: Handle) -> None:
 
 def check_at_rest(engine: Engine) -> None:
     """Nobody has a row or a page, and no page is lost or there twice."""
-    wait_until(lambda: engine._scheduler.idle)
+    wait_until(lambda: is_idle(engine))
     with engine._wake:
         assert not engine._handles
         statistics, scheduler = engine.statistics, engine._scheduler
@@ -129,6 +129,12 @@ def check_at_rest(engine: Engine) -> None:
             shared = [page for prefix in pool._prefixes for page in prefix.pages]
             assert sorted(pool._free + shared) == list(range(pool.total))
             assert all(prefix.holders == 0 for prefix in pool._prefixes)
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether the engine has nothing to do."""
+    with engine._wake:
+        return engine._scheduler.idle
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -178,7 +184,7 @@ class Gate:
 
     def wait(self) -> None:
         """Until the engine is at the gate, or has nothing to do."""
-        wait_until(lambda: self._is_here or self._engine._scheduler.idle)
+        wait_until(lambda: self._is_here or is_idle(self._engine))
 
     def let_through(self) -> None:
         """One decode call, and until the engine is back at the gate, or has nothing to do."""
@@ -694,6 +700,16 @@ def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(
                 handle.result(PATIENCE)
         engine._thread.join(PATIENCE)
         check_at_rest(engine)
+
+
+def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_uses) -> None:
+    for name in ("cancel", "running", "table", "dropped"):
+        with plain._wake:
+            getattr(plain._scheduler, name)
+        with pytest.raises(AssertionError, match=f"Scheduler.{name} is used without the engine's lock"):
+            getattr(plain._scheduler, name)
+    assert unguarded_uses == [f"Scheduler.{name} by MainThread" for name in ("cancel", "running", "table", "dropped")]
+    unguarded_uses.clear()
 
 
 # --- the error of one text -------------------------------------------------------------------------------------------
