@@ -368,7 +368,10 @@ class Clients:
         with self.wake:
             self._counts["calls"] += 1
             for place, (row, draft) in enumerate(asked):
-                self._take(row, draft, checked, place, seconds)
+                try:
+                    self._take(row, draft, checked, place, seconds)
+                except Exception as error:  # this row's: the others have their verdicts
+                    self.give_up(row, error)
         self.deliver()
 
     def _take_drafts(self) -> list[tuple[ClientRow, tuple[np.ndarray, np.ndarray]]]:
@@ -420,7 +423,12 @@ class Clients:
                     return
                 row, event = self._events.pop(0)
             if isinstance(event, tuple):
-                told = _told_of(row.known, *event)
+                try:
+                    told = _told_of(row.known, *event)
+                except Exception as error:  # this row's: the others hear what is theirs
+                    with self.wake:
+                        self.give_up(row, error)
+                    continue
                 if not told.count:  # it has been read again, and was told before
                     continue
                 row.known = told.start + told.count
@@ -428,12 +436,24 @@ class Clients:
                 event = told
             self._call(row, event)
 
+    def give_up(self, row: ClientRow, error: Exception) -> None:
+        """End a row with an ``error`` that is its own, and tell its client. To be called with the lock.
+
+        Raises:
+            RuntimeError: rows or pages contradict each other: nobody can go on.
+        """
+        _LOGGER.error("a client's row ends with an error; the others go on", exc_info=error)
+        self.rows.pop(row.ticket, None)
+        self._events = [(other, event) for other, event in self._events if other is not row]
+        self._events.append((row, Dropped("an error of the server; its log says more")))
+        row.draft = None
+        self._scheduler.cancel(row.ticket)
+        self._scheduler.check()
+
     def end(self, reason: str) -> None:
-        """There will be no more verdicts."""
+        """Tell every client that there will be no more verdicts. The engine clears the scheduler."""
         with self.wake:
             rows = list(self.rows.values())
-            for row in rows:
-                self._scheduler.cancel(row.ticket)
             self.rows.clear()
             self._events.clear()
         for row in rows:

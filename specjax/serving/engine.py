@@ -6,13 +6,14 @@ row is free, and a long prompt holds the others up for no longer than a chunk.
 
 import atexit
 import inspect
+import logging
 import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -41,6 +42,7 @@ from specjax.serving.scheduler import Read, Scheduler, Ticket
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
 
+_LOGGER = logging.getLogger(__name__)
 _COUNTED = tuple(Stats.__dataclass_fields__)  # what a decode call counts in each row
 
 
@@ -222,7 +224,8 @@ class Engine:
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self._handles: dict[Ticket, Handle] = {}
         self._clients = Clients(self._device, self._scheduler, self._wake)
-        self._closing, self._error = False, None
+        self._closing = False
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self._programs_changed()
         self._thread.start()
@@ -436,6 +439,33 @@ class Engine:
                 programs=self._programs.total,
             )
 
+    @property
+    def state(self) -> Literal["running", "failed", "closed"]:
+        """Whether requests are taken ("running"), or the thread has ended with an error, or `close` was called.
+
+        Examples:
+            >>> from specjax.serving import Engine
+            >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+            ...     inside = engine.state
+            >>> inside, engine.state
+            ('running', 'closed')
+        """
+        if self._error is not None or not (self._closing or self._thread.is_alive()):
+            return "failed"
+        return "closed" if self._closing else "running"
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that the thread has ended with; None: it has not.
+
+        Examples:
+            >>> from specjax.serving import Engine
+            >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
+            ...     print(engine.error)
+            None
+        """
+        return self._error
+
     def close(self) -> None:
         """End the thread. Texts that are not finished are cancelled."""
         with self._wake:
@@ -478,20 +508,19 @@ class Engine:
                     self._deliver()
             self._deliver()
         except BaseException as error:  # whoever waits must learn of it
-            self._error = error
+            with self._wake:
+                self._error = error
             raise
         finally:
             self._programs.stop()
             with self._wake:
                 handles = [*self._handles.values(), *(handle for handle, _ in self._undelivered)]
-                for ticket in self._handles:
-                    self._scheduler.cancel(ticket)
                 self._handles.clear()
+                # The caches are free, whoever still holds the engine or a handle.
+                self._scheduler.clear()
             for handle in handles:
                 handle.end("error" if self._error else "cancelled", self._error)
             self._clients.end("the engine could not go on" if self._error else "the engine is closed")
-            # The caches are free, whoever still holds the engine or a handle.
-            self._scheduler.forget_prefixes()
             if self._together is not None and self._error is None:
                 self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
             self._device.release()
@@ -541,35 +570,44 @@ class Engine:
                 if self._closing:
                     return
                 others_wait = bool(self._scheduler.running) or self._clients.are_here
-                reads = self._scheduler.next_reads(left if others_wait else self.chunk)
-                chosen = [(read, self._handles.get(read.ticket) or self._clients.rows[read.ticket]) for read in reads]
+                chosen = self._prepared(self._scheduler.next_reads(left if others_wait else self.chunk))
                 table = self._scheduler.table.copy()
             if not chosen:
                 return
-            for read, owner in chosen:
-                if read.is_first:
-                    self._admit(read, owner)
-            echoed = [(owner, read) for read, owner in chosen if isinstance(owner, Handle) and owner.wanted.echo]
+            reads = [read for read, _, _ in chosen]
+            for read, _, words in chosen:
+                if words is not None:
+                    self._admitted[read.row] = read.ticket
+                    self._device.admit(read.row, words, read.start, read.border)
+            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
             border, said, told = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
             with self._wake:
-                for group, (read, _) in zip(map(self._group, reads), chosen, strict=True):
-                    self._counts["read"] += read.count
-                    self._counts["shared"] += read.start if read.is_first else 0
-                    self._scheduler.was_read(read, (border, np.int32(group)))
-                    self._clients.was_read(read, told)
-                    if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
-                        self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
+                for read, owner, _ in chosen:
+                    try:
+                        self._was_read(read, border, told)
+                    except Exception as error:  # this text's: the others go on
+                        self._give_up(read.ticket, owner, error)
             if others_wait:
                 left -= max(read.width for read in reads)
                 if left < self._device.sizes.read_widths[0]:
                     return
 
-    def _group(self, read: Read) -> int:
-        return read.row // (self.rows // self._groups)
+    def _prepared(self, reads: Sequence[Read]) -> list[tuple[Read, Handle | ClientRow, device_rows.Text | None]]:
+        """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
+        chosen = []
+        for read in reads:
+            owner = self._handles.get(read.ticket) or self._clients.rows.get(read.ticket)
+            try:
+                if owner is None:
+                    raise RuntimeError(f"request {read.ticket.number}: a prompt is to be read, and nobody has asked for it")
+                chosen.append((read, owner, self._words(read.ticket, owner) if read.is_first else None))
+            except Exception as error:  # this text's: the others go on
+                self._give_up(read.ticket, owner, error)
+        return chosen
 
-    def _admit(self, read: Read, owner: Handle | ClientRow) -> None:
-        ticket = read.ticket
+    def _words(self, ticket: Ticket, owner: Handle | ClientRow) -> device_rows.Text:
+        """Return what the device is to know of a text that gets a row."""
         tokens = np.zeros(self.capacity, np.int32)
         tokens[: len(ticket.tokens)] = ticket.tokens
         words = device_rows.Text(
@@ -578,10 +616,37 @@ class Engine:
             limit=np.int32(ticket.limit),
             **owner.settings,
         )
-        self._admitted[read.row] = ticket
         if isinstance(owner, Handle):
             owner.admitted()
-        self._device.admit(read.row, words, read.start, read.border)
+        return words
+
+    def _was_read(self, read: Read, border: Any, told: dict[str, jax.Array]) -> None:
+        """Note that the device has been asked to read a piece of a prompt. With the lock."""
+        self._counts["read"] += read.count
+        self._counts["shared"] += read.start if read.is_first else 0
+        self._scheduler.was_read(read, (border, np.int32(self._group(read))))
+        self._clients.was_read(read, told)
+        if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
+            self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
+
+    def _give_up(self, ticket: Ticket, owner: Handle | ClientRow | None, error: Exception) -> None:
+        """End one text with an ``error`` that is its own. The others go on. With the lock.
+
+        Raises:
+            RuntimeError: rows or pages contradict each other, so that no text can go on.
+        """
+        if isinstance(owner, ClientRow):
+            self._clients.give_up(owner, error)
+            return
+        _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
+        self._handles.pop(ticket, None)
+        if owner is not None:
+            owner.end("error", error, "this text could not go on")
+        self._scheduler.cancel(ticket)
+        self._scheduler.check()
+
+    def _group(self, read: Read) -> int:
+        return read.row // (self.rows // self._groups)
 
     def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
         of_group = {self._group(read): read for read in reads}
@@ -603,9 +668,10 @@ class Engine:
         )
 
     def _decode(self) -> bool:
-        """One call: the running rows go on. False where none runs any more."""
-        scheduler = self._scheduler
+        """Let the running rows go on, in one call. Return False where none runs any more."""
+        scheduler = self._scheduler  # used under the lock alone, for a text may be cancelled at any moment
         with self._wake:
+            self._give_up_orphans()
             if not scheduler.running:
                 return False
             width, number, logprobs = self._choose()
@@ -644,8 +710,16 @@ class Engine:
         if pauses and nothing_compiles:  # what it owes is a part of its price
             seconds, self._debt = seconds + self._debt, 0.0
         # Another program reports log-probabilities: its seconds are not the draft's.
-        self._take(progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds)
-        return bool(scheduler.running)
+        return self._take(
+            progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds
+        )
+
+    def _give_up_orphans(self) -> None:
+        """End texts that run and that nobody has asked for: none should. With the lock."""
+        for row in self._scheduler.running:
+            ticket = self._scheduler.ticket_of(row)
+            if ticket is not None and ticket not in self._handles:
+                self._give_up(ticket, None, RuntimeError(f"request {ticket.number}: it runs, and nobody has asked for it"))
 
     def _choose(self) -> tuple[int, int, bool]:
         """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
@@ -689,26 +763,22 @@ class Engine:
 
     def _take(
         self, progress: device_rows.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float | None
-    ) -> None:
-        """Note what a decode call has come to, and what it took."""
+    ) -> bool:
+        """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
         counted, steps = jax.tree.map(np.zeros_like, self._total), 0
         with self._wake:
             self._counts["calls"] += 1
             for row, (ticket, handle) in snapshot.items():
-                matched = 0 if progress.matched is None else int(progress.matched[row])
-                new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)), matched)
+                try:
+                    new = self._take_row(progress, row, ticket, handle)
+                except Exception as error:  # this text's: the others go on
+                    self._give_up(ticket, handle, error)
+                    continue
                 steps = max(steps, int(new.steps[0]))
                 self._total = jax.tree.map(np.add, self._total, new)
                 if handle.wanted.prediction or not is_copying:
                     counted = jax.tree.map(np.add, counted, new)
-                if self._scheduler.ticket_of(row) is not ticket:  # cancelled meanwhile
-                    continue
-                news = self._news(progress, row, len(ticket.tokens), handle)
-                self._scheduler.decoded(row, news.tokens, news.done)
-                if news.done:
-                    del self._handles[ticket]
-                self._undelivered.append((handle, news))
             self._choice.record(
                 *call,
                 seconds=seconds,
@@ -717,10 +787,28 @@ class Engine:
                 emitted=int(counted.histogram[0] @ np.arange(self._depth + 2)),
                 accepted_at=counted.accepted_at[0],
             )
+            return bool(self._scheduler.running)
 
-    def _news(self, progress: device_rows.Progress, row: int, start: int, handle: Handle) -> News:
-        """What a row has come to since it had ``start`` tokens."""
-        new = slice(start, int(progress.lengths[row]))
+    def _take_row(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> Stats:
+        """Note what one row has come to. With the lock. Return what is new in its statistics, ``[1]``."""
+        matched = 0 if progress.matched is None else int(progress.matched[row])
+        new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)), matched)
+        if self._scheduler.ticket_of(row) is ticket:  # it was not cancelled meanwhile
+            news = self._news(progress, row, ticket, handle)
+            self._scheduler.decoded(row, news.tokens, news.done)
+            if news.done:
+                del self._handles[ticket]
+            self._undelivered.append((handle, news))
+        return new
+
+    def _news(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> News:
+        """Return what a row has come to beyond the tokens that its ticket has."""
+        start, length = len(ticket.tokens), int(progress.lengths[row])
+        if not start <= length <= ticket.limit:
+            raise RuntimeError(
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {ticket.limit}"
+            )
+        new = slice(start, length)
         tokens, logprobs = progress.tokens[row, new].tolist(), ()
         if handle.wanted.logprobs is not None and progress.logprobs is not None:
             said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
@@ -731,17 +819,22 @@ class Engine:
         """Hand out tokens: they become text here, and their owners are told."""
         self._clients.deliver()
         for handle, read, group, said in self._unread:
-            places = [np.asarray(each)[group] for each in vars(said).values()]
-            tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
-            handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
+            try:
+                places = [np.asarray(each)[group] for each in vars(said).values()]
+                tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
+                handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
+            except Exception as error:  # this text's: the others go on
+                with self._wake:
+                    self._give_up(read.ticket, handle, error)
         self._unread.clear()
         while self._undelivered:
             handle, news = self._undelivered[0]
             try:
                 goes_on = handle.deliver(news)
             except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
-                goes_on = False
-                handle.end("error", error)
+                goes_on = True  # or it has ended: there is no more to cancel
+                with self._wake:
+                    self._give_up(handle.ticket, handle, error)
             del self._undelivered[0]
             if not goes_on and not news.done:
                 with self._wake:
@@ -751,7 +844,7 @@ class Engine:
     # --- what was asked ------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._error is not None:
+        if self.state == "failed":
             raise EngineError("the engine could not go on") from self._error
         if self._closing:
             raise InputError("the engine is closed")

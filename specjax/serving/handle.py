@@ -19,11 +19,12 @@ from specjax.serving.scheduler import Ticket
 from specjax.text import GrowingText
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-"""Why a text ended: at an end-of-sequence token or a stop string, at its limit, by its owner, or because the engine failed."""
+"""Why a text ended: at an end-of-sequence token or a stop string, at its limit, by its owner, or with an error, of the engine
+or of this text alone."""
 
 
 class EngineError(RuntimeError):
-    """The engine could not go on; its error is the cause."""
+    """The engine could not go on, or this text alone could not: the message says which. The error is the cause."""
 
 
 class TextCancelledError(RuntimeError):
@@ -177,6 +178,7 @@ class Handle:
         self._changed = threading.Condition()
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._error: BaseException | None = None
+        self._message = ""
         self._before: Stats | None = None  # of the rows that it had before it was put back
         self._current: Stats | None = None
         self._matched_before = 0
@@ -218,7 +220,7 @@ class Handle:
         Raises:
             TimeoutError: it took longer than ``timeout`` seconds. The text goes on.
             TextCancelledError: it was cancelled.
-            EngineError: the engine ended with an error.
+            EngineError: the engine ended with an error, or this text did.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.finish_reason is not None, timeout):
@@ -272,7 +274,7 @@ class Handle:
         if self.finish_reason == "cancelled":
             raise TextCancelledError("the text was cancelled")
         if self.finish_reason == "error":
-            raise EngineError("the engine could not go on") from self._error
+            raise EngineError(self._message) from self._error
 
     # --- for the engine ------------------------------------------------------------------------------------------------
 
@@ -332,11 +334,13 @@ class Handle:
         )
         return not stopped
 
-    def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        """It is over without being finished."""
+    def end(
+        self, reason: FinishReason, error: BaseException | None = None, message: str = "the engine could not go on"
+    ) -> None:
+        """End the text without finishing it. With an ``error``, its owner sees ``message`` and the error as its cause."""
         with self._changed:
             if self.finish_reason is None:
-                self._error = error
+                self._error, self._message = error, message
                 self._finish(reason)
 
     def _add(self, piece: Piece, reason: FinishReason | None) -> None:

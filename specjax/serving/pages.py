@@ -1,5 +1,6 @@
 """Pages of one pool: who holds them, and which of them hold the beginning of a prompt that others share. Plain Python."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +154,26 @@ class PagePool:
         while unheld := [prefix for prefix in self._prefixes if not prefix.holders and not prefix.below]:
             for prefix in unheld:
                 self._drop(prefix)
+
+    def check(self, own: Sequence[int], held: Sequence[Prefix]) -> None:
+        """Compare the pool with what its rows have.
+
+        Args:
+            own: the pages that rows have for themselves.
+            held: the prefixes that rows hold, each as often as it is held.
+
+        Raises:
+            RuntimeError: a page has no owner or two, or a prefix is held by more or fewer rows than it counts.
+        """
+        pages = sorted([*self._free, *own, *(page for prefix in self._prefixes for page in prefix.pages)])
+        if pages != list(range(self.total)):
+            raise RuntimeError(f"pages: {len(pages)} are free, a row's or a prefix's, and each of {self.total} must be so once")
+        holders = Counter(map(id, held))
+        if held and not self._prefixes.issuperset(held):
+            raise RuntimeError("prefixes: a row holds one that the pool has dropped")
+        for prefix in self._prefixes:
+            if prefix.holders != holders[id(prefix)]:
+                raise RuntimeError(f"prefixes: {holders[id(prefix)]} rows hold one that counts {prefix.holders} holders")
 
     def _drop_borders(self) -> None:
         """Those that were made or gone on from longest ago, as many as there are too many. Of a text's chunks the last one's

@@ -165,6 +165,7 @@ class Scheduler:
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
         self._max_waiting = max_waiting
+        self._borders = borders
         self._pools = [PagePool(pages, borders) for _ in range(shards)]
         self._rows: list[_Row | None] = [None] * rows
         self._most_rows, self._held_back = rows, frozenset[str]()
@@ -404,10 +405,46 @@ class Scheduler:
         for number in self._occupied:
             self._holder(number).ticket.row = number
 
-    def forget_prefixes(self) -> None:
-        """Drop what was kept of prompts and is held by nobody."""
-        for pool in self._pools:
-            pool.forget_prefixes()
+    def clear(self) -> None:
+        """Cancel every ticket, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
+        for ticket in [*self._waiting, *(row.ticket for row in self._rows if row is not None)]:
+            ticket.state, ticket.row = "cancelled", None
+        self._waiting.clear()
+        self._rows = [None] * len(self._rows)
+        self._pools = [PagePool(pool.total, self._borders) for pool in self._pools]
+        self.table[:] = self._pools[0].total
+
+    def check(self) -> None:
+        """Compare what is kept of tickets, rows and pages in several places.
+
+        Raises:
+            RuntimeError: two of them contradict each other; the message says which.
+        """
+        numbers = [ticket.number for ticket in self._waiting]
+        if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
+            raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
+        for shard, pool in enumerate(self._pools):
+            holders = [self._holder(row) for row in self._of_shard(shard)]
+            held = [prefix for holder in holders for prefix in holder.prefixes]
+            pool.check([page for holder in holders for page in holder.pages], held)
+        for number, row in enumerate(self._rows):
+            self._check_row(number, row)
+
+    def _check_row(self, number: int, row: _Row | None) -> None:
+        """Refuse a row whose ticket or whose line of the table says something else."""
+        pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
+        unused = self.table.shape[1] - len(pages)
+        if self.table[number].tolist() != pages + [self._pool(number).total] * unused:
+            raise RuntimeError(f"row {number}: the table does not have the pages {pages}")
+        if row is None:
+            return
+        ticket = row.ticket
+        if ticket.row != number or ticket.state not in ("reading", "running", "held"):
+            raise RuntimeError(f"row {number}: its ticket is {ticket.state}, in row {ticket.row}")
+        if len(ticket.tokens) > ticket.limit or not 0 <= (row.read or 0) < max(len(ticket.tokens), 1):
+            raise RuntimeError(
+                f"row {number}: {row.read or 0} of {len(ticket.tokens)} tokens are read, and there may be {ticket.limit}"
+            )
 
     # --- what there is -------------------------------------------------------------------------------------------------
 

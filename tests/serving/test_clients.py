@@ -449,6 +449,36 @@ def test_a_listener_that_fails_loses_its_row_and_nobody_else_does(plain, caplog)
     Client(plain, Request(PROMPT, 8)).ready()
 
 
+@pytest.mark.parametrize("where", ["_take", "_told_of"])
+def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, where) -> None:
+    first = Client(plain, Request(PROMPT, 8, seed=1)).ready()
+    second = Client(plain, Request(PROMPT, 8, seed=2)).ready()
+    method = getattr(plain._clients, where, None)
+
+    def fail_for_the_first(row: ClientRow, *given: Any) -> None:
+        if row is first.row:
+            raise ValueError("no such token")
+        assert method is not None
+        method(row, *given)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such token")
+
+    with plain._wake:
+        if where == "_take":
+            monkeypatch.setattr(plain._clients, "_take", fail_for_the_first)
+            first.send(first.root())
+        else:  # what it is to be told cannot be taken from what the device has read
+            monkeypatch.setattr("specjax.serving.clients._told_of", fail)
+            plain._clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
+        second.send(second.root())
+    assert first.hear() == Dropped("an error of the server; its log says more")
+    assert isinstance(second.hear(), Checked)
+    second.row.close()
+    assert plain.state == "running"
+    check_at_rest(plain)
+
+
 def test_an_engine_that_ends_drops_its_clients(target) -> None:
     with plain_engine(target) as engine:
         clients = [Client(engine, Request(PROMPT, 8)) for _ in range(3)]

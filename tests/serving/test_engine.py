@@ -118,7 +118,7 @@ def check_text(target, request: Request, handle: Handle) -> None:
 
 def check_at_rest(engine: Engine) -> None:
     """Nobody has a row or a page, and no page is lost or there twice."""
-    wait_until(lambda: engine._scheduler.idle)
+    wait_until(lambda: is_idle(engine))
     with engine._wake:
         assert not engine._handles
         statistics, scheduler = engine.statistics, engine._scheduler
@@ -129,6 +129,12 @@ def check_at_rest(engine: Engine) -> None:
             shared = [page for prefix in pool._prefixes for page in prefix.pages]
             assert sorted(pool._free + shared) == list(range(pool.total))
             assert all(prefix.holders == 0 for prefix in pool._prefixes)
+
+
+def is_idle(engine: Engine) -> bool:
+    """Whether the engine has nothing to do."""
+    with engine._wake:
+        return engine._scheduler.idle
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -178,7 +184,7 @@ class Gate:
 
     def wait(self) -> None:
         """Until the engine is at the gate, or has nothing to do."""
-        wait_until(lambda: self._is_here or self._engine._scheduler.idle)
+        wait_until(lambda: self._is_here or is_idle(self._engine))
 
     def let_through(self) -> None:
         """One decode call, and until the engine is back at the gate, or has nothing to do."""
@@ -659,19 +665,156 @@ def test_whoever_waits_learns_of_a_failure(target, where) -> None:
         assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
 
 
-def test_a_text_that_cannot_be_handed_out_ends_alone(target, plain, monkeypatch) -> None:
-    with gated(plain):
-        first, second = submit_together(plain, [GREEDY] * 2)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_while_nobody_waits_says_so(target) -> None:
+    with plain_engine(target) as engine:
+        check_text(target, GREEDY, GREEDY.submit(engine))
+        assert (engine.state, engine.error) == ("running", None)
 
-        def fail(*_, **named):
-            raise ValueError("no such token")
+        def fail() -> bool:
+            raise ValueError("the device is gone")
 
-        monkeypatch.setattr(first, "deliver", fail)
+        with engine._wake:
+            engine._scheduler.can_go_on = fail
+            engine._wake.notify_all()
+        engine._thread.join(PATIENCE)
+        assert (engine.state, str(engine.error)) == ("failed", "the device is gone")
+        with pytest.raises(EngineError):
+            GREEDY.submit(engine)
+    assert engine.state == "failed"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(target) -> None:
+    with plain_engine(target) as engine:
+
+        def fail(*_) -> None:
+            engine._scheduler._pools[0]._free.clear()
+            engine._scheduler._rows[0].prefixes = [None]
+            raise ValueError("the device is gone")
+
+        engine._take = fail
+        handles = submit_together(engine, [GREEDY] * 3)
+        for handle in handles:
+            with pytest.raises(EngineError):
+                handle.result(PATIENCE)
+        engine._thread.join(PATIENCE)
+        check_at_rest(engine)
+
+
+def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_uses) -> None:
+    for name in ("cancel", "running", "table", "dropped"):
+        with plain._wake:
+            getattr(plain._scheduler, name)
+        with pytest.raises(AssertionError, match=f"Scheduler.{name} is used without the engine's lock"):
+            getattr(plain._scheduler, name)
+    assert unguarded_uses == [f"Scheduler.{name} by MainThread" for name in ("cancel", "running", "table", "dropped")]
+    unguarded_uses.clear()
+
+
+# --- the error of one text -------------------------------------------------------------------------------------------
+
+
+def fail(*_, **named):
+    raise ValueError("no such token")
+
+
+def failing_for(ticket, method, place: int):
+    """``method``, which fails where its argument at ``place`` is the ``ticket``, or is of it."""
+
+    def fails_for_one(*given, **named):
+        if getattr(given[place], "ticket", given[place]) is ticket:
+            fail()
+        return method(*given, **named)
+
+    return fails_for_one
+
+
+def make_a_method_fail(name: str, place: int):
+    def make(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(engine, name, failing_for(handle.ticket, getattr(engine, name), place))
+
+    return make
+
+
+def make_the_handle_fail(name: str):
+    return lambda engine, handle, patch: patch.setattr(handle, name, fail)
+
+
+def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
+    decode = engine._device.decode
+
+    def lose(*given, **named):
+        progress = decode(*given, **named)
+        if handle.ticket.row is None:
+            return progress
+        return progress.replace(lengths=progress.lengths.at[handle.ticket.row].set(1))
+
+    patch.setattr(engine._device, "decode", lose)
+
+
+def forget_who_asked(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
+    engine._handles.pop(handle.ticket)
+    handle.end("error", ValueError("no such token"))  # a handle that the engine has lost learns of nothing
+
+
+def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
+    give_up = engine._give_up_orphans
+
+    def forget_first() -> None:
+        if engine._handles.pop(handle.ticket, None):
+            handle.end("error", ValueError("no such token"))
+        give_up()
+
+    patch.setattr(engine, "_give_up_orphans", forget_first)
+
+
+FAULTS_OF_ONE_TEXT = {
+    "before it has a row": make_a_method_fail("_words", 0),
+    "while it is read": make_a_method_fail("_was_read", 0),
+    "nobody has asked for it": forget_who_asked,
+    "nobody has asked for it, and it runs": forget_who_asked_once_it_runs,
+    "the device has lost tokens": make_the_device_lose_tokens,
+    "its statistics": make_the_handle_fail("take_stats"),
+    "its row": make_a_method_fail("_take_row", 2),
+    "its tokens": make_the_handle_fail("deliver"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_ONE_TEXT)
+def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch, fault) -> None:
+    with plain._wake:
+        first, second, third = submit_together(plain, [GREEDY, DRAWN, GREEDY])
+        FAULTS_OF_ONE_TEXT[fault](plain, first, monkeypatch)
     with pytest.raises(EngineError) as caught:
         first.result(PATIENCE)
-    assert str(caught.value.__cause__) == "no such token"
-    check_text(target, GREEDY, second)
+    assert str(caught.value.__cause__).startswith(("no such token", "row 0: the device has 1 tokens of a text that had 3"))
+    check_text(target, DRAWN, second)
+    check_text(target, GREEDY, third)
+    assert plain.state == "running"
     check_at_rest(plain)
+    monkeypatch.undo()
+    check_text(target, GREEDY, GREEDY.submit(plain))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target, monkeypatch) -> None:
+    with plain_engine(target) as engine:
+        with engine._wake:
+            first, second = submit_together(engine, [GREEDY, DRAWN])
+
+            def fail_and_break(*_) -> None:
+                engine._scheduler._pools[0]._free.append(0)
+                fail()
+
+            monkeypatch.setattr(first, "take_stats", fail_and_break)
+        for handle, message in ((first, "this text could not go on"), (second, "the engine could not go on")):
+            with pytest.raises(EngineError, match=message):
+                handle.result(PATIENCE)
+        engine._thread.join(PATIENCE)
+        assert engine.state == "failed"
+        assert "pages: " in str(engine.error)
+        check_at_rest(engine)
 
 
 def test_a_key_may_lie_anywhere_and_compiles_nothing(target, plain) -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -903,6 +903,68 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1000), WithClients)
     assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "dropped, being there")) > 30
+
+
+class Checking(WithClients):
+    """The scheduler looks at itself, too."""
+
+    def check_pages(self) -> None:
+        super().check_pages()
+        self.scheduler.check()
+
+
+def test_a_scheduler_that_is_right_never_contradicts_itself() -> None:
+    run_schedules(range(2000, 2100), Checking)
+
+
+# --- a scheduler that contradicts itself -------------------------------------------------------------------------------
+
+Change = Callable[[Scheduler, Ticket, Ticket], object]
+CONTRADICTIONS: dict[str, tuple[Change, str]] = {
+    "a page twice": (lambda made, running, _: made._pools[0]._free.append(pages_of(made, 0)[0]), "pages: 17 are"),
+    "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
+    "a prefix that is dropped": (
+        lambda made, running, _: made._pools[0]._drop(made._holder(running.row or 0).prefixes[0]),
+        "a row holds one that the pool has dropped|pages: ",
+    ),
+    "a holder too many": (
+        lambda made, running, _: setattr(made._holder(running.row or 0).prefixes[0], "holders", 2),
+        "1 rows hold one that counts 2",
+    ),
+    "another page in the table": (lambda made, running, _: made.table.__setitem__((running.row, 0), 9), "row 0: the table"),
+    "a free row with pages": (lambda made, *_: made.table.__setitem__((1, 0), 3), "row 1: the table"),
+    "another row": (lambda made, running, _: setattr(running, "row", 1), "row 0: its ticket is running, in row 1"),
+    "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its ticket is done"),
+    "more tokens than it may have": (
+        lambda made, running, _: running.tokens.extend([1] * 30),
+        "row 0: 5 of 36 tokens are read, and there may be 8",
+    ),
+    "more is read than there is": (lambda made, running, _: running.tokens.clear(), "row 0: 5 of 0 tokens are read"),
+    "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: tickets"),
+    "waits and is cancelled": (lambda made, _, waiting: setattr(waiting, "state", "cancelled"), "waiting: tickets"),
+    "waits twice": (lambda made, _, waiting: made._waiting.append(waiting), "waiting: tickets"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_named_and_clearing_helps(name) -> None:
+    change, message = CONTRADICTIONS[name]
+    made = scheduler()
+    running = made.submit([1] * 6, most=2)
+    read_all(made)
+    made.limit_rows(1)
+    waiting = made.submit([2] * 6, most=2)
+    made.check()
+    change(made, running, waiting)
+    with pytest.raises(RuntimeError, match=message):
+        made.check()
+    made.clear()
+    made.check()
+    assert (running.state, running.row, waiting.state, waiting.row) == ("cancelled", None, "cancelled", None)
+    assert (made.idle, made.occupied, made.free_pages) == (True, 0, 16)
+    following = made.submit([1] * 6, most=2)
+    assert starts(read_all(made)) == [(0, None)]
+    assert following.state == "running"
 
 
 # --- schedulers that are wrong, and are found out ----------------------------------------------------------------------

@@ -115,7 +115,8 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         decode = engine._device.decode
 
         def decode_and_count(number: int, table, free, steps, until, width: int, logprobs: bool):
-            occupied.append(engine._scheduler.occupied)
+            with engine._wake:
+                occupied.append(engine._scheduler.occupied)
             assert engine._programs.is_ready("decode", width, number, logprobs)
             return decode(number, table, free, steps, until, width, logprobs)
 

@@ -14,7 +14,7 @@ import specjax
 from specjax.drafts.shapes import StaticTree
 from specjax.errors import InputError
 from specjax.serving.engine import Engine
-from specjax.serving.handle import Handle
+from specjax.serving.handle import EngineError, Handle
 from tests.conftest import compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
 
@@ -217,3 +217,22 @@ def test_an_engine_that_was_not_made_for_it_says_so() -> None:
     for wrong in ({"max_logprobs": 12}, {"max_logprobs": -1}, {"max_prediction": 64}):
         with pytest.raises(InputError, match="max_"):
             Engine(tiny_target(), rows=1, pages=8, **SIZES, **wrong)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("most", [0, 4])
+def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeypatch, most) -> None:
+    request = {"max_new_tokens": most, "logprobs": 2, "echo": True, "eos_token_ids": ()}
+    with engine._wake:
+        first, second = (engine.submit(PROMPT, **request) for _ in range(2))
+
+        def fail(*_) -> None:
+            raise ValueError("no such token")
+
+        monkeypatch.setattr(first, "prompt_read", fail)
+    with pytest.raises(EngineError, match="this text could not go on") as caught:
+        first.result(PATIENCE)
+    assert str(caught.value.__cause__) == "no such token"
+    assert len(second.result(PATIENCE).tokens) == most
+    assert len(second.prompt_logprobs) == len(PROMPT) - 1
+    assert engine.state == "running"

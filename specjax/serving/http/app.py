@@ -99,8 +99,6 @@ class Service:
         metrics: what Prometheus is told.
         begun: when, in seconds since 1970.
         is_draining: whether no new requests are taken.
-        has_failed: whether the engine has.
-        may_have_failed: whether a text has ended with an error since that was last looked at.
     """
 
     def __init__(self, engine: Engine, options: AppOptions) -> None:
@@ -118,7 +116,7 @@ class Service:
         self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
         self.drafts = None if engine.client_drafts is None else Drafts(engine)
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
-        self.is_draining = self.has_failed = self.may_have_failed = False
+        self.is_draining = False
         self.begun = int(time.time())
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
@@ -167,17 +165,6 @@ class Service:
         """A request is over: what it has left is cancelled."""
         submission.cancel()
         self._submissions.discard(submission)
-        self.may_have_failed |= any(handle.finish_reason == "error" for handle in submission.handles)
-
-    def check_engine(self) -> None:
-        """Where a text has ended with an error: whether it was the engine's, which then takes no more requests."""
-        self.may_have_failed = False
-        try:
-            self.engine.submit([0], max_new_tokens=1).cancel()
-        except EngineError:
-            self.has_failed = True
-        except QueueFullError:
-            pass
 
     def submit(self, asked: TextRequest, submission: "Submission") -> list[list[int]]:
         """Hand the texts of a request to the engine: all of them, or none stays. The tokens of its prompts.
@@ -331,11 +318,11 @@ def make_app(service: Service) -> ASGIApp:
         return Response(page, media_type="text/html", headers=_PAGE_HEADERS)
 
     async def health(request: Request) -> Response:
-        if service.may_have_failed:
-            await asyncio.to_thread(service.check_engine)  # not behind the requests
-        if service.is_draining or service.has_failed:
-            state = "the server is shutting down" if service.is_draining else "the engine has failed; start the server anew"
-            raise RequestError(503, state, headers={"Retry-After": "10"})
+        state = service.engine.state
+        if service.is_draining or state != "running":
+            is_ending = service.is_draining or state == "closed"
+            message = "the server is shutting down" if is_ending else "the engine has failed; start the server anew"
+            raise RequestError(503, message, headers={"Retry-After": "10"})
         statistics = service.engine.statistics
         return _json({"status": "ok", "programs": {"compiled": statistics.compiled, "of": statistics.programs}})
 

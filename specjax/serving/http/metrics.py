@@ -114,6 +114,8 @@ class _OfEngine:
         in_use = GaugeMetricFamily("specjax:draft_in_use", "1: it was used last.", labels=["model_name", "draft"])
         in_use.add_metric([self._model, is_.draft], 1)
         yield in_use
+        is_running = float(self._engine.state == "running")
+        yield self._gauge("specjax:engine_running", "1: the engine takes requests; 0: it has failed, or is closed.", is_running)
         yield self._gauge("specjax:programs", "Programs that the engine uses, once they are compiled.", is_.programs)
         yield self._gauge("specjax:programs_compiled", "Of those, that are compiled.", is_.compiled)
         if self._sessions is not None:

@@ -136,6 +136,10 @@ class MadeUpEngine:
             "draft": "chain:3",
         }
 
+    @property
+    def state(self) -> str:
+        return "failed" if self.is_down else "running"
+
     def encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             if any(message["role"] == "nobody" for message in prompt):

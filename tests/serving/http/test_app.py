@@ -381,6 +381,7 @@ def test_metrics() -> None:
     text = asyncio.run(three_texts())
     of = '{model_name="tiny"}'
     expected = {
+        f"specjax:engine_running{of}": 1,
         **{f"specjax:programs{of}": 5, f"specjax:programs_compiled{of}": 3},
         **{f"vllm:num_requests_running{of}": 0, f"vllm:num_requests_waiting{of}": 1, f"vllm:kv_cache_usage_perc{of}": 0.25},
         **{f"vllm:prompt_tokens_total{of}": 9, f"vllm:generation_tokens_total{of}": 15, f"vllm:num_preemptions_total{of}": 2},
@@ -567,11 +568,18 @@ def test_an_engine_that_fails() -> None:
     assert error["type"] == "server_error"
     assert "secret" not in error["message"]
     assert ask(service, "/health", "GET").status_code == 200  # it was this text's
+    assert metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}') == 1
     engine.is_down = True
     refused(ask(service), 500)
-    engine.error = None
-    service.may_have_failed = True
+
+
+def test_an_engine_that_has_failed_while_nobody_asked_for_anything() -> None:
+    engine = MadeUpEngine()
+    service = service_of(engine)
+    engine.is_down = True
     assert "failed" in refused(ask(service, "/health", "GET"), 503)["message"]
+    assert metric(ask(service, "/metrics", "GET").text, 'specjax:engine_running{model_name="tiny"}') == 0
+    assert engine.submitted == []
 
 
 def test_an_error_in_the_middle_of_a_stream_is_said_there() -> None:
