@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import pytest
 import specjax
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
-from specjax.cli.main import COMMANDS, main, parse_options
+from specjax.cli.main import COMMANDS, Command, Group, main, parse_options
 from specjax.cli.plan import contexts as plan_contexts
 from specjax.drafts.shapes import StaticTree
 from specjax.planning import choice
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts
 from specjax.planning.costs import Costs
+from specjax.training import loop
 from tests.cli.conftest import end_at
 from tests.conftest import ASSETS, tiny_target
 
@@ -248,6 +250,23 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
     assert code == 2
     assert message in err
     assert len(err.strip().splitlines()) == 1
+
+
+def leaves(commands: Mapping[str, Command | Group], *before: str) -> Iterator[tuple[str, ...]]:
+    """The words that name each command."""
+    for name, command in commands.items():
+        yield from leaves(command.commands, *before, name) if isinstance(command, Group) else [(*before, name)]
+
+
+@pytest.mark.parametrize("words", sorted(set(leaves(COMMANDS)) - {("demo",), ("serve",), ("env",)}), ids=" ".join)
+def test_a_command_that_is_told_nothing_says_what_it_needs(capsys, monkeypatch, tmp_path, words) -> None:
+    """But for those that need nothing: they must not start something that takes long."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "train", lambda config: pytest.fail(f"a training began: {config}"))
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and ("give" in err or "name" in err)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("train", True), ("regenerate", True), ("generate", False), ("convert", False)])
