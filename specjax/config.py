@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import dacite
 import yaml
 
-from specjax.errors import InputError
+from specjax.errors import InputError, did_you_mean
 
 _Config = TypeVar("_Config")
 
@@ -48,7 +48,8 @@ def parse(cls: type[_Config], content: Mapping[str, Any], source: str, prefix: s
     values = {}
     for key, value in content.items():
         if key not in known:
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; known here: {', '.join(known)}")
+            hint = did_you_mean(str(key), known)
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; known here: {', '.join(known)}{hint}")
         section = _section(hints[key], value, source, f"{prefix}{key}")
         values[key] = value if section is None else parse(section, value, source, f"{prefix}{key}.")
     try:
@@ -67,7 +68,8 @@ def _section(hint: Any, value: Any, source: str, name: str) -> type | None:
         tagged = {_tag(kind): kind for kind in get_args(hint)}
         tag = value.get("name") if isinstance(value, Mapping) else None
         if not isinstance(tag, str) or tag not in tagged:
-            raise ConfigError(f"{source}: {name}.name={tag!r}: must be one of {', '.join(tagged)}")
+            hint = did_you_mean(tag, tagged) if isinstance(tag, str) else ""
+            raise ConfigError(f"{source}: {name}.name={tag!r}: must be one of {', '.join(tagged)}{hint}")
         return tagged[tag]
     if get_origin(hint) in (Union, types.UnionType) and value is not None:  # a section that may be left out
         hint = next((kind for kind in get_args(hint) if dataclasses.is_dataclass(kind)), hint)

@@ -1,5 +1,76 @@
-"""The one kind of error that a user can put right."""
+"""The one kind of error that a user can put right, and what its messages suggest."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
 class InputError(ValueError):
     """An argument, file or setting that cannot be used. The message names it, its value, and what to do."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" with the name nearest to ``word``; nothing where none is near.
+
+    Args:
+        word: as it was written. Capitals and underscores count as small letters and hyphens.
+        known: the names that there are.
+
+    Examples:
+        >>> from specjax.errors import did_you_mean
+        >>> did_you_mean("promt_lookup", ("early-exit", "prompt-lookup"))
+        '; did you mean prompt-lookup?'
+        >>> did_you_mean("bush", ("early-exit", "prompt-lookup"))
+        ''
+    """
+    by_spelling, spelling = {_spelling(name): name for name in known}, _spelling(word)
+    begun = [name for name in by_spelling if len(spelling) > 2 and name.startswith(spelling)]
+    nearest = begun or difflib.get_close_matches(spelling, by_spelling, n=1, cutoff=0.6)
+    return f"; did you mean {by_spelling[nearest[0]]}?" if nearest else ""
+
+
+def _spelling(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+_ELSEWHERE = {
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "n_predict": "max_new_tokens",
+    "num_predict": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "stop_strings": "stop",
+    "stop_token_ids": "eos_token_ids",
+    "rng": "key",
+}
+"""Arguments as other libraries call them, and ours."""
+
+
+def check_options(function: str, options: Mapping[str, Any], takes: Callable[..., Any], *others: str) -> None:
+    """Refuse keyword arguments that a function does not have, before it passes them on.
+
+    Args:
+        function: its name, for the message.
+        options: the keyword arguments.
+        takes: the function that they are passed on to. Its arguments without a default, such as a prompt, are no options.
+        others: names of further arguments, which the first function takes out.
+
+    Raises:
+        InputError: names the first argument that neither has, its value, and the nearest one that there is.
+
+    Examples:
+        >>> from specjax.errors import check_options
+        >>> check_options("generate", {"max_tokens": 8}, specjax.pipeline.settings)
+        Traceback (most recent call last):
+        specjax.errors.InputError: max_tokens=8: generate has no argument of that name; did you mean max_new_tokens?
+    """
+    parameters = inspect.signature(takes).parameters.values()
+    known = [*(each.name for each in parameters if each.default is not each.empty), *others]
+    for name, value in options.items():
+        if name in known:
+            continue
+        ours = _ELSEWHERE.get(name)
+        hint = f"; did you mean {ours}?" if ours in known else did_you_mean(name, known)
+        hint = hint or f"; its arguments are {', '.join(known)}"
+        raise InputError(f"{name}={value!r}: {function} has no argument of that name{hint}")

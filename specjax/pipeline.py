@@ -19,13 +19,14 @@ from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_options
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
 from specjax.processes import meet
+from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling, make_key
 from specjax.sharding import spans_processes
 from specjax.text import GrowingText, Messages
@@ -128,7 +129,7 @@ def load(
 
 
 @dataclass(frozen=True)
-class TextGenerator:
+class TextGenerator(OneLine):
     """Generates text from text. Made by `load`.
 
     Attributes:
@@ -148,6 +149,10 @@ class TextGenerator:
     tokenizer: Any
     drafter: Drafter | None = None
 
+    def shown_fields(self) -> dict[str, Any]:
+        """Return what the repr shows: of the tokenizer, whose own repr lists all special tokens, the class."""
+        return {"target": self.target, "tokenizer": type(self.tokenizer), "drafter": self.drafter}
+
     @overload
     def __call__(self, prompt: str | Messages, **options: Any) -> Generation: ...
     @overload
@@ -158,7 +163,7 @@ class TextGenerator:
         Args:
             prompt: text, or messages such as ``[{"role": "user", "content": "…"}]``, which the model's chat template is put
                 around.
-            options: see `settings`, and ``stop``, a sequence of strings: the text ends before the first of them.
+            options: see `settings`, and ``stop``, a string or a sequence of strings: the text ends before the first of them.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -190,7 +195,7 @@ class TextGenerator:
         prompts: Sequence[Sequence[int]],
         options: GenerationOptions = GenerationOptions(),
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         steps: int | None = None,
     ) -> "Run":
         """Check every argument, and read the prompts: a batch to be iterated over.
@@ -198,10 +203,10 @@ class TextGenerator:
         Args:
             prompts: token ids of each row.
             options: of the generation, see `settings`.
-            stop: strings before the first of which a row's text ends.
+            stop: a string, or several, before the first of which a row's text ends.
             steps: between two looks at what there is; None runs to the end at once.
         """
-        text.check_stop(stop)
+        stop = text.check_stop(stop)
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
         return Run(results, [GrowingText(self.tokenizer, prompt, stop) for prompt in prompts])
 
@@ -302,8 +307,9 @@ def _check_size(name: str, value: Any, most: float = _ALL) -> None:
 
 def _split_options(options: dict[str, Any]) -> tuple[Sequence[str], GenerationOptions]:
     """``stop``, and the `settings` of the others; warns of those that are not read."""
+    check_options("the generator", options, settings, "stop")
     options = dict(options)
-    stop = options.pop("stop", ())
+    stop = text.check_stop(options.pop("stop", ()))
     made = settings(**options)
     if unread := unread_settings(made.sampling):
         warnings.warn(f"{', '.join(unread)}: not read at temperature 0, which is greedy", stacklevel=3)

@@ -79,7 +79,7 @@ class Generate:
         top_p: float = 1.0,
         seed: int = 0,
         chat_template: str = "",
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         mesh: tuple[int, int] = (1, 1),
     ) -> None:
         """Load the model and compile everything.
@@ -99,19 +99,19 @@ class Generate:
             top_p: in (0, 1].
             seed: of the random draws.
             chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-            stop: strings before the first of which an answer ends.
+            stop: a string, or several, before the first of which an answer ends.
             mesh: devices by axis, data and model, where a model takes several.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
-        check_stop(stop)
+        stop = check_stop(stop)
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         self.column, self.copy = column, copy
         with _on_host():
             self._root = make_key(seed)
-        self._settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": tuple(stop)}
+        self._settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
         generator = pipeline.load(target, drafter=None if drafter == "none" else drafter, draft=draft or None, mesh=devices)
         chat.with_template(generator.tokenizer, chat_template)

@@ -643,17 +643,24 @@ def _begun(stop: str, text: str) -> int:
     return count
 
 
-def check_stop(stop: Sequence[str]) -> None:
-    """Refuse, with an InputError, what are no stop strings.
+def check_stop(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the stop strings that an argument means: one string, or a sequence of strings.
+
+    Raises:
+        InputError: they are no strings, or one is empty.
 
     Examples:
         >>> from specjax.text import check_stop
-        >>> check_stop("END")
+        >>> check_stop("END"), check_stop(["END", "STOP"])
+        (('END',), ('END', 'STOP'))
+        >>> check_stop([""])
         Traceback (most recent call last):
-        specjax.errors.InputError: stop='END': give a sequence of strings that are not empty
+        specjax.errors.InputError: stop=['']: give a sequence of strings that are not empty, or one
     """
-    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
-        raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty")
+    strings = (stop,) if isinstance(stop, str) or not isinstance(stop, Iterable) else tuple(stop)
+    if not all(isinstance(each, str) and each for each in strings):
+        raise InputError(f"stop={stop!r}: give a sequence of strings that are not empty, or one")
+    return strings
 
 
 def _special_tokens(tokenizer: Any, stop: Sequence[str]) -> Iterator[int]:

@@ -71,6 +71,8 @@ def test_text_ends_before_a_stop_string(generator, whole) -> None:
         assert stopped.statistics.emitted < COUNT  # generation itself stopped
         assert "".join(generator.stream(PROMPT, max_new_tokens=COUNT, stop=stop)) == expected
     assert generator(PROMPT, max_new_tokens=COUNT, stop=["never there"]).text == whole.text
+    by_one_string = generator(PROMPT, max_new_tokens=COUNT, stop=across)  # one string is as a list of one
+    assert by_one_string == generator(PROMPT, max_new_tokens=COUNT, stop=[across])
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 9])
@@ -164,9 +166,14 @@ def test_what_cannot_be_used_is_refused(generator, tmp_path) -> None:
             generator(prompt)
     with pytest.raises(InputError, match="stream takes one prompt"):
         generator.stream(["a", "b"])
-    for stop in ("text", [""], [3]):
+    for stop in ("", [""], [3], None):
         with pytest.raises(InputError, match="stop="):
             generator("x", stop=stop)
+    for ask in (generator, generator.stream):
+        with pytest.raises(InputError, match=r"temp=0\.5: .*no argument of that name; did you mean temperature"):
+            ask("x", temp=0.5)
+        with pytest.raises(InputError, match=r"max_tokens=3: .*; did you mean max_new_tokens"):
+            ask("x", max_tokens=3)
     for options in ({"seed": -1}, {"seed": 2**63}, {"max_new_tokens": 0}, {"max_new_tokens": 2**63}, {"temperature": -1}):
         with pytest.raises(InputError, match=next(iter(options))):
             generator("x", **options)

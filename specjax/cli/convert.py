@@ -11,6 +11,7 @@ import numpy as np
 from specjax import text
 from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
+from specjax.files import replacing
 from specjax.models import checkpoint, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
 from specjax.models.config import ModelConfig
@@ -124,7 +125,7 @@ def write_narrow(config: ConvertConfig) -> None:
         target, how = calibrate(wide, scheme, tokens), f"{how}, calibrated on {tokens.size:,} tokens"
     else:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
-    with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
+    with waiting(f"writing {config.output}"), replacing(output) as scratch:
         target.save_pretrained(scratch, dtype=dtype)
         copy_beside(source, scratch)
     size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
@@ -177,7 +178,7 @@ def write_client_parts(config: ConvertConfig) -> None:
     source = huggingface.locate(config.target)
     part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
     drafter.check(part)
-    with waiting(f"writing {config.output}"), checkpoint.replacing(output) as scratch:
+    with waiting(f"writing {config.output}"), replacing(output) as scratch:
         part.save_pretrained(scratch)
         copy_beside(source, scratch)
     size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)

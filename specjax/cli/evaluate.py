@@ -19,6 +19,7 @@ from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.questions import Question, read_questions
+from specjax.files import replacing
 from specjax.models.narrow import schemes
 from specjax.processes import speaks
 from specjax.progress import track
@@ -125,11 +126,11 @@ def run_evaluate(config: EvaluateConfig) -> int:
     if asking.cut:
         console.print(f"{asking.cut} prompts were too long for the models' positions, and lost their beginning")
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
         content = {**about, "prompts_cut": asking.cut, "results": results}
-        (output / "results.json").write_text(json.dumps(content, indent=2) + "\n")
-        (output / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
-        report.draw(results, output / "results.png")
+        with replacing(output) as scratch:
+            (scratch / "results.json").write_text(json.dumps(content, indent=2) + "\n")
+            (scratch / "results.md").write_text(report.markdown(results, config.repeats, len(questions), machine["device"]))
+            report.draw(results, scratch / "results.png")
         console.print(f"written: {output}/results.json, results.md, results.png")
     return 0
 

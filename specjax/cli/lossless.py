@@ -15,6 +15,7 @@ from specjax.drafters import Drafter
 from specjax.errors import InputError
 from specjax.evaluation import drawn_texts, losslessness
 from specjax.evaluation.conformance import SETTINGS
+from specjax.files import replacing
 from specjax.progress import waiting
 from specjax.reports import losslessness as report
 from specjax.sampling import Sampling
@@ -55,9 +56,9 @@ class LosslessTest:
         if as_json:
             print(json.dumps(content))
         if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "lossless.json").write_text(json.dumps(content, indent=2) + "\n")
-            (output / "lossless.md").write_text(report.markdown(verdicts, about["machine"]["device"]))
+            with replacing(output) as scratch:
+                (scratch / "lossless.json").write_text(json.dumps(content, indent=2) + "\n")
+                (scratch / "lossless.md").write_text(report.markdown(verdicts, about["machine"]["device"]))
             print(f"written: {output}/lossless.json, lossless.md", file=sys.stderr if as_json else sys.stdout)
         return 0 if all(verdict.lossless for verdict in verdicts.values()) else 1
 

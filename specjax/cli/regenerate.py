@@ -19,6 +19,7 @@ from specjax.cli import shards
 from specjax.config import differences, dump_yaml, load_yaml
 from specjax.drafters import NoDraft
 from specjax.errors import InputError
+from specjax.files import FullDiskError, is_full_disk, write_text
 from specjax.progress import waiting
 from specjax.sampling import named_key
 from specjax.serving.engine import Engine
@@ -283,20 +284,19 @@ def _append(output: Path, claim: str, records: Sequence[dict[str, Any]]) -> int:
     """Add ``records``, and say how many they are. The first ones make ``output`` this command's: ``claim`` goes beside it."""
     if not records:
         return 0
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    again = "make room, and give the same command again"
     try:
         if not _is_begun(output):
-            output.parent.mkdir(parents=True, exist_ok=True)
-            scratch = output.with_name(f".{output.stem}.yaml.tmp")
-            scratch.write_text(claim)
-            scratch.replace(shards.beside(output))  # whole or not at all
+            write_text(shards.beside(output), claim)
         with output.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+            file.write(lines)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:  # what was written of a line is cut off when the run goes on
-        raise InputError(
-            f"output={str(output)!r}: cannot be written ({error.strerror}): make room, and give the same command again"
-        ) from None
+        if is_full_disk(error):
+            raise FullDiskError(output, len(lines.encode()), again) from None
+        raise InputError(f"output={str(output)!r}: cannot be written ({error.strerror}): {again}") from None
     return len(records)
 
 

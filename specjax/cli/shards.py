@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specjax.errors import InputError
+from specjax.files import write_text
 from specjax.training.written import BEGUN
 
 _NAME = re.compile(r"(\d{5})-of-(\d{5})\.jsonl(\.part)?")
@@ -124,9 +125,7 @@ def finish(part: Path, claim: str) -> Path:
     part.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
     lines = (noted.read_text() if noted.exists() else claim).splitlines(keepends=True)
-    scratch = noted.with_name(f".{noted.name}.tmp")
-    scratch.write_text("".join([*(line for line in lines if not line.startswith(_WHOLE)), f"{_WHOLE}{_digest(part)}\n"]))
-    scratch.replace(noted)
+    write_text(noted, "".join([*(line for line in lines if not line.startswith(_WHOLE)), f"{_WHOLE}{_digest(part)}\n"]))
     part.replace(file)
     return file
 

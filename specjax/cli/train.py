@@ -4,12 +4,18 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from specjax.errors import InputError
 from specjax.progress import waiting
 from specjax.training.config import TrainConfig
 
 
 def run_train(config: TrainConfig) -> None:
     """``specjax train``."""
+    if config == TrainConfig():  # it takes hours, and trains a model on Python's own source, which few mean
+        raise InputError(
+            "train: nothing says what to train; give --config FILE.yaml, which names a method, its target and the data (as "
+            "those in the folder configs of the repository do), or these as options, which specjax train --help lists"
+        )
     if config.dry_run:
         _show_needs(config)
         return

@@ -22,7 +22,7 @@ from specjax.drafters.mixture_of_attentions import with_told
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
-from specjax.errors import InputError
+from specjax.errors import InputError, check_options
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.wire.arrays import PRECISIONS, Precision
@@ -82,7 +82,7 @@ class Client:
         min_p: float = 0.0,
         seed: int = 0,
         eos_token_ids: Sequence[int] | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         private: Sequence[str] = (),
         journal: str | Path | None = None,
         is_offline: bool = False,
@@ -101,7 +101,7 @@ class Client:
             min_p: in [0, 1].
             seed: of the random draws.
             eos_token_ids: ids that end the text; None: the target's own, ``()``: none.
-            stop: strings before the first of which the text ends.
+            stop: a string, or several, before the first of which the text ends.
             private: strings of the prompt that the server must not see. The drafter sees them. Nothing that follows is
                 verified: all of the text is provisional. See `specjax.client.private`.
             journal: file in which the text is kept as far as it is committed. Where it is there, the text goes on from it.
@@ -113,7 +113,7 @@ class Client:
         config = self.device.target.config
         settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
         pipeline.settings(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, **settings).check(config, 1)
-        text.check_stop(stop)
+        stop = text.check_stop(stop)
         if stop and self.tokenizer is None:
             raise InputError("stop: a client without a tokenizer has no text to look for it in; give tokenizer=...")
         private = private if isinstance(private, str) else tuple(private)
@@ -152,6 +152,7 @@ class Client:
 
     def generate(self, prompt: str | text.Messages | Sequence[int], **options: Any) -> Report:
         """The whole text. Arguments as of `stream`."""
+        check_options("generate", options, self.stream)
         writer = self.stream(prompt, **options)
         for _ in writer:
             pass

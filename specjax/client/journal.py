@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 
 from specjax.client.exchange import Exchange, Request
 from specjax.errors import InputError
+from specjax.files import FullDiskError, is_full_disk
 
 
 class Journal:
@@ -60,14 +62,19 @@ class Journal:
         Raises:
             InputError: it cannot be written.
         """
+        content = json.dumps(exchange.snapshot())
         beside = self._path.with_name(self._path.name + ".new")
         try:
             beside.unlink(missing_ok=True)
             # It holds the prompt: nobody else may read it, and it is nobody else's file.
             with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(json.dumps(exchange.snapshot()))
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, self._path)
         except OSError as error:
+            with suppress(OSError):
+                beside.unlink()  # half of it
+            if is_full_disk(error):
+                raise FullDiskError(self._path, len(content.encode())) from None
             raise InputError(f"journal={str(self._path)!r}: cannot be written ({error})") from None

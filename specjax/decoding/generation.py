@@ -20,11 +20,12 @@ from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft
 from specjax.errors import InputError
 from specjax.models.transformer import Target
+from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling
 
 
 @struct.dataclass
-class Result:
+class Result(OneLine):
     """What was generated; numpy arrays.
 
     Attributes:
@@ -38,6 +39,8 @@ class Result:
         ((2, 14), [14, 14])
         >>> result.stats.steps.tolist()  # plain decoding: a step for each token
         [8, 8]
+        >>> repr(result).startswith("Result(tokens=int32[2, 14], lengths=[14, 14], stats=Stats(")
+        True
     """
 
     tokens: np.ndarray

@@ -18,6 +18,7 @@ from specjax.models.cache import Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import dequantize
 from specjax.models.transformer import States, Target
+from specjax.reprs import OneLine
 from specjax.sampling import RowSampling
 
 
@@ -123,7 +124,7 @@ State = TypeVar("State")
 replaced by another request at any time."""
 
 
-class Drafter(Generic[State]):
+class Drafter(OneLine, Generic[State]):
     """Proposes tokens for the target to check. Subclass it as a ``flax.struct.dataclass``; every method is pure.
 
     Attributes:

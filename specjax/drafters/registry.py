@@ -34,7 +34,7 @@ from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
-from specjax.errors import InputError
+from specjax.errors import InputError, did_you_mean
 from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
@@ -235,7 +235,10 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
     known = "; ".join(method.usage for method in METHODS.values())
     is_place = kind == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
     if not is_place:
-        raise InputError(f"drafter={name!r}: no method of that name, no directory and no hub id owner/name; methods: {known}")
+        hint = did_you_mean(kind, (*METHODS, "embedded", "none"))
+        raise InputError(
+            f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
+        )
     file = huggingface.locate(name, weights=False) / "config.json"
     config = huggingface.read_json(file)
     tensors = checkpoint.stored_names(file.parent)

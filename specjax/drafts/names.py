@@ -2,10 +2,12 @@
 
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
-from specjax.errors import InputError
+from specjax.errors import InputError, did_you_mean
 
 SHAPE_NAMES = "chain:LENGTH, chain:LENGTH,STOP_BELOW, eagle, medusa, complete:WIDTH,WIDTH,…, sampled:WIDTH,WIDTH,…, dynamic or "
 SHAPE_NAMES += "dynamic:TOP_K,DEPTH,NODES"
+
+_KINDS = ("chain", "eagle", "medusa", "complete", "sampled", "dynamic")
 
 
 def parse_shape(name: str) -> DraftShape:
@@ -44,7 +46,8 @@ def parse_shape(name: str) -> DraftShape:
         raise
     except ValueError:  # a word is no number: as wrong as another name
         pass
-    raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}")
+    hint = "" if kind in _KINDS else did_you_mean(kind, _KINDS)
+    raise InputError(f"draft={name!r}: must be {SHAPE_NAMES}{hint}")
 
 
 def as_shape(draft: DraftShape | int | str) -> DraftShape:

@@ -6,8 +6,6 @@ another shape is refused by name, for each of them would change the outputs.
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from fnmatch import fnmatchcase
@@ -23,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specjax import sharding
+from specjax.files import replacing
 from specjax.models.fields import CheckpointError, read_json, show
 from specjax.models.narrow import Form, float8, matrices_in, mxfp4, published, saved
 from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
@@ -203,6 +202,7 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
 
     Raises:
         CheckpointError: ``directory`` is a file, or holds a sharded checkpoint, whose index would hide the new weights.
+        FullDiskError: there is no room for it.
     """
     check_writable(directory)
     dtype = None if dtype is None else float_type(dtype)
@@ -216,7 +216,7 @@ def save(directory: Path, declared: Any, params: Any, files: Mapping[str, Any], 
         for name, one in zip(param.stored_names, array if param.stacked else [array], strict=True):
             pieces.setdefault(name, []).append((param, _turned(param, one)))
     arrays = saved.compressed({name: _put_together(name, found) for name, found in pieces.items()}, declared)
-    with replacing(directory) as scratch:
+    with replacing(directory, sum(array.nbytes for array in arrays.values())) as scratch:
         save_file(arrays, scratch / WEIGHTS, metadata={"format": "pt"})
         (scratch / WEIGHTS).chmod(0o644)  # safetensors makes it private to its owner
         for name, content in files.items():
@@ -254,27 +254,6 @@ def check_writable(directory: Path) -> None:
         raise CheckpointError(f"{directory} is a file: save to a directory")
     if (directory / INDEX).exists():
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
-
-
-@contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
-    """A scratch directory that becomes ``directory`` when the block ends well, and vanishes when it does not.
-
-    Where ``directory`` exists its files are replaced one by one, config.json last: a reader that is let in between sees
-    the old configuration with new weights, which the check of shapes catches unless both models are of one shape.
-    """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
-    try:
-        yield scratch
-        if directory.exists():
-            for file in sorted(scratch.iterdir(), key=lambda file: (file.name == "config.json", file.name)):
-                file.replace(directory / file.name)
-        else:
-            scratch.chmod(0o755)
-            scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 class _Slices:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.assets import embedded
-from specjax.errors import InputError
+from specjax.errors import InputError, did_you_mean
 from specjax.models import checkpoint, fingerprint, parts
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
@@ -212,6 +212,10 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         raise CheckpointError(
             f"{source}: model_type={asked!r} is not supported: {REFUSED[asked]}: give a model of one of the types "
             f"{', '.join(SUPPORTED)}"
+        )
+    if type(asked) is str and asked not in SUPPORTED:
+        raise CheckpointError(
+            f"{source}: model_type={asked!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(asked, SUPPORTED)}"
         )
     return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]]
 

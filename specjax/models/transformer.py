@@ -29,6 +29,7 @@ from specjax.models.primitives import capped, embedding_logits, linear, vocabula
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.rope import rotations
 from specjax.progress import waiting
+from specjax.reprs import OneLine
 
 
 @struct.dataclass
@@ -71,7 +72,7 @@ class Output(States):
 
 
 @struct.dataclass
-class Target:
+class Target(OneLine):
     """A decoder-only language model as one pytree: its params are leaves, its config is static.
 
     Attributes:
@@ -104,6 +105,12 @@ class Target:
 
     def __post_init__(self) -> None:
         check_cache_type(self.cache_dtype)
+
+    def shown_fields(self) -> dict[str, Any]:
+        """Return what the repr shows: the config's sizes, and what differs from the default."""
+        sizes = {name: getattr(self.config, name, None) for name in ("model_type", "num_layers", "hidden_size", "vocab_size")}
+        others = ((name, getattr(self, name)) for name in ("mesh", "part_of", "cache_dtype"))
+        return {**sizes, "params": self.params, **{name: each for name, each in others if each != getattr(Target, name)}}
 
     @classmethod
     def from_pretrained(

@@ -1,12 +1,12 @@
 """Pictures: where they are written, and the one of a draft tree."""
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specjax import files
 from specjax.drafts import tree
 from specjax.errors import InputError
 from specjax.reports import style
@@ -33,10 +33,8 @@ def check_path(argument: str, name: str) -> Path:
 def save(figure: "Figure", argument: str, path: Path) -> None:
     """Write the picture whole or not at all."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as scratch:
-            file = Path(scratch) / path.name
-            figure.savefig(file, dpi=style.DPI)
-            file.replace(path)
+        with files.writing(path) as scratch:
+            figure.savefig(scratch, dpi=style.DPI)
     except OSError as error:
         raise InputError(f"{argument}={str(path)!r}: cannot be written ({error})") from None
 

@@ -27,7 +27,7 @@ from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError
+from specjax.errors import InputError, check_options
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.serving import over_hosts
@@ -249,7 +249,7 @@ class Engine:
         choice: int = 0,
         key: jax.Array | None = None,
         eos_token_ids: Sequence[int] | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         prediction: str | Sequence[int] | None = None,
         logprobs: int | None = None,
         echo: bool = False,
@@ -271,7 +271,7 @@ class Engine:
                 independent.
             key: a random key instead of seed and choice: the text's own, as in ``key [B]`` of `specjax.generate`.
             eos_token_ids: ids that end the text, at most 8; None: the target's own, ``()``: none.
-            stop: strings before the first of which the text ends.
+            stop: a string, or several, before the first of which the text ends.
             prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
                 changes the time that the text takes, not the text.
             logprobs: with a number, the target's log-probabilities of the tokens, and of as many of the likeliest ones in
@@ -308,7 +308,7 @@ class Engine:
             eos_token_ids=eos_token_ids,
         )
         settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
-        text.check_stop(stop)
+        stop = text.check_stop(stop)
         growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
@@ -1027,6 +1027,7 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
         ... else:
         ...     follow(target, drafts=(None,), rows=2, widths=(2,), capacity=32)
     """
+    check_options("follow", options, Engine)
     given = inspect.signature(Engine).bind(target, drafter, **options)
     given.apply_defaults()
     setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name not in ("max_waiting", "warm")})

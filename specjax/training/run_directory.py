@@ -21,7 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from specjax.config import ConfigError, differences, dump_yaml, load_yaml
-from specjax.models.checkpoint import replacing
+from specjax.files import naming_full_disk, replacing, write_text
 from specjax.training.config import TrainConfig
 from specjax.training.step import TrainState
 
@@ -104,7 +104,8 @@ def claim(output: Path, config: TrainConfig, found: Claim) -> None:
 def open_checkpoints(output: Path) -> Iterator[ocp.CheckpointManager]:
     """The run's checkpoints; they are written in the background, and all of them are there when the block ends."""
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=True)
-    with ocp.CheckpointManager((output / "checkpoints").absolute(), options=options) as manager:
+    folder = (output / "checkpoints").absolute()
+    with naming_full_disk(output), ocp.CheckpointManager(folder, options=options) as manager:
         yield manager
         manager.wait_until_finished()
 
@@ -180,9 +181,7 @@ class MetricsLog:
                 texts.append(line)
         if not self._writes:
             return
-        rewritten = path.with_suffix(".tmp")
-        rewritten.write_text("".join(f"{line}\n" for line in texts))
-        rewritten.replace(path)
+        write_text(path, "".join(f"{line}\n" for line in texts))
         self._file = path.open("a", buffering=1)  # a line at a time
         self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start + 1 if start else None)
 

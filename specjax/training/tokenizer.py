@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from specjax import text
 from specjax.config import ConfigError
-from specjax.models.checkpoint import replacing
+from specjax.files import replacing
 
 END_OF_TEXT = "<|endoftext|>"
 """Begins every document of a tokenizer trained here, and so also ends the one before it."""

@@ -1,11 +1,13 @@
 """The command line as a user meets it."""
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +16,14 @@ import pytest
 import specjax
 from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
-from specjax.cli.main import COMMANDS, main, parse_options
+from specjax.cli.main import COMMANDS, Command, Group, find_command, main, parse_options
 from specjax.cli.plan import contexts as plan_contexts
 from specjax.drafts.shapes import StaticTree
 from specjax.planning import choice
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts
 from specjax.planning.costs import Costs
+from specjax.training import loop
 from tests.cli.conftest import end_at
 from tests.conftest import ASSETS, tiny_target
 
@@ -222,6 +225,9 @@ FAULTS = [
     (["generate", "--prompt", "x", "--mesh", "0", "1"], "each axis is at least 1"),
     (["train", "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
     (["dance"], "'dance' is not a command"),
+    (["genrate", "--prompt", "x"], "; did you mean generate?"),
+    (["plan", "Roofline"], "; did you mean roofline?"),
+    (["help", "evalute"], "; did you mean evaluate?"),
     (["generate", "--prompt", "x", "--seed", "-1"], "seed=-1: must be a whole number, at least 0 and below 2**63"),
     (["generate", "--prompt", "x", "--seed", str(2**63)], "seed=9223372036854775808: must be"),
     (["demo", "--seed", "-1"], "seed=-1: must be"),
@@ -250,12 +256,82 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message) -> None:
     assert len(err.strip().splitlines()) == 1
 
 
+def leaves(commands: Mapping[str, Command | Group], *before: str) -> Iterator[tuple[str, ...]]:
+    """The words that name each command."""
+    for name, command in commands.items():
+        yield from leaves(command.commands, *before, name) if isinstance(command, Group) else [(*before, name)]
+
+
+WITHOUT_JAX = [
+    ["--help"],
+    ["-h"],
+    ["help"],
+    [],
+    ["--version"],
+    ["-V"],
+    ["plan"],
+    ["plan", "--help"],
+    ["help", "plan"],
+    ["dance"],
+]
+
+
+def test_what_lists_commands_imports_neither_jax_nor_a_command() -> None:
+    """That is what takes seconds. The names of commands and of their options would have been imported with them."""
+    script = (
+        "import sys\nfrom specjax.__main__ import main\n"
+        f"for words in {WITHOUT_JAX!r}:\n    sys.argv[1:] = words\n    main()\n"
+        "print('loaded:', *sorted(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.rpartition("loaded: ")[2].split())
+    assert not loaded & {"jax", "jaxlib", "numpy", "flax", "transformers", "rich", "tyro"}
+    assert {name for name in loaded if name.startswith("specjax.cli.")} <= {"specjax.cli.main", "specjax.cli.interrupts"}
+
+
+@pytest.mark.parametrize("words", list(leaves(COMMANDS)), ids=" ".join)
+def test_every_command_is_where_the_table_says(words) -> None:
+    command = find_command(words)[1]
+    assert isinstance(command, Command)
+    assert is_dataclass(command.config) and callable(command.run)
+    assert command.run.__module__ == f"specjax.cli.{command.module}"
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_version_is_printed(capsys, word) -> None:
+    assert run(capsys, word) == (0, f"specjax {specjax.__version__}\n", "")
+
+
+def test_help_is_a_command_too(capsys) -> None:
+    _, listed, _ = run(capsys, "--help")
+    assert run(capsys, "help") == (0, listed, "")
+    assert "specjax --version" in listed
+    assert run(capsys, "help", "plan") == run(capsys, "plan", "help") == run(capsys, "plan", "--help")
+    shown = []
+    for words in (["help", "plan", "theory"], ["plan", "theory", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        shown.append((ended.value.code, capsys.readouterr().out))
+    assert shown[0] == shown[1] and "--cost" in shown[0][1]
+
+
+@pytest.mark.parametrize("words", sorted(set(leaves(COMMANDS)) - {("demo",), ("serve",), ("env",)}), ids=" ".join)
+def test_a_command_that_is_told_nothing_says_what_it_needs(capsys, monkeypatch, tmp_path, words) -> None:
+    """But for those that need nothing: they must not start something that takes long."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "train", lambda config: pytest.fail(f"a training began: {config}"))
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1 and ("give" in err or "name" in err)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("name", "goes_on"), [("train", True), ("regenerate", True), ("generate", False), ("convert", False)])
 def test_an_interrupted_command_says_whether_it_can_be_continued(capsys, monkeypatch, name, goes_on) -> None:
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, name, replace(COMMANDS[name], run=interrupted))
+    monkeypatch.setattr(importlib.import_module(f"specjax.cli.{name}"), f"run_{name}", interrupted)
     code, _, err = run(capsys, name)
     assert code == 130
     assert err == f"specjax: interrupted{'; the same command continues the run' if goes_on else ''}\n"

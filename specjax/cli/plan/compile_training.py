@@ -41,7 +41,7 @@ class CompileTrainingConfig:
 def run_compile_training(config: CompileTrainingConfig) -> None:
     """``specjax plan compile-training``."""
     if not Path(config.train).is_file():
-        raise InputError(f"train={config.train!r}: no such file")
+        raise InputError(f"train={config.train!r}: no such file; give the configuration file of a training")
     training = replace(load_yaml(TrainConfig, config.train), mesh=config.mesh)
     data, model = config.mesh
     if data < 1 or training.data.batch % data:
