@@ -4,10 +4,12 @@ import json
 import logging
 import re
 import shutil
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -533,7 +535,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
-        self._tokenizer, self._special = tokenizer, _special_ids(tokenizer)
+        self._tokenizer, self._skipped = tokenizer, _skipped_ids(tokenizer, tuple(getattr(tokenizer, "all_special_ids", ())))
         # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
         self._tokens, self._ends_in_byte = [], False
         self._append(prompt)
@@ -571,11 +573,28 @@ class TextStream:
         text = self._decode(self._tokens[self._context :])
         return text[_common(self._given, text) :]
 
+    def is_end_of_run(self, token: int) -> bool:
+        """Return whether the tokens so far end in single bytes, and ``token`` is none and not skipped by decoding."""
+        return self._ends_in_byte and self._name(token) is not None and self.byte_of(token) is None
+
+    def last_bytes(self, count: int) -> list[tuple[int, int]]:
+        """Return the single bytes that the tokens so far end in, each beside ``count``."""
+        run = takewhile(lambda byte: byte is not None, map(self.byte_of, reversed(self._tokens)))
+        return [(byte, count) for byte in run if byte is not None][::-1]
+
+    def byte_of(self, token: int) -> int | None:
+        """Return the byte that a token stands for. None: it is text, or decoding skips it."""
+        name = self._name(token)
+        return int(name[3:5], 16) if name is not None and _BYTE.fullmatch(name) else None
+
+    def _name(self, token: int) -> str | None:
+        return None if token in self._skipped else self._tokenizer.convert_ids_to_tokens(token)
+
     def _append(self, tokens: Iterable[Any]) -> bool:
         """Take in tokens; False: decoding skips all of them."""
         has_grown = False
         for token in map(int, tokens):
-            name = None if token in self._special else self._tokenizer.convert_ids_to_tokens(token)
+            name = self._name(token)
             if name is not None:
                 has_grown, self._ends_in_byte = True, _BYTE.fullmatch(name) is not None
                 self._tokens.append(token)
@@ -586,10 +605,12 @@ class TextStream:
 
 
 @lru_cache(maxsize=16)
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the ids of the tokens that decoding skips."""
+def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
+    """Return the ids of tokens that decoding skips, among the ``special`` ones and those that were added."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(getattr(tokenizer, "all_special_ids", ())) | {token for token, made in added.items() if made.special}
+    candidates = {*special, *(token for token, made in added.items() if made.special)}
+    # A token of the vocabulary that was named as the one for padding, say, is still text.
+    return frozenset(token for token in candidates if not tokenizer.decode([token], skip_special_tokens=True))
 
 
 def _common(one: str, other: str) -> int:
@@ -743,9 +764,45 @@ class GrowingText:
         given = stream.push(self.tokens[: self._stop_after])
         said = max(self._said, self._stop_after)
         given += stop.push(stream.push(self.tokens[self._stop_after : said]))
-        for count in range(said + 1, len(self.tokens)):
-            given += stop.push(stream.push(self.tokens[count - 1 : count]))
-            ended = copy(stop)
-            if given + ended.push(stream.peek()) == whole and ended.found:
-                del self.tokens[count:]
-                return
+        run = stream.last_bytes(said)
+        for count, token in enumerate(self.tokens[said:], said + 1):
+            if stream.is_end_of_run(token):
+                if (end := _completed_in_run(stop, stream.peek(), run)) is not None:
+                    del self.tokens[end:]
+                    return
+                run = []
+            given += stop.push(stream.push([token]))
+            if (byte := stream.byte_of(token)) is not None:
+                run.append((byte, count))
+            elif not run:
+                ended = copy(stop)
+                if given + ended.push(stream.peek()) == whole and ended.found:
+                    del self.tokens[count:]
+                    return
+        if (end := _completed_in_run(stop, stream.peek(), run)) is not None:
+            del self.tokens[end:]
+
+
+def _completed_in_run(stop: StopStrings, text: str, run: Sequence[tuple[int, int]]) -> int | None:
+    """Return how many tokens there are with the one that completes a stop string in a run of bytes. None: none does.
+
+    Args:
+        stop: before the run.
+        text: the end of the run's text.
+        run: the bytes, and of each how many tokens there are with it.
+    """
+
+    def is_found(length: int) -> bool:
+        ended = copy(stop)
+        ended.push(text[:length])
+        return ended.found
+
+    if not run or not is_found(len(text)):
+        return None
+    last = bisect_left(range(len(text) + 1), True, key=is_found) - 1  # the string's last character
+    try:
+        characters = bytes(byte for byte, _ in run).decode()
+    except UnicodeDecodeError:  # each byte is a replacement character, because of the last one
+        return run[-1][1]
+    ends = list(accumulate(len(character.encode()) for character in characters))
+    return run[ends[last - len(text)] - 1][1]

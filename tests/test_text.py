@@ -131,22 +131,32 @@ def run_of(tokenizer: Any, what: str) -> list[int]:
     return tokenizer.backend_tokenizer.encode("\N{HIRAGANA LETTER A}", add_special_tokens=False).ids[:1]
 
 
+@pytest.mark.parametrize("stop", ["ab", "b"])  # the second is completed by the token that ends the run
+@pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("what", ["special", "unknown", "unfinished"])
 @pytest.mark.parametrize("kind", ["byte-level", "llama"])
-def test_a_long_run_of_tokens_that_are_no_text_takes_linear_time(kind, what) -> None:
+def test_a_long_run_of_tokens_that_are_no_text_takes_linear_time(kind, what, at_once, stop) -> None:
     tokenizer, decoded = copy(any_tokenizer(kind)), []
-    prompt, after = tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.convert_tokens_to_ids(["a", "b", "b"])
+    prompt, after = tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.convert_tokens_to_ids([*stop, "b"])
     run = 1000 * run_of(tokenizer, what)
     decode = tokenizer.decode
     tokenizer.decode = lambda tokens, **named: decoded.append(len(tokens)) or decode(tokens, **named)
-    growing = text.GrowingText(tokenizer, prompt, ["ab"])
+    growing, whole = text.GrowingText(tokenizer, prompt, [stop]), [*run, *after]
     decoded.clear()
-    for token in [*run, *after]:
-        growing.push([token])
+    for start in range(0, len(whole), at_once):
+        growing.push(whole[start : start + at_once])
     assert growing.stopped
-    assert growing.tokens == [*run, *after[:2]]
+    assert growing.tokens == whole[:-1]
     assert "".join(growing.pieces) == decode(run, skip_special_tokens=True)
-    assert sum(decoded) < 30 * len(run)
+    assert sum(decoded) < 60 * len(run)  # quadratic: 500 and more
+
+
+def test_a_token_of_the_vocabulary_that_is_named_for_padding_is_still_text(tokenizer) -> None:
+    tokenizer = copy(tokenizer)
+    prompt, rest = tokenizer.encode("import"), tokenizer.encode(" os, import sys")
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(rest[0])
+    stream = text.TextStream(tokenizer, prompt)
+    assert "".join(stream.push([token]) for token in rest) == " os, import sys"
 
 
 def length_at_a_stop_string(tokenizer: Any, prompt: list[int], ids: list[int], stop: list[str]) -> int:
@@ -163,15 +173,20 @@ def test_the_token_that_completes_a_stop_string_is_the_last(kind) -> None:
     tokenizer, rng, found = any_tokenizer(kind), random.Random(1), 0
     a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
     silent = [run_of(tokenizer, what)[0] for what in ("special", "unknown", "unfinished")]
+    # Whole characters of one byte and of three, so that a stop string can end in the middle of a run.
+    names = [f"<0x{byte:02X}>" for byte in "baあ".encode()]
+    written = tokenizer.convert_tokens_to_ids(names) if kind == "llama" else tokenizer.encode("baあ", add_special_tokens=False)
+    stop = ["bab", "bba", "あb"]
     for _ in range(300):
-        ids = [rng.choice([a, b, *silent]) for _ in range(rng.randrange(2, 60))]
-        growing, at = text.GrowingText(tokenizer, [a], ["bab", "bba"]), 0
+        parts = [[a], [b], *([token] for token in silent[:2]), rng.choice([silent[2:], written])]
+        ids = [token for part in rng.choices(parts, k=rng.randrange(2, 60)) for token in part]
+        growing, at = text.GrowingText(tokenizer, [a], stop), 0
         while at < len(ids):
             count = rng.choice([1, 1, 2, 5, 40])
             growing.push(ids[at : at + count])
             at += count
         growing.finish()
-        expected = length_at_a_stop_string(tokenizer, [a], ids, ["bab", "bba"])
+        expected = length_at_a_stop_string(tokenizer, [a], ids, stop)
         assert growing.tokens == ids[:expected], ids
         found += expected < len(ids)
     assert found > 30
