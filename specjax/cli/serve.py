@@ -1,7 +1,9 @@
 """``specjax serve``: an OpenAI-compatible server."""
 
 import math
+import os
 import signal
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +134,12 @@ def run_serve(config: ServeConfig) -> int:
             where = run.address(bound, tls is not None)
             message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"
             service = Service(engine, options)
-            return run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
+            status = run.serve(service, bound, bounds=bounds, drain_seconds=config.drain_seconds, message=message, tls=tls)
+    if engine.is_compiling:  # which takes minutes for a large model; nothing else is left to do
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def read_drafts(config: ServeConfig) -> tuple[tuple[str | None, ...] | None, bool]:

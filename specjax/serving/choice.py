@@ -165,7 +165,7 @@ class DraftChoice:
             numbers = [number for number in numbers if number not in unknown]
             taken = self._to_learn(width, unknown, plain) if is_measuring else None
             if taken is None and not numbers:
-                taken = next((number for number in unknown if number != plain), plain)
+                taken = next((number for number in unknown if self.drafts[number] is not None), plain)
             if taken is not None:
                 return self._count(width, taken)
         rates = {number: self.rate(width, number, predicted) for number in numbers}
@@ -209,6 +209,7 @@ class DraftChoice:
         number: int,
         *,
         seconds: float | None,
+        is_upper_bound: bool = False,
         steps: int,
         row_steps: int,
         emitted: int,
@@ -220,6 +221,7 @@ class DraftChoice:
             width: rows that were computed.
             number: of the draft.
             seconds: of the call; None: not known.
+            is_upper_bound: whether the call may have been over before. Such seconds only count as long as there are no others.
             steps: of the loop.
             row_steps: of all rows together; with `Copies`, of those that have a prediction.
             emitted: their tokens.
@@ -229,7 +231,7 @@ class DraftChoice:
             if (width, number) in self._begun:  # a program's first call takes longer
                 self.seconds[width, number] = seconds / steps
             self._begun.add((width, number))
-        elif steps and seconds is not None:
+        elif steps and seconds is not None and not is_upper_bound:
             before, share = self.seconds[width, number], min(1.0, steps / LATENCY)
             # A machine that stood still for a moment says nothing about the draft.
             self.seconds[width, number] = before + share * (min(seconds / steps, 4 * before) - before)

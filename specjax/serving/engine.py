@@ -455,6 +455,11 @@ class Engine:
         return "closed" if self._closing else "running"
 
     @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled in the background. `close` does not wait for it: it cannot be interrupted."""
+        return self._programs.is_compiling
+
+    @property
     def error(self) -> BaseException | None:
         """The error that the thread has ended with; None: it has not.
 
@@ -471,6 +476,7 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify_all()
+        self._programs.stop()
         atexit.unregister(self.close)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -507,6 +513,8 @@ class Engine:
                 if not self._decode():
                     self._deliver()
             self._deliver()
+        except _ClosedError:
+            pass
         except BaseException as error:  # whoever waits must learn of it
             with self._wake:
                 self._error = error
@@ -704,15 +712,14 @@ class Engine:
         progress = self._device.decode(number, table, free, steps, until_any_done, width, logprobs)
         self._owed += steps if pauses else 0
         self._deliver()  # what the call before has come to, while the device is at this one
-        was_late = progress.done.is_ready()  # then nobody knows when the device was done  # pyright: ignore[reportAttributeAccessIssue]
+        was_late = progress.done.is_ready()  # then nobody knows how long before the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
         if pauses and nothing_compiles:  # what it owes is a part of its price
             seconds, self._debt = seconds + self._debt, 0.0
         # Another program reports log-probabilities: its seconds are not the draft's.
-        return self._take(
-            progress, snapshot, (width, number), None if was_late or logprobs or not nothing_compiles else seconds
-        )
+        known = None if logprobs or not nothing_compiles else seconds
+        return self._take(progress, snapshot, (width, number), known, is_upper_bound=was_late)
 
     def _give_up_orphans(self) -> None:
         """End texts that run and that nobody has asked for: none should. With the lock."""
@@ -742,7 +749,7 @@ class Engine:
     def _catch_up(self, table: np.ndarray) -> None:
         """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
         if not self._programs.wait_for("catch_up"):
-            raise self._programs.error or InputError("the engine is closed")
+            raise self._programs.error or _ClosedError
         nothing_compiles = self._programs.are_all_ready
         started = time.perf_counter()
         self._device.catch_up(table)
@@ -762,7 +769,12 @@ class Engine:
         return order
 
     def _take(
-        self, progress: device_rows.Progress, snapshot: Mapping[int, Any], call: tuple[int, int], seconds: float | None
+        self,
+        progress: device_rows.Progress,
+        snapshot: Mapping[int, Any],
+        call: tuple[int, int],
+        seconds: float | None,
+        is_upper_bound: bool,
     ) -> bool:
         """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
@@ -782,6 +794,7 @@ class Engine:
             self._choice.record(
                 *call,
                 seconds=seconds,
+                is_upper_bound=is_upper_bound,
                 steps=steps,
                 row_steps=int(counted.steps[0]),
                 emitted=int(counted.histogram[0] @ np.arange(self._depth + 2)),
@@ -860,6 +873,10 @@ class Engine:
             raise InputError("spans: parts of the text, and an engine without a tokenizer has none; give tokenizer=...")
         if max_new_tokens < 1 and not (echo and max_new_tokens == 0):
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
+
+
+class _ClosedError(Exception):
+    """The engine was closed while its thread waited for a program."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ JAX keeps what ``lower(...).compile()`` makes, and finds it when the same functi
 with or without a persistent cache. So a program that was compiled here is not compiled again on the engine's thread.
 """
 
+import atexit
 import os
 import sys
 import threading
@@ -25,7 +26,7 @@ class Program:
     Attributes:
         kind: what it does, such as "decode".
         key: which of that kind: the arguments that tell it from others.
-        stage: programs of stage 0 answer a plain request in one row; later stages are compiled later.
+        stage: stage 0 answers a plain request in one row; each later one is compiled after those before it.
         lower: traces it, and returns what ``compile()`` can be called on.
     """
 
@@ -105,15 +106,19 @@ class Programs:
     def start(self, when_ready: Callable[[], None]) -> None:
         """Compile the rest in a thread of lower priority. ``when_ready`` is called under the lock after each program."""
         self._thread = threading.Thread(target=self._run, args=(when_ready,), name="specjax-compiler", daemon=True)
+        atexit.register(self._thread.join)  # a compiler that still runs would bring the interpreter down as it ends
         self._thread.start()
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether the thread is at a program. It cannot be interrupted."""
+        return self._thread is not None and self._thread.is_alive()
+
     def stop(self) -> None:
-        """End the thread after the program that it is at."""
+        """Let the thread end after the program that it is at. Nobody waits for that but the interpreter's exit."""
         with self._wake:
             self._is_stopped = True
             self._wake.notify_all()
-        if self._thread is not None:
-            self._thread.join()
 
     def _run(self, when_ready: Callable[[], None]) -> None:
         if sys.platform == "linux":  # where a thread has a priority of its own
@@ -128,11 +133,23 @@ class Programs:
             with self._wake:
                 self.error = error
                 self._wake.notify_all()
+        finally:
+            atexit.unregister(threading.current_thread().join)
 
     def compile_next(self) -> None:
-        """Compile one program more, the first of those that are left."""
+        """Compile one program more, the first of those that are left.
+
+        Raises:
+            RuntimeError: it cannot be compiled; names it.
+        """
         program = self._left[0]
-        program.lower().compile()
+        try:
+            program.lower().compile()
+        except Exception as error:
+            raise RuntimeError(
+                f"the program {program.kind}{program.key} cannot be compiled ({error}); start with less: fewer rows, pages or "
+                "drafts, no predictions or log-probabilities"
+            ) from error
         self._add(program)
 
     def _add(self, program: Program) -> None:

@@ -219,7 +219,8 @@ class Scheduler:
                 f"prompt ({length} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
                 f"there are {total}: shorten the prompt, or give more pages"
             )
-        free = sum(row is None or row.ticket.away is not None for row in self._rows)
+        taken = sum(row is not None and row.ticket.away is None for row in self._rows)
+        free = max(0, self._most_rows - taken)
         if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
             raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
         ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client, needs=needs, salt=salt)

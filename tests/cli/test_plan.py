@@ -1,5 +1,6 @@
 """``specjax plan`` as a user meets it: the numbers, what is refused, and the picture."""
 
+import inspect
 import json
 import re
 from dataclasses import fields
@@ -262,7 +263,8 @@ def test_every_option_of_every_command_is_explained(capsys, command) -> None:
     out = " ".join(re.sub(r"[│|]", " ", capsys.readouterr().out).split())
     assert f"usage: specjax plan {command} " in out
     config = find_command(["plan", command])[1].config
-    said = dict(re.findall(r"^ {8}(\w+): (.+)", "".join(kind.__doc__ for kind in config.__mro__), re.MULTILINE))
+    documented = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in config.__mro__)
+    said = dict(re.findall(r"^ {4}(\w+): (.+)", documented, re.MULTILINE))
     for field in fields(config):
         assert f"--{field.name.replace('_', '-')}" in out
         assert " ".join(said[field.name].split()[:3]) in out, field.name

@@ -49,7 +49,7 @@ def test_it_is_loaded_with_its_own_draft_or_with_the_one_asked_for(tmp_path, nam
 
 @pytest.mark.parametrize("kind", TRAINED.values())
 def test_an_option_that_there_is_not_is_named_before_anything_is_read(tmp_path, kind) -> None:
-    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.from_pretrained\(\) got an unexpected keyword argument 'dtpye'$"):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}\.from_pretrained\(\) got an unexpected keyword argument 'dtpye'"):
         kind.from_pretrained(tmp_path / "nothing", dtpye=jnp.float32)
 
 

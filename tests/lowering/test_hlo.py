@@ -81,7 +81,7 @@ def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
         return jax.lax.fori_loop(0, 7, lambda i, table: jax.lax.dynamic_update_slice(table, (row + i)[None], (i, 0)), table)
 
     program = compiled(fill, (5000, 1024), (1024,), donate_argnums=0)
-    (turn,) = step(program)  # the loop is the program's step
+    turn = step(program)[-1]  # the loop; newer compilers for CPUs wrap it, so that it is not the only one
     assert ROW <= program.bytes_moved(turn.operations) < 8 * ROW
     assert not program.copies(turn.operations, [(ROW, ())])
 

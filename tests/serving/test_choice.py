@@ -23,14 +23,16 @@ def tokens_of(draft: DraftShape | None, chance: float) -> float:
     return sum(chance**depth for depth in range(depth_of(draft) + 1))
 
 
-def tell(choice: DraftChoice, width: int, number: int, chance: float, *, seconds: float, steps: int = STEPS) -> None:
+def tell(
+    choice: DraftChoice, width: int, number: int, chance: float, *, seconds: float, steps: int = STEPS, **named: bool
+) -> None:
     """What a call comes to on average, without chance."""
     row_steps, depth = width * steps, depth_of(choice.drafts[number])
     survival = row_steps * chance ** np.arange(1, depth + 1)
     accepted = np.pad(survival, (0, max(map(depth_of, choice.drafts)) - depth))
     emitted = round(row_steps + survival.sum())
     choice.record(
-        width, number, seconds=seconds * steps, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted
+        width, number, seconds=seconds * steps, steps=steps, row_steps=row_steps, emitted=emitted, accepted_at=accepted, **named
     )
 
 
@@ -241,6 +243,25 @@ def test_as_long_as_something_compiles_the_first_draft_that_is_ready_is_used() -
     for _ in range(5):  # calls whose seconds are not known
         choice.record(1, 0, seconds=None, steps=8, row_steps=8, emitted=8, accepted_at=np.zeros(7))
     assert choice.seconds == {}
+
+
+def test_where_all_draft_the_first_that_is_ready_is_used() -> None:
+    choice = DraftChoice((Chain(3), Chain(7)), {})
+    assert [choice.choose(1, ready=ready, is_measuring=False) for ready in ([0, 1], [1])] == [0, 1]
+
+
+def test_seconds_that_may_be_too_many_are_better_than_none() -> None:
+    """Texts may take longer to hand out than a call does: then it is never known when the device was done."""
+    choice = DraftChoice(DRAFTS, {})
+    taken = []
+    for _ in range(20 * TRY_UNKNOWN):
+        taken.append(choice.choose(1))
+        tell(choice, 1, taken[-1], 0.9, seconds=0.5, is_upper_bound=True)
+    assert set(choice.seconds.values()) == {0.5}
+    assert set(taken) == {0, 1, 2, 3}
+    tell(choice, 1, 0, 0.9, seconds=0.1)
+    tell(choice, 1, 0, 0.9, seconds=0.9, is_upper_bound=True)  # says nothing beside the other
+    assert choice.seconds[1, 0] < 0.5
 
 
 def test_drafts_are_tried_once_in_a_while_until_their_seconds_are_known() -> None:

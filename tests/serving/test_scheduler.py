@@ -151,6 +151,17 @@ def test_a_full_line_refuses() -> None:
     assert made.waiting == 1
 
 
+def test_rows_that_are_not_given_out_yet_do_not_make_the_line_longer() -> None:
+    made = scheduler(rows=4, max_waiting=1)
+    made.limit_rows(1)
+    made.submit([1], most=1)
+    made.submit([2], most=1)
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        made.submit([3], most=1)
+    made.limit_rows(4)
+    made.submit([3], most=1)
+
+
 # --- pages -------------------------------------------------------------------------------------------------------------
 
 

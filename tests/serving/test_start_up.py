@@ -1,5 +1,6 @@
 """An engine that compiles while it answers: what it may use when, and that no text depends on it."""
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 import specjax
+from specjax.serving.device import Device
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError
 from specjax.serving.programs import Program, Programs
@@ -34,6 +36,7 @@ class Gate:
     def __init__(self) -> None:
         self.programs: Programs | None = None
         self.when_ready: Callable[[], None] = lambda: None
+        self.start = Programs.start  # the compiler's thread after all
 
     def compile_until(self, kind: str, *key: object) -> None:
         assert self.programs is not None
@@ -72,7 +75,8 @@ def one_row(target) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.mark.full
+@pytest.mark.full_except("greedy")
+@pytest.mark.represents("texts that begin while programs are compiled")
 @pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypatch, settings) -> None:
     engine, programs = one_row, one_row._programs
@@ -172,15 +176,18 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         wait_until(lambda: engine.statistics.compiled == engine.statistics.programs)
         assert len(engine.submit(PROMPT, max_new_tokens=2).result(PATIENCE).tokens) == 2
 
-    def fail(programs: Programs) -> None:
+    def fail(device: Device, *_: object) -> None:
         raise RuntimeError("no memory to compile with")
 
-    monkeypatch.setattr(Programs, "compile_next", fail)
+    monkeypatch.setattr(Programs, "compile_stage", lambda *_: None)
+    monkeypatch.setattr(Engine, "_programs_changed", lambda _: None)
+    monkeypatch.setattr(Device, "_lower_decode", fail)
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
         wait_until(lambda: engine._error is not None)
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT)
         assert "no memory" in str(caught.value.__cause__)
+        assert re.search("the program [a-z_]+\\(.*\\) cannot be compiled .*; start with less", str(caught.value.__cause__))
 
 
 def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
@@ -190,8 +197,23 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     programs = Programs([Program("decode", (1,), 0, fail)], threading.Condition())
     programs.start(lambda: None)
     assert not programs.wait_for("decode", 1)
-    assert str(programs.error) == "made up"
+    assert "the program decode(1,) cannot be compiled (made up); start with less" in str(programs.error)
     programs.stop()
+
+
+@pytest.mark.full
+def test_closing_waits_for_no_program(target, gate) -> None:
+    with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
+        text = engine.submit(PROMPT, max_new_tokens=MOST)
+        begun, may_end = threading.Event(), threading.Event()
+        program = Program("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
+        engine._programs._left.insert(0, program)
+        gate.start(engine._programs, lambda: None)
+        assert begun.wait(PATIENCE)
+        text.result(PATIENCE)
+    assert engine.is_compiling
+    may_end.set()
+    wait_until(lambda: not engine.is_compiling)
 
 
 def test_a_program_is_compiled_for_a_state_that_a_call_has_given_away() -> None:
