@@ -1,4 +1,4 @@
-"""Write the public address of the repository wherever it belongs: badges, URLs of the package, citation, issues, security.
+"""Write the public address of the repository wherever it belongs: badges, URLs of the package, citation, installing.
 
     python release/address.py            # write
     python release/address.py --check    # exit with 1 if a file does not say what the address asks for
@@ -10,6 +10,7 @@ Every line that this script writes ends in a comment that says so; it replaces t
 
 import argparse
 import re
+import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -143,7 +144,10 @@ def main() -> int:
         readme = ROOT / "README.md"
         readme.write_text(absolute_links(readme.read_text(), address))
         return 0
-    return write(address, options.check)
+    differs = write(address, options.check)
+    # The cell of the notebooks that installs has the address as its source.
+    cells = [sys.executable, str(ROOT / "release" / "write_install_cell.py"), *["--check"] * options.check]
+    return subprocess.run(cells, check=False).returncode or differs
 
 
 def write(address: str, check: bool) -> int:

@@ -26,10 +26,16 @@ def find_extra():
 def find_source():
     """Return the arguments of pip that name specjax, without its extra."""
     source = os.environ.get("SPECJAX_SOURCE")
-    if not source and os.path.exists("../pyproject.toml"):  # the notebook lies in a clone
+    if not source and is_clone(".."):
         sys.path.insert(0, os.path.abspath(".."))  # a running Python does not notice that -e adds a folder
         return ["-e", ".."]
     return [source or SOURCE]
+
+
+def is_clone(folder):
+    """Return whether a folder holds specjax, and not another project into which this notebook was copied."""
+    file = os.path.join(folder, "pyproject.toml")
+    return os.path.exists(file) and re.search(r'^name = "specjax"$', open(file, encoding="utf-8").read(), re.MULTILINE)
 
 
 def run_pip(*arguments):
@@ -49,7 +55,8 @@ def imported_versions():
 
 imported = imported_versions()
 has_changed = False
-if importlib.util.find_spec("specjax") is None:
+# Another project has the same import name, and no such module.
+if not (importlib.util.find_spec("specjax") and importlib.util.find_spec("specjax.installation")):
     *options, source = find_source()
     if not source:
         sys.exit(

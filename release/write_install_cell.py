@@ -1,6 +1,6 @@
 """Write release/install_cell.py into every notebook, as the cell that installs specjax.
 
-    python release/write_install_cell.py            # write
+    python release/write_install_cell.py            # write; release/address.py does so, too
     python release/write_install_cell.py --check    # exit with 1 if a notebook has another cell
 
 While pyproject.toml, [tool.specjax], has no public address, the cell's SOURCE is empty.
@@ -46,7 +46,8 @@ def main() -> int:
         if "".join(cell["source"]) == expected:
             continue
         differing += 1
-        print(f"{path.name} " + ("differs: run python release/write_install_cell.py" if check else "is written"))
+        remedy = "differs: run python release/write_install_cell.py" if check else "is written"
+        print(f"{path.relative_to(ROOT).as_posix()} {remedy}")
         if not check:
             cell["source"] = expected.splitlines(keepends=True)
             path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -45,7 +45,7 @@ class Mismatch(NamedTuple):
         """The remedy as a line for a shell."""
         import shlex
 
-        return shlex.join(("pip", *self.remedy))
+        return shlex.join((sys.executable, "-m", "pip", *self.remedy))  # the pip on the PATH may be another Python's
 
 
 class Requirement(NamedTuple):

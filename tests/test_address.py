@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from release.address import MARK, PLACES, places
+from release.write_install_cell import find_cell
 from tests.documents import ROOT
 
 ADDRESS = "https://github.com/someone/specjax"
@@ -49,7 +50,8 @@ def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A copy of the files that an address is written to, without an address, and of the script."""
-    for path in ["release/address.py", *(place.path for place in places(ROOT))]:
+    scripts = [f"release/{name}.py" for name in ("address", "install_cell", "write_install_cell")]
+    for path in [*scripts, *(place.path for place in places(ROOT))]:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     set_address(tmp_path, "")
@@ -121,6 +123,9 @@ def test_with_an_address_a_notebook_has_one_badge_in_its_first_cell(path, addres
     assert badge.startswith("[![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)]" + f"({link})")
     assert badge.endswith("\n")
     before["cells"][0]["source"] = [line for line in before["cells"][0]["source"] if MARK not in line]
+    installs = find_cell(after) or pytest.fail("no cell installs")
+    assert f'SOURCE = "git+{ADDRESS}"' in "".join(installs["source"])
+    installs["source"] = (find_cell(before) or pytest.fail("no cell installs"))["source"]
     assert after == before
 
 

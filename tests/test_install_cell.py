@@ -159,10 +159,17 @@ def test_the_variable_names_the_source(machine, monkeypatch, source, requirement
 
 def test_in_a_clone_it_installs_the_clone_and_makes_it_importable_at_once(machine) -> None:
     machine.devices = ["/dev/accel0"]
-    Path("../pyproject.toml").touch()
+    Path("../pyproject.toml").write_text('[project]\nname = "specjax"\n')
     machine.run_cell()
     assert machine.pip == [("install", "-e", "..[tpu]")]
     assert sys.path[0] == str(Path("..").resolve())
+
+
+def test_in_another_project_it_does_not_install_that(machine) -> None:
+    Path("../pyproject.toml").write_text('[project]\nname = "theirs"\n')
+    with pytest.raises(SystemExit, match="specjax has no public address yet"):
+        machine.run_cell()
+    assert machine.pip == []
 
 
 def test_without_a_source_it_says_what_to_do_in_one_line(machine) -> None:
@@ -192,7 +199,7 @@ def test_what_pip_cannot_put_right_is_named(machine, monkeypatch) -> None:
     wrong = Mismatch("flax 0.11.2 is installed, and specjax needs another", ("install", "-U", "flax>=0.12"))
     monkeypatch.setattr(installation, "find_mismatches", lambda with_devices=False: [wrong])
     with pytest.raises(
-        SystemExit, match=r"^flax 0\.11\.2 is installed, and specjax needs another: pip install -U 'flax>=0.12'"
+        SystemExit, match=r"^flax 0\.11\.2 is installed, and specjax needs another: \S+ -m pip install -U 'flax>=0.12'"
     ):
         machine.run_cell()
 

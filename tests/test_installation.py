@@ -1,6 +1,7 @@
 """Packages that do not fit each other are found by their metadata alone, and each has a remedy."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,9 @@ from specjax import installation
 from specjax.installation import Mismatch, find_mismatches
 from tests.documents import ROOT
 from tests.made_up_packages import JAX, install, install_fitting
+
+PIP = shlex.join((sys.executable, "-m", "pip"))
+"""The pip of this Python, in a command for a shell."""
 
 
 @pytest.fixture
@@ -111,7 +115,7 @@ def test_with_a_libtpu_jaxlib_must_be_the_one_that_it_goes_with(tmp_path, on) ->
     on("tpu")
     (mismatch,) = mismatches(tmp_path)
     assert mismatch.problem == "jaxlib 0.11.2 is installed, and jax 0.12.0.1 needs jaxlib<=0.12.0.1,>=0.12.0.1"
-    assert mismatch.command == "pip install -U 'jax[tpu]==0.12.0.1'"
+    assert mismatch.command == f"{PIP} install -U 'jax[tpu]==0.12.0.1'"
 
 
 def test_a_package_that_is_too_old_for_specjax(tmp_path, on) -> None:
@@ -119,7 +123,7 @@ def test_a_package_that_is_too_old_for_specjax(tmp_path, on) -> None:
     install(tmp_path, "flax", "0.11.2")
     (mismatch,) = mismatches(tmp_path)
     assert mismatch.problem == "flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4"
-    assert mismatch.command == "pip install -U 'flax<0.13,>=0.12.4'"
+    assert mismatch.command == f"{PIP} install -U 'flax<0.13,>=0.12.4'"
 
 
 def test_a_jax_that_is_too_old_is_replaced_together_with_its_libtpu(tmp_path, on) -> None:
@@ -149,7 +153,7 @@ def test_in_a_clone_that_is_not_installed_a_file_says_what_is_needed(tmp_path, o
 
 def test_without_packaging_nothing_is_compared_but_it_is_missed(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "packaging.specifiers", None)
-    assert [mismatch.command for mismatch in mismatches(tmp_path)] == ["pip install packaging"]
+    assert [mismatch.command for mismatch in mismatches(tmp_path)] == [f"{PIP} install packaging"]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +167,7 @@ def test_a_gpu_without_a_plugin(tmp_path, on, monkeypatch, shown, extra) -> None
     on("gpu")
     assert mismatches(tmp_path / "packages") == []
     commands = [mismatch.command for mismatch in mismatches(tmp_path / "packages", with_devices=True)]
-    assert commands == ([f"pip install -U 'jax[{extra}]==0.12.0.1'"] if extra else [])
+    assert commands == ([f"{PIP} install -U 'jax[{extra}]==0.12.0.1'"] if extra else [])
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert mismatches(tmp_path / "packages", with_devices=True) == []
 
@@ -173,7 +177,7 @@ def test_a_tpu_without_libtpu(tmp_path, on, monkeypatch) -> None:
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     on("tpu")
     (mismatch,) = mismatches(tmp_path, with_devices=True)
-    assert mismatch.command == "pip install -U 'jax[tpu]==0.12.0.1'"
+    assert mismatch.command == f"{PIP} install -U 'jax[tpu]==0.12.0.1'"
 
 
 def write_nvidia_smi(folder: Path, shown: str) -> None:
@@ -199,7 +203,9 @@ def test_importing_specjax_warns_once_and_imports_no_jax(tmp_path) -> None:
     done = import_specjax(tmp_path, f"import specjax, specjax.errors, specjax.cli.env\nimport specjax\n{LOADED}")
     assert done.stdout == "[]\n"
     assert done.stderr.count("Warning") == 1
-    assert "flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4: pip install -U 'flax<0.13,>=0.12.4'" in done.stderr
+    assert (
+        f"flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4: {PIP} install -U 'flax<0.13,>=0.12.4'" in done.stderr
+    )
     assert "python -m specjax env" in done.stderr
 
 

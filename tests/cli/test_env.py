@@ -14,6 +14,7 @@ from specjax.cli.main import main
 from specjax.installation import Mismatch
 from tests.documents import ROOT
 from tests.made_up_packages import install, install_fitting
+from tests.test_installation import PIP
 
 TWO_TPUS = """
 class Device:
@@ -48,7 +49,7 @@ def test_where_nothing_can_be_imported_it_says_so_and_how_to_mend_it(environment
     assert re.search(r"^devices +none$", done.stdout, re.MULTILINE)
     assert "JAX or specjax does not start: ImportError: jax is broken\n" in done.stdout
     assert "- flax 0.11.2 is installed, and specjax needs flax<0.13,>=0.12.4\n" in done.stdout
-    assert "  pip install -U 'flax<0.13,>=0.12.4'\n" in done.stdout
+    assert f"  {PIP} install -U 'flax<0.13,>=0.12.4'\n" in done.stdout
 
 
 def test_devices_are_printed_even_where_specjax_cannot_be_imported(environment) -> None:
@@ -115,7 +116,7 @@ def test_its_exit_status_says_whether_all_fits(monkeypatch, capsys, mismatches, 
     assert text.endswith("\nEverything fits.\n") == (status == 0)
     assert main(["env", "--json"]) == status
     report = json.loads(capsys.readouterr().out)
-    assert report["mismatches"] == [{"problem": "a is older than b", "command": "pip install a"}] * len(mismatches)
+    assert report["mismatches"] == [{"problem": "a is older than b", "command": f"{PIP} install a"}] * len(mismatches)
 
 
 def test_its_columns_and_counted_devices() -> None:

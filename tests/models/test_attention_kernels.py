@@ -100,6 +100,19 @@ def test_without_a_platform_the_status_is_that_of_this_process(devices, platform
     assert (status.platform, status.is_used) == (platform, is_used)
 
 
+@pytest.mark.parametrize("platform", [None, "tpu", "cpu", "rocm"])
+def test_a_capability_is_of_nvidias_gpus_alone(platform) -> None:
+    with pytest.raises(InputError, match=r"capability=\(7, 5\): is of a GPU of NVIDIA's"):
+        kernels_status(platform, capability=(7, 5))
+
+
+def test_on_gpus_of_another_maker_the_log_says_so_once(local_gpus, caplog) -> None:
+    local_gpus(gpu("gfx942"))
+    for count in (1, 2):
+        assert TRITON not in lowered(count)
+    assert said(caplog) == [f"attention is plain JAX on GPUs, without a kernel of its own: {kernels._ONLY_NVIDIA}"]
+
+
 def test_another_platform_is_refused() -> None:
     with pytest.raises(InputError, match="platform='metal': give cuda, rocm, tpu or cpu"):
         kernels_status("metal")

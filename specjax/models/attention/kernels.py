@@ -54,6 +54,9 @@ class KernelStatus:
     reason: str
 
 
+_ONLY_NVIDIA = "the kernel for GPUs has been written for NVIDIA's"
+
+
 def kernels_status(platform: str | None = None, capability: tuple[int, int] | None = None) -> KernelStatus:
     """Return whether attention to a cache is a Pallas kernel on a platform, and why.
 
@@ -63,7 +66,7 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
             this process's GPUs, otherwise one that is new enough.
 
     Raises:
-        InputError: the platform is another one.
+        InputError: the platform is another one, or has no compute capability.
 
     Examples:
         >>> from specjax.models.attention import kernels_status
@@ -72,6 +75,8 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
         >>> kernels_status("cuda", capability=(7, 5)).is_used
         False
     """
+    if capability is not None and platform != "cuda":
+        raise InputError(f"capability={capability}: is of a GPU of NVIDIA's; give platform='cuda' with it, or leave it out")
     if platform is None:
         platform = _platform_of(jax.devices()[0])
         capability = lowest_capability(jax.devices())
@@ -81,7 +86,7 @@ def kernels_status(platform: str | None = None, capability: tuple[int, int] | No
     if platform == "tpu":
         return KernelStatus(platform, True, "Pallas for TPUs")
     if platform == "rocm":
-        return KernelStatus(platform, False, "the kernel for GPUs has been written for NVIDIA's")
+        return KernelStatus(platform, False, _ONLY_NVIDIA)
     if platform == "cpu":
         return KernelStatus(platform, False, "Pallas compiles for TPUs and GPUs only")
     raise InputError(f"platform={platform!r}: give cuda, rocm, tpu or cpu, or None for this process's own")
@@ -95,6 +100,8 @@ def takes_triton(mesh: Mesh | None) -> bool:
     devices = _gpus_of(mesh)
     is_for_gpus = bool(devices) or _is_traced_for_gpus()
     reason = _why_not_on_cuda(lowest_capability(devices))
+    if any(_platform_of(device) == "rocm" for device in devices):
+        reason = _ONLY_NVIDIA
     if is_for_gpus and reason:
         _log_once(reason)
     elif is_for_gpus:
@@ -130,7 +137,7 @@ def _gpus_of(mesh: Mesh | None) -> list[jax.Device]:
 @functools.cache
 def _local_gpus() -> tuple[jax.Device, ...]:
     try:
-        return tuple(jax.devices("gpu"))
+        return tuple(jax.local_devices(backend="gpu"))
     except RuntimeError:  # how JAX says that there are none
         return ()
 
