@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from specjax import sharding
+from specjax.arguments import is_whole
 from specjax.decoding.loop import decode
 from specjax.decoding.options import GenerationOptions, bucket, check_prompts
 from specjax.decoding.state import DecodeState, prefill
@@ -76,7 +77,7 @@ def generate(
             that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
 
     Raises:
-        InputError: an argument is out of its range; names it, its value and what it must be.
+        InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -122,8 +123,8 @@ def stream(
         [10, 10]
         [14, 14]
     """
-    if steps < 1:
-        raise InputError(f"steps={steps}: must be at least 1")
+    if not is_whole(steps) or steps < 1:
+        raise InputError(f"steps={steps!r}: must be a whole number, at least 1")
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     started = start(target, drafter, tokens, lengths, options)
     width = _width(tokens, max_new_tokens)
