@@ -67,7 +67,8 @@ def generate(
         tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
         lengths: ``[B]`` prompt lengths; None: all are P.
         max_new_tokens: most tokens to emit; one number, or one a row.
-        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row.
+        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row. Refused
+            where every token of the vocabulary ends the text.
         sampling: how to draw; the default is greedy.
         key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
             key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.

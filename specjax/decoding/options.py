@@ -31,7 +31,8 @@ class GenerationOptions:
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
             "block" and "rejection" are for chains alone.
         min_new_tokens: as many tokens are emitted before an end-of-sequence token may come: until then the target's
-            distribution, and the drafter's, is that of the other tokens. One number, or one a row.
+            distribution, and the drafter's, is that of the other tokens. One number, or one a row. Where all tokens end the
+            text there are no others, and only 0 is taken.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
@@ -67,6 +68,11 @@ class GenerationOptions:
         """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
         limits = self._limits(batch)
         least, eos = self._least(batch, limits), self._end_tokens(config, batch)
+        if any(len(set(row) - {-1}) == config.vocab_size for row in eos[least > 0].tolist()):
+            raise InputError(
+                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so that "
+                "none may come first: name fewer eos_token_ids, or give min_new_tokens=0"
+            )
         return CheckedOptions(limits=limits, least=least, keys=self._row_keys(batch), eos=eos)
 
     def rule_for(self, draft: DraftShape) -> Rule:

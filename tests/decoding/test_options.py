@@ -96,3 +96,20 @@ def test_end_tokens_that_do_not_fit_are_refused(target, ids, message) -> None:
 def test_keys_of_every_kind_are_taken() -> None:
     for key in (None, jax.random.key(1), jax.random.split(jax.random.key(1)), jax.random.PRNGKey(1)):
         GenerationOptions(key=key)
+
+
+# --- where every token ends the text -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [range(11), [(3,), range(11)], [*range(11), 0, 5]])
+def test_min_new_tokens_are_refused_where_every_token_ends_the_text(target, ids) -> None:
+    """Of no distribution over no token can one be drawn."""
+    for least in (1, [0, 2]):
+        with pytest.raises(InputError, match=r"^min_new_tokens=.*: all 11 tokens of the vocabulary end the text"):
+            GenerationOptions(max_new_tokens=4, min_new_tokens=least, eos_token_ids=ids).check(target.config, 2)
+    for fine in (
+        {"min_new_tokens": 0, "eos_token_ids": ids},
+        {"min_new_tokens": [2, 0], "eos_token_ids": [(3,), range(11)]},
+        {"min_new_tokens": 2, "eos_token_ids": range(10)},
+    ):
+        GenerationOptions(max_new_tokens=4, **fine).check(target.config, 2)
