@@ -248,8 +248,12 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
         is_end = jnp.any(known[..., None] == ends[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
-    # In a server any row may ask for it, and most often none does.
-    return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
+    def mask_if_asked(logits: jax.Array) -> jax.Array:
+        return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
+
+    # Any row may ask for it, and most often none does. A GPU would wait for its host to choose a branch, in every step and at
+    # every depth of a draft; there the mask is a few comparisons beside the reading of the logits.
+    return jax.lax.platform_dependent(logits, cuda=mask, rocm=mask, default=mask_if_asked)
 
 
 def _between(values: jax.Array, like: jax.Array) -> jax.Array:

@@ -128,6 +128,15 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
+def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(monkeypatch) -> None:
+    logits, rows = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32), Sampling(temperature=0.7).rows(3)
+    expected = probabilities(logits, rows)
+    monkeypatch.setattr(sampling, "_threshold", lambda scaled, rows, bits: jnp.full((*scaled.shape[:-1], 1), jnp.nan))
+    np.testing.assert_array_equal(probabilities(logits, rows.replace(truncated=True)), expected)
+    asked = Sampling(temperature=0.7, top_k=(0, 2, 0)).rows(3)
+    assert (np.asarray(probabilities(logits, asked)) != expected).any()  # that the threshold would be seen
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vocab", [512, 301])
 def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:

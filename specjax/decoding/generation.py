@@ -193,8 +193,9 @@ def start(
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
-    if mixed:
-        rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    # Rows that are all greedy have a program of their own; all others share one. It looks for a truncation's threshold only
+    # where a row asks for a truncation.
+    rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else replace(rows, truncated=not rows.greedy)
     # Nothing is drawn while prompts are read: one program reads them for every kind of sampling.
     state = prefill(
         target,
@@ -203,18 +204,26 @@ def start(
         jnp.asarray(lengths),
         jnp.asarray(wanted.astype(np.int32)),
         checked.keys,
-        jnp.asarray(checked.eos),
+        jnp.asarray(_padded(checked.eos)),
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.least).astype(np.int32)),
         capacity=capacity,
     )
     known = {name: getattr(rows, name) for name in _ANY_SAMPLING}
-    min_lengths = state.min_lengths if mixed or checked.least.any() else None
-    return drafter, replace(state, sampling=replace(state.sampling, **known), min_lengths=min_lengths)
+    return drafter, replace(state, sampling=replace(state.sampling, **known))
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}
 """What `RowSampling` may know of its rows before tracing, where nothing is known."""
+
+
+_END_TOKENS = 8
+"""Room for end-of-sequence ids of a row comes in multiples of this, so that requests with few ids share a program."""
+
+
+def _padded(eos: np.ndarray) -> np.ndarray:
+    """End-of-sequence ids ``[B, E]`` with -1, which is none, up to a multiple of `_END_TOKENS`."""
+    return np.pad(eos, ((0, 0), (0, -eos.shape[1] % _END_TOKENS)), constant_values=-1)
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:

@@ -523,6 +523,34 @@ def test_stream_yields_what_generate_returns(target, name) -> None:
 ALIKE = ("sampled draft model", "adaptive draft model")  # conformance checks every drafter; here the whole call counts
 
 
+@pytest.mark.kills_alone("end-tokens-compile-another-program, truncation-compiles-another-program")
+def test_five_different_requests_compile_three_programs() -> None:
+    """One that reads prompts, one that decodes greedy rows, and one that decodes rows of every other kind."""
+    prompts = np.tile(PROMPTS, (3, 1))[:7]  # a number of rows that no other test has
+
+    def run(target, number: int) -> None:
+        request = (
+            {},
+            {"eos_token_ids": (2, 9, 4), "min_new_tokens": 3},
+            {"sampling": Sampling(temperature=0.7), "eos_token_ids": ()},
+            {
+                "sampling": Sampling(temperature=1.0, top_p=0.9, top_k=3),
+                "min_new_tokens": np.arange(7) % 3,
+                "eos_token_ids": (1,),
+            },
+            {"sampling": Sampling(temperature=0.0, min_p=0.1), "eos_token_ids": [(1, 2)] * 7},
+        )[number]
+        specjax.generate(target, None, prompts, max_new_tokens=6 - number, **request)
+
+    first, second = tiny_target(num_layers=1), tiny_target(num_layers=1, hidden_size=24)
+    for number in range(5):  # what is not of the model, such as keys of seven rows, is compiled here
+        run(first, number)
+    before = compilations()
+    for number in range(5):
+        run(second, number)
+    assert compilations() - before <= 3
+
+
 @pytest.mark.full_except("None", "draft model", "dynamic draft model", "early exit", "static early exit")
 @pytest.mark.parametrize("name", [None, *(pytest.param(n, marks=[pytest.mark.thorough] * (n in ALIKE)) for n in NAMES)])
 def test_a_second_call_compiles_nothing(target, name) -> None:

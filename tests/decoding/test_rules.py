@@ -306,6 +306,18 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])
 
 
+def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
+    """It would wait for its host to choose one. Others leave out what no row asks for."""
+    sampling = Sampling().rows(2).replace(ends=jnp.zeros((2, 1), jnp.int32), no_end=jnp.ones(2, jnp.int32))
+    traced = jax.jit(lambda logits: without_ends(logits, sampling, 0)).trace(jnp.zeros((2, 3, VOCAB)))
+
+    def branches(platform: str) -> int:
+        """Those that choose by platform are among them, in every program."""
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.case")
+
+    assert branches("cuda") == branches("rocm") == branches("cpu") - 1 == branches("tpu") - 1
+
+
 @pytest.mark.parametrize("greedy", ["all rows", "some rows"])
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, greedy) -> None:

@@ -357,6 +357,22 @@ CATALOGUE = (
         breaks="Tokens beyond a row's capacity are written over those in its last page.",
     ),
     Mutant(
+        name="truncation-compiles-another-program",
+        file="specjax/decoding/generation.py",
+        old="rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else replace(rows, truncated=not rows.greedy)",
+        new="rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else rows",
+        tests=("tests/decoding/test_loop.py::test_five_different_requests_compile_three_programs",),
+        breaks="A request with top-k, top-p or min-p compiles another program than one without.",
+    ),
+    Mutant(
+        name="end-tokens-compile-another-program",
+        file="specjax/decoding/generation.py",
+        old="return np.pad(eos, ((0, 0), (0, -eos.shape[1] % _END_TOKENS)), constant_values=-1)",
+        new="return eos",
+        tests=("tests/decoding/test_loop.py::test_five_different_requests_compile_three_programs",),
+        breaks="Each number of end tokens compiles programs of its own.",
+    ),
+    Mutant(
         name="emitted-token-in-the-wrong-place",
         file="specjax/drafts/draft.py",
         old="last = jnp.arange(self.path.shape[1])[None] == self.count[:, None] - 1",
