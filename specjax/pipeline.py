@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import decoding, text
+from specjax.arguments import one_or_each
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
@@ -279,7 +280,7 @@ def settings(
             that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
 
     Raises:
-        InputError: a number is out of its range; names it, its value and what it must be.
+        InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
 
     Examples:
         >>> options = specjax.pipeline.settings(temperature=0.7, top_p=0.9, seed=3)
@@ -301,7 +302,7 @@ def settings(
 
 def _check_size(name: str, value: Any, most: float = _ALL) -> None:
     """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
-    if any(isinstance(each, int | float) and abs(each) > most for each in np.asarray(value).astype(object).ravel()):
+    if np.any(np.abs(one_or_each(name, value).astype(np.float64)) > most):
         raise InputError(f"{name}={value}: must be at most {most:.10g}")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from specjax.arguments import is_whole, one_or_each
 from specjax.errors import InputError
 from specjax.shape_checks import shape_checked
 
@@ -49,6 +50,19 @@ Examples:
 """
 
 RULES: tuple[str, ...] = get_args(Rule)
+
+
+def check_rule(rule: Any) -> None:
+    """Refuse, with an InputError, what is none of the `RULES`.
+
+    Examples:
+        >>> from specjax.sampling import check_rule
+        >>> check_rule("coupling")
+        Traceback (most recent call last):
+        specjax.errors.InputError: rule='coupling': must be one of coupled, independent, block, rejection
+    """
+    if not isinstance(rule, str) or rule not in RULES:
+        raise InputError(f"rule={rule!r}: must be one of {', '.join(RULES)}")
 
 
 @struct.dataclass
@@ -100,6 +114,9 @@ class Sampling:
         >>> specjax.Sampling(top_p=1.5).rows(2)
         Traceback (most recent call last):
         specjax.errors.InputError: top_p=1.5: must be in (0, 1]; 1 is no limit
+        >>> specjax.Sampling(top_k="3")
+        Traceback (most recent call last):
+        specjax.errors.InputError: top_k='3': must be a number, or one number for each row
     """
 
     temperature: Any = 1.0
@@ -107,12 +124,18 @@ class Sampling:
     top_p: Any = 1.0
     min_p: Any = 0.0
 
+    def __post_init__(self) -> None:
+        """Refuse what is no number. Whether numbers are in range, and as many as there are rows, is checked by `rows`."""
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            one_or_each(name, getattr(self, name))
+
     def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
         """These settings for each of ``batch`` rows, whose drafts are verified by ``rule``.
 
         Raises:
-            InputError: a setting is out of its range, or has another number of rows.
+            InputError: a setting is out of its range, or has another number of rows; or there is no such rule.
         """
+        check_rule(rule)
         temperature = self._row("temperature", batch, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy")
         top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
         top_p = self._row("top_p", batch, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit")
@@ -132,8 +155,8 @@ class Sampling:
         )
 
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
-        value = np.asarray(getattr(self, name), np.float64)
-        if value.ndim > 1 or (value.ndim == 1 and len(value) != batch):
+        value = one_or_each(name, getattr(self, name)).astype(np.float64)
+        if value.ndim == 1 and len(value) != batch:
             raise InputError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
         value = np.broadcast_to(value, (batch,))
         if not np.all(good(value)):
@@ -225,8 +248,12 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
         is_end = jnp.any(known[..., None] == ends[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
-    # In a server any row may ask for it, and most often none does.
-    return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
+    def mask_if_asked(logits: jax.Array) -> jax.Array:
+        return jax.lax.cond(jnp.any(is_early), mask, lambda logits: logits, logits)
+
+    # Any row may ask for it, and most often none does. A GPU would wait for its host to choose a branch, in every step and at
+    # every depth of a draft; there the mask is a few comparisons beside the reading of the logits.
+    return jax.lax.platform_dependent(logits, cuda=mask, rocm=mask, default=mask_if_asked)
 
 
 def _between(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -256,11 +283,11 @@ def make_key(seed: int) -> jax.Array:
         Traceback (most recent call last):
         specjax.errors.InputError: seed=-1: must be a whole number, at least 0 and below 2**63
     """
-    if not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed}: must be a whole number, at least 0 and below 2**63")
+    if not is_whole(seed) or not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed!r}: must be a whole number, at least 0 and below 2**63")
     if seed < 2**32:
-        return jax.random.key(seed)
-    return jax.random.wrap_key_data(jnp.array(divmod(seed, 2**32), jnp.uint32), impl="threefry2x32")
+        return jax.random.key(int(seed))
+    return jax.random.wrap_key_data(jnp.array(divmod(int(seed), 2**32), jnp.uint32), impl="threefry2x32")
 
 
 def named_key(root: jax.Array, name: str) -> jax.Array:

@@ -128,6 +128,15 @@ def test_settings_that_are_known_to_be_unused_cost_nothing() -> None:
     assert "exp" not in program(Sampling(temperature=0))
 
 
+def test_where_a_row_could_ask_for_a_truncation_and_none_does_no_threshold_is_looked_for(monkeypatch) -> None:
+    logits, rows = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 7)), jnp.float32), Sampling(temperature=0.7).rows(3)
+    expected = probabilities(logits, rows)
+    monkeypatch.setattr(sampling, "_threshold", lambda scaled, rows, bits: jnp.full((*scaled.shape[:-1], 1), jnp.nan))
+    np.testing.assert_array_equal(probabilities(logits, rows.replace(truncated=True)), expected)
+    asked = Sampling(temperature=0.7, top_k=(0, 2, 0)).rows(3)
+    assert (np.asarray(probabilities(logits, asked)) != expected).any()  # that the threshold would be seen
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("vocab", [512, 301])
 def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
@@ -143,6 +152,56 @@ def test_draws_follow_the_probabilities_and_never_hit_zero(vocab) -> None:
     counts = np.bincount(np.asarray(tokens), minlength=vocab)
     assert counts[p == 0].sum() == 0
     assert g_test(counts, p) >= FALSE_ALARM
+
+
+@pytest.mark.parametrize(("vocab", "size"), [(6, 3), (64, 1), (301, 2), (512, 2)])
+def test_a_grid_of_random_numbers_draws_every_token_exactly_as_often_as_it_is_likely(vocab, size, monkeypatch) -> None:
+    """The last block and the last token have as much to come as the others.
+
+    A token of mass 15 is to be drawn 15 times. A block of ``size`` tokens has mass 60, or nothing, and the grid has 60 points
+    in it, each with another number for the second draw. No point is nearer to an edge than half a step. So rounding changes
+    nothing, and a mass that is wrong by a fiftieth changes a count.
+    """
+    blocks = -(-vocab // size)
+    splits = {1: [[60]], 2: [[20, 40], [60, 0], [15, 45], [0, 60], [30, 30]], 3: [[10, 20, 30], [15, 0, 45]]}[size]
+    mass = np.array([splits[block % len(splits)] for block in range(blocks)])
+    if blocks > 2:
+        mass[1] = 0
+    mass = mass.reshape(-1)[:vocab]
+    mass[-1] += -mass.sum() % 60  # where the last block is not whole
+    total = mass.sum()
+    step = np.arange(total)
+    numbers = np.stack([(step + 0.5) / total, (step % 60 + 0.5) / 60], axis=1)
+    monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: key.astype(dtype))
+    tokens = draw(jnp.broadcast_to(mass.astype(np.float32), (total, vocab)), jnp.asarray(numbers, jnp.float32))
+    np.testing.assert_array_equal(np.bincount(np.asarray(tokens), minlength=vocab), mass)
+
+
+HALVES = -np.log(2) * np.array([1, 2, 3, 4, 4])
+"""Logits of tokens that come with probability 1/2, 1/4, 1/8, 1/16 and 1/16: every sum of them is a number that floats hold."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "kept"),
+    [
+        ({"top_p": 0.5}, 1),
+        ({"top_p": 0.75}, 2),
+        ({"top_p": 0.875}, 3),
+        ({"top_p": 0.9}, 5),  # the last two tie
+        ({"min_p": 0.5}, 2),
+        ({"min_p": 0.25}, 3),
+        ({"min_p": 0.125}, 5),
+        ({"top_k": 2}, 2),
+        ({"top_k": 4}, 5),
+        ({"top_k": 3, "top_p": 4 / 7 - 1e-6}, 1),  # of what top-k leaves, 4/7, 2/7 and 1/7
+        ({"top_k": 3, "top_p": 4 / 7 + 1e-6}, 2),
+    ],
+)
+def test_a_token_that_reaches_a_bound_exactly_is_the_last_one_kept(setting, kept) -> None:
+    order = np.array([3, 0, 4, 2, 1])  # the likeliest token is number 1
+    p = probabilities(jnp.asarray(HALVES[order], jnp.float32)[None], Sampling(**setting).rows(1))[0]
+    expected = np.where(order < kept, np.exp(HALVES[order]), 0.0)
+    np.testing.assert_allclose(p, expected / expected.sum(), rtol=1e-6)
 
 
 def test_a_rows_keys_do_not_depend_on_its_neighbours() -> None:

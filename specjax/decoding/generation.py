@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from specjax import sharding
+from specjax.arguments import is_whole
 from specjax.decoding.loop import decode
 from specjax.decoding.options import GenerationOptions, bucket, check_prompts
 from specjax.decoding.state import DecodeState, prefill
@@ -69,7 +70,8 @@ def generate(
         tokens: ``[B, P]`` prompts as token ids, right-padded. Equal P shares compiled programs; memory and time go by it, too.
         lengths: ``[B]`` prompt lengths; None: all are P.
         max_new_tokens: most tokens to emit; one number, or one a row.
-        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row.
+        min_new_tokens: as many tokens are emitted before an end-of-sequence token may come; one number, or one a row. Refused
+            where every token of the vocabulary ends the text.
         sampling: how to draw; the default is greedy.
         key: one random key, from which each row's is folded by its index, or ``[B]`` keys. A row's output depends on its own
             key and prompt alone. Give every text a key of its own. None: ``jax.random.key(0)``.
@@ -79,7 +81,7 @@ def generate(
             that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
 
     Raises:
-        InputError: an argument is out of its range; names it, its value and what it must be.
+        InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -125,8 +127,8 @@ def stream(
         [10, 10]
         [14, 14]
     """
-    if steps < 1:
-        raise InputError(f"steps={steps}: must be at least 1")
+    if not is_whole(steps) or steps < 1:
+        raise InputError(f"steps={steps!r}: must be a whole number, at least 1")
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     started = start(target, drafter, tokens, lengths, options)
     width = _width(tokens, max_new_tokens)
@@ -194,8 +196,9 @@ def start(
     padded = np.pad(tokens[:, :width], ((0, 0), (0, bucket(width) - width)))
     rule = options.rule_for(drafter.draft_shape)
     rows = options.sampling.rows(batch, rule)
-    if mixed:
-        rows = replace(rows, greedy=False, truncated=True, rule=rule)
+    # Rows that are all greedy have a program of their own; all others share one. It looks for a truncation's threshold only
+    # where a row asks for a truncation.
+    rows = replace(rows, greedy=False, truncated=True, rule=rule) if mixed else replace(rows, truncated=not rows.greedy)
     # Nothing is drawn while prompts are read: one program reads them for every kind of sampling.
     state = prefill(
         target,
@@ -204,18 +207,26 @@ def start(
         jnp.asarray(lengths),
         jnp.asarray(wanted.astype(np.int32)),
         checked.keys,
-        jnp.asarray(checked.eos),
+        jnp.asarray(_padded(checked.eos)),
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.least).astype(np.int32)),
         capacity=capacity,
     )
     known = {name: getattr(rows, name) for name in _ANY_SAMPLING}
-    min_lengths = state.min_lengths if mixed or checked.least.any() else None
-    return drafter, replace(state, sampling=replace(state.sampling, **known), min_lengths=min_lengths)
+    return drafter, replace(state, sampling=replace(state.sampling, **known))
 
 
 _ANY_SAMPLING = {"greedy": False, "truncated": True, "rule": "independent"}
 """What `RowSampling` may know of its rows before tracing, where nothing is known."""
+
+
+_END_TOKENS = 8
+"""Room for end-of-sequence ids of a row comes in multiples of this, so that requests with few ids share a program."""
+
+
+def _padded(eos: np.ndarray) -> np.ndarray:
+    """End-of-sequence ids ``[B, E]`` with -1, which is none, up to a multiple of `_END_TOKENS`."""
+    return np.pad(eos, ((0, 0), (0, -eos.shape[1] % _END_TOKENS)), constant_values=-1)
 
 
 def most_positions(target: Target, drafter: Drafter) -> int:

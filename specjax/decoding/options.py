@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.arguments import is_whole, one_or_each
 from specjax.decoding.verification import CHAIN_RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
-from specjax.sampling import RULES, Rule, Sampling
+from specjax.sampling import Rule, Sampling, check_rule
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,17 @@ class GenerationOptions:
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is `default_rule`.
             "block" and "rejection" are for chains alone.
         min_new_tokens: as many tokens are emitted before an end-of-sequence token may come: until then the target's
-            distribution, and the drafter's, is that of the other tokens. One number, or one a row.
+            distribution, and the drafter's, is that of the other tokens. One number, or one a row. Where all tokens end the
+            text there are no others, and only 0 is taken.
 
     Examples:
         >>> from specjax.decoding import GenerationOptions
         >>> options = GenerationOptions(max_new_tokens=(4, 8), eos_token_ids=(2,))
         >>> options.check(target.config, batch=2).limits.tolist()
         [4, 8]
+        >>> GenerationOptions(max_new_tokens="4")
+        Traceback (most recent call last):
+        specjax.errors.InputError: max_new_tokens='4': must be a number, or one number for each row
     """
 
     max_new_tokens: Any = 64
@@ -46,17 +51,29 @@ class GenerationOptions:
     rule: Rule | None = None
     min_new_tokens: Any = 0
 
+    def __post_init__(self) -> None:
+        """Refuse values of the wrong type. What depends on the target and the number of rows is checked by `check`."""
+        one_or_each("max_new_tokens", self.max_new_tokens)
+        one_or_each("min_new_tokens", self.min_new_tokens)
+        if not isinstance(self.sampling, Sampling):
+            raise InputError(f"sampling={self.sampling!r}: give settings, such as specjax.Sampling(temperature=0.7)")
+        if self.key is not None:
+            as_key(self.key)
+        if self.eos_token_ids is not None:
+            _rows_of_ids(self.eos_token_ids)
+        if self.rule is not None:
+            check_rule(self.rule)
+
     def check(self, config: ModelConfig, batch: int) -> "CheckedOptions":
         """These options for ``batch`` rows of a target so configured. Raises InputError, which names what is wrong."""
-        if self.rule not in (None, *RULES):
-            raise InputError(f"rule={self.rule!r}: must be one of {', '.join(RULES)}")
         limits = self._limits(batch)
-        return CheckedOptions(
-            limits=limits,
-            least=self._least(batch, limits),
-            keys=self._row_keys(batch),
-            eos=self._end_tokens(config, batch),
-        )
+        least, eos = self._least(batch, limits), self._end_tokens(config, batch)
+        if any(len(set(row) - {-1}) == config.vocab_size for row in eos[least > 0].tolist()):
+            raise InputError(
+                f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so that "
+                "none may come first: name fewer eos_token_ids, or give min_new_tokens=0"
+            )
+        return CheckedOptions(limits=limits, least=least, keys=self._row_keys(batch), eos=eos)
 
     def rule_for(self, draft: DraftShape) -> Rule:
         """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
@@ -68,7 +85,7 @@ class GenerationOptions:
         return self.rule or default_rule(draft)
 
     def _limits(self, batch: int) -> np.ndarray:
-        limits = np.asarray(self.max_new_tokens)
+        limits = one_or_each("max_new_tokens", self.max_new_tokens)
         if limits.dtype.kind not in "iu" or limits.shape not in ((), (batch,)) or limits.min() < 1 or limits.max() >= 2**31:
             raise InputError(
                 f"max_new_tokens={self.max_new_tokens}: must be at least 1 and below 2**31, one number or one for each of "
@@ -77,7 +94,7 @@ class GenerationOptions:
         return np.broadcast_to(limits, (batch,)).astype(np.int64)
 
     def _least(self, batch: int, limits: np.ndarray) -> np.ndarray:
-        least = np.asarray(self.min_new_tokens)
+        least = one_or_each("min_new_tokens", self.min_new_tokens)
         if least.dtype.kind not in "iu" or least.shape not in ((), (batch,)) or np.any(least < 0) or np.any(least > limits):
             raise InputError(
                 f"min_new_tokens={self.min_new_tokens}: must be from 0 to max_new_tokens={self.max_new_tokens}, one number, or "
@@ -87,16 +104,12 @@ class GenerationOptions:
 
     def _end_tokens(self, config: ModelConfig, batch: int) -> np.ndarray:
         ids = config.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
-        if isinstance(ids, str) or (not isinstance(ids, Sequence) and np.ndim(ids) == 0):
-            raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as ({ids},)")
-        kinds = {isinstance(entry, Sequence) or np.ndim(entry) > 0 for entry in ids}
-        if len(kinds) > 1:
-            raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids a row, not both")
-        rows = [np.asarray(row).tolist() for row in ids] if True in kinds else [np.asarray(ids).tolist()] * batch
+        by_row = _rows_of_ids(ids)
+        rows = by_row if len(ids) and _is_sequence(ids[0]) else by_row * batch
         if len(rows) != batch:
             raise InputError(f"eos_token_ids: {len(rows)} sequences; give one, or one for each of the {batch} rows")
         for row in rows:
-            if bad := [i for i in row if not isinstance(i, int) or not 0 <= i < config.vocab_size]:
+            if bad := [i for i in row if not 0 <= i < config.vocab_size]:
                 raise InputError(f"eos_token_ids={bad}: outside the vocabulary of {config.vocab_size} tokens")
         width = max(1, *map(len, rows))  # 1: with and without end tokens the same program serves
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
@@ -108,6 +121,29 @@ class GenerationOptions:
         if key.shape != (batch,):
             raise InputError(f"key has shape {key.shape}: give one key, or one for each of the {batch} rows")
         return key
+
+
+def _rows_of_ids(ids: Any) -> list[list[int]]:
+    """The ids that end each row: one list where ``ids`` is one sequence for all rows, otherwise a list a row.
+
+    Raises:
+        InputError: it is no sequence of whole numbers, nor one of such sequences.
+    """
+    if not _is_sequence(ids):
+        raise InputError(f"eos_token_ids={ids!r}: give a sequence of ids, such as (2,)")
+    are_rows = [_is_sequence(entry) for entry in ids]
+    if any(are_rows) and not all(are_rows):
+        raise InputError(f"eos_token_ids={ids}: give ids, or one sequence of ids a row, not both")
+    rows = [[each.item() if isinstance(each, jax.Array) else each for each in row] for row in (ids if any(are_rows) else [ids])]
+    for row in rows:
+        if wrong := [each for each in row if not is_whole(each)]:
+            raise InputError(f"eos_token_ids={wrong!r}: ids are whole numbers, from the target's tokenizer")
+    return [list(map(int, row)) for row in rows]
+
+
+def _is_sequence(value: Any) -> bool:
+    is_text = isinstance(value, str | bytes)
+    return (isinstance(value, Sequence) and not is_text) or (isinstance(value, np.ndarray | jax.Array) and value.ndim > 0)
 
 
 def default_rule(draft: DraftShape) -> Rule:
@@ -188,7 +224,7 @@ def check_prompts(tokens: Any, lengths: Any, vocab_size: int) -> tuple[np.ndarra
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu":
         raise InputError(f"tokens: must be whole numbers [batch, prompt], not {tokens.dtype} {list(tokens.shape)}")
     batch, width = tokens.shape
-    lengths = np.full(batch, width) if lengths is None else np.asarray(lengths)
+    lengths = np.full(batch, width) if lengths is None else one_or_each("lengths", lengths)
     if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
         raise InputError(f"lengths: must be {batch} whole numbers, one a row, not {lengths.dtype} {list(lengths.shape)}")
     if lengths.min() < 1:

@@ -35,7 +35,7 @@ class DecodeState:
         drafter: the drafter's own state.
         stats: so far.
         accepted: ``[B, S]`` bool, the tokens that were drafted and accepted.
-        min_lengths: ``[B]`` committed tokens before which a row must not end; None: no row asks for that.
+        min_lengths: ``[B]`` committed tokens before which a row must not end; None: no row may ask for that.
 
     Examples:
         >>> from specjax import decoding
@@ -231,7 +231,7 @@ def _with_least_of(state: DecodeState, request: DecodeState) -> DecodeState:
         return replace(request, min_lengths=request.lengths)
     if least is None and own is not None:
         if np.any(own.addressable_data(0) > request.lengths.addressable_data(0)):
-            raise InputError("request: it has min_new_tokens, and no row of the state has: start the state with mixed=True")
+            raise InputError("request: it has min_new_tokens, and the state was made without: make it with decoding.start")
         return replace(request, min_lengths=None)
     return request
 

@@ -314,6 +314,49 @@ class RecorderOfDrafts(Recorder):
     draft: Chain = struct.field(pytree_node=False, default=Chain(3))
 
 
+@pytest.mark.kills_alone("logprobs-of-the-first-nodes")
+def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> None:
+    """Log-probabilities, the cache's entries, and what the drafter is told, against one pass over the whole text.
+
+    Of three rows, one goes down the left of the tree to a leaf, one down the right, and one stays at the root. No path is made
+    of the first nodes.
+    """
+    new, parents, paths = 4, np.array([-1, 0, 0, 1, 2, 3]), [[0, 1, 3, 5], [0, 2, 4], [0]]
+    texts = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=new))
+    coming = np.stack([row[length:] for row, length in zip(texts, LENGTHS, strict=True)])
+    drafter = RecorderOfDrafts()
+    _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=new))
+    depths = np.array([0, 1, 1, 2, 2, 3])
+    tokens = np.where(depths > 0, (coming[:, depths - 1] + 1 + np.arange(6)) % 11, np.asarray(state.roots)[:, None])
+    for row, path in enumerate(paths):
+        off_path = [node for node in range(1, 6) if node not in path]
+        clash = tokens[row] == coming[row, depths - 1]
+        tokens[row, off_path] = np.where(clash[off_path], (tokens[row, off_path] + 1) % 11, tokens[row, off_path])
+        tokens[row, path[1:]] = coming[row, : len(path) - 1]
+    draft = Draft.of_tree(jnp.asarray(tokens, jnp.int32), parents)
+    state, info = jax.jit(partial(decoding.advance, target, drafter, logprobs=2))(state, draft)
+    np.testing.assert_array_equal(info.emitted, [len(path) for path in paths])
+    whole = np.stack([np.pad(text, (0, 10 - len(text))) for text in texts])
+    output, entries = jax.jit(partial(target.read, taps=drafter.taps(target.config)))(whole)
+    of_text = jax.nn.log_softmax(forward(target, whole).logits)
+    for row, path in enumerate(paths):
+        start, end = LENGTHS[row], LENGTHS[row] + len(path)
+        assert state.tokens[row, :end].tolist() == texts[row][:end] and info.path[row, : len(path)].tolist() == path
+        said = np.asarray(of_text[row, start - 1 : end - 1])
+        np.testing.assert_allclose(
+            info.logprobs.chosen[row, : len(path)], said[np.arange(len(path)), texts[row][start:end]], atol=1e-4
+        )
+        np.testing.assert_array_equal(info.logprobs.ids[row, : len(path)], np.argsort(-said)[:, :2])
+        np.testing.assert_allclose(info.logprobs.values[row, : len(path)], -np.sort(-said)[:, :2], atol=1e-4)
+        assert state.cache.length[row] == end - 1
+        for held, read in zip(jax.tree.leaves(state.cache.layers), jax.tree.leaves(entries), strict=True):
+            np.testing.assert_allclose(held[row, :, : end - 1], read[row, :, : end - 1], atol=1e-4)
+        assert state.drafter["tokens"][row, : end - 1].tolist() == texts[row][: end - 1]
+        assert state.drafter["following"][row, : end - 1].tolist() == texts[row][1:end]
+        for name, read in (("taps", output.taps), ("keys", entries[-1][0].transpose(0, 2, 1, 3))):
+            np.testing.assert_allclose(state.drafter[name][row, : end - 1], read[row, : end - 1], atol=1e-4)
+
+
 def hand_made(kind: str, roots: jax.Array, guesses: np.ndarray, drawn: bool) -> Draft:
     """A draft of ``guesses [B, depth]``, below each other; a tree has a second child of the root. Drawn from one-hot q."""
     depth = guesses.shape[1]
@@ -478,6 +521,34 @@ def test_stream_yields_what_generate_returns(target, name) -> None:
 
 
 ALIKE = ("sampled draft model", "adaptive draft model")  # conformance checks every drafter; here the whole call counts
+
+
+@pytest.mark.kills_alone("end-tokens-compile-another-program, truncation-compiles-another-program")
+def test_five_different_requests_compile_three_programs() -> None:
+    """One that reads prompts, one that decodes greedy rows, and one that decodes rows of every other kind."""
+    prompts = np.tile(PROMPTS, (3, 1))[:7]  # a number of rows that no other test has
+
+    def run(target, number: int) -> None:
+        request = (
+            {},
+            {"eos_token_ids": (2, 9, 4), "min_new_tokens": 3},
+            {"sampling": Sampling(temperature=0.7), "eos_token_ids": ()},
+            {
+                "sampling": Sampling(temperature=1.0, top_p=0.9, top_k=3),
+                "min_new_tokens": np.arange(7) % 3,
+                "eos_token_ids": (1,),
+            },
+            {"sampling": Sampling(temperature=0.0, min_p=0.1), "eos_token_ids": [(1, 2)] * 7},
+        )[number]
+        specjax.generate(target, None, prompts, max_new_tokens=6 - number, **request)
+
+    first, second = tiny_target(num_layers=1), tiny_target(num_layers=1, hidden_size=24)
+    for number in range(5):  # what is not of the model, such as keys of seven rows, is compiled here
+        run(first, number)
+    before = compilations()
+    for number in range(5):
+        run(second, number)
+    assert compilations() - before <= 3
 
 
 @pytest.mark.full_except("None", "draft model", "dynamic draft model", "early exit", "static early exit")

@@ -131,22 +131,24 @@ def test_siblings_are_judged_one_after_the_other(drawn_from) -> None:
     assert set(np.asarray(child).tolist()) == {-1, 1, 2, 3}
 
 
-def a_tree(rng: np.random.Generator, rows: int, likeliest: np.ndarray) -> tuple[Draft, np.ndarray, np.ndarray]:
-    """A draft of the tree PARENTS, most of whose nodes hold what is ``likeliest [B, N]`` after their parents."""
-    tokens, missed = np.zeros((rows, len(PARENTS)), np.int32), rng.random((rows, len(PARENTS))) < 0.3
-    for node, parent in enumerate(PARENTS[1:], 1):
-        rank = sum(PARENTS[:node] == parent)  # siblings hold different tokens
+def a_tree(
+    rng: np.random.Generator, rows: int, likeliest: np.ndarray, parents: np.ndarray = PARENTS
+) -> tuple[Draft, np.ndarray, np.ndarray]:
+    """A draft of a tree, most of whose nodes hold what is ``likeliest [B, N]`` after their parents."""
+    tokens, missed = np.zeros((rows, len(parents)), np.int32), rng.random((rows, len(parents))) < 0.3
+    for node, parent in enumerate(parents[1:], 1):
+        rank = sum(parents[:node] == parent)  # siblings hold different tokens
         tokens[:, node] = (likeliest[:, parent] + rank + missed[:, parent]) % VOCAB
     valid = rng.random(tokens.shape) < 0.9
     valid[:, 0] = True
-    return Draft.of_tree(jnp.asarray(tokens), PARENTS, valid=jnp.asarray(valid)), tokens, valid
+    return Draft.of_tree(jnp.asarray(tokens), parents, valid=jnp.asarray(valid)), tokens, valid
 
 
-def walk(tokens: np.ndarray, valid: np.ndarray, best: np.ndarray) -> list[int]:
+def walk(tokens: np.ndarray, valid: np.ndarray, best: np.ndarray, parents: np.ndarray = PARENTS) -> list[int]:
     """From the root of one row to the last node that holds what is ``best [N]`` after its parent."""
     path = [0]
     while True:
-        below = [n for n in np.flatnonzero(path[-1] == PARENTS) if valid[n] and tokens[n] == best[path[-1]]]
+        below = [n for n in np.flatnonzero(path[-1] == parents) if valid[n] and tokens[n] == best[path[-1]]]
         if not below:
             return path
         path.append(int(below[0]))
@@ -302,6 +304,71 @@ def test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_th
     ids = jnp.array([4, 2, 0])  # of a drafter that has three of the tokens
     narrow = np.asarray(without_ends(jnp.asarray(logits[:, :1, :3]), sampling, 0, ids))
     np.testing.assert_array_equal(narrow[:, 0] == -np.inf, [[False, True, False], [False, False, True], [False] * 3])
+
+
+def test_a_gpu_masks_end_tokens_without_a_branch() -> None:
+    """It would wait for its host to choose one. Others leave out what no row asks for."""
+    sampling = Sampling().rows(2).replace(ends=jnp.zeros((2, 1), jnp.int32), no_end=jnp.ones(2, jnp.int32))
+    traced = jax.jit(lambda logits: without_ends(logits, sampling, 0)).trace(jnp.zeros((2, 3, VOCAB)))
+
+    def branches(platform: str) -> int:
+        """Those that choose by platform are among them, in every program."""
+        return traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.case")
+
+    assert branches("cuda") == branches("rocm") == branches("cpu") - 1 == branches("tpu") - 1
+
+
+@pytest.mark.parametrize("greedy", ["all rows", "some rows"])
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+def test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there(shape, greedy) -> None:
+    """Every node is masked by its own depth: an end token that is too early at the root may come further down. A batch of
+    greedy rows alone has code of its own."""
+    rng = np.random.default_rng(0)
+    parents = PARENTS if shape == "tree" else np.arange(-1, 3)
+    depths = np.array([0, 1, 1, 2, 1, 2, 3, 2]) if shape == "tree" else np.arange(4)
+    logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
+    ends, no_end = np.stack([rng.integers(0, VOCAB, ROWS), rng.integers(-1, VOCAB, ROWS)], axis=1), rng.integers(-1, 5, ROWS)
+    is_end = (np.arange(VOCAB) == ends[..., None]).any(axis=1)
+    is_early = depths[None] < no_end[:, None]
+    best = np.where(is_early[..., None] & is_end[:, None], -np.inf, logits).argmax(axis=-1)
+    assert (best != logits.argmax(axis=-1)).sum() > ROWS / 2  # that the mask matters
+    draft, tokens, valid = a_tree(rng, ROWS, best, parents)
+    temperature = np.where(np.arange(ROWS) < ROWS - 2, 0.0, 1.0 if greedy == "some rows" else 0.0)
+    sampling = Sampling(temperature=temperature, top_k=3, top_p=0.2).rows(ROWS)
+    assert sampling.greedy == (greedy == "all rows")
+    sampling = sampling.replace(ends=jnp.asarray(ends), no_end=jnp.asarray(no_end))
+    verdict = verify(draft, jnp.asarray(logits), sampling, jax.random.split(jax.random.key(0), ROWS))
+    emitted = np.asarray(verdict.emitted(draft))
+    for row in np.flatnonzero(temperature == 0):
+        path = walk(tokens[row], valid[row], best[row], parents)
+        assert verdict.path[row, : len(path)].tolist() == path
+        assert emitted[row, : verdict.count[row]].tolist() == [*tokens[row, path[1:]], best[row, path[-1]]]
+    assert set(np.asarray(verdict.count).tolist()) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("rule", ["block", "rejection", "siblings", "matching", "coupled"])
+def test_by_every_rule_the_likeliest_token_comes_that_may_come_there(rule) -> None:
+    """Where truncation leaves one token, that one comes, whatever the rule, whatever is drafted, and at every depth."""
+    rng = np.random.default_rng(0)
+    is_chain = rule in ("block", "rejection")
+    parents = np.arange(-1, 3) if is_chain else PARENTS
+    depths = np.arange(4) if is_chain else np.array([0, 1, 1, 2, 1, 2, 3, 2])
+    logits = rng.normal(size=(ROWS, len(parents), VOCAB)).astype(np.float32)
+    ends, no_end = rng.integers(0, VOCAB, ROWS), rng.integers(0, 4, ROWS)
+    is_early = depths[None] < no_end[:, None]
+    best = np.where(is_early[..., None] & (np.arange(VOCAB) == ends[:, None])[:, None], -np.inf, logits).argmax(axis=-1)
+    draft, tokens, _ = a_tree(rng, ROWS, best, parents)
+    if is_chain or rule == "siblings":
+        draft = draft.replace(q=jnp.full((*tokens.shape, VOCAB), 1 / VOCAB))
+    sampling = Sampling(top_k=1).rows(ROWS, "independent" if rule in ("siblings", "matching") else rule)
+    sampling = sampling.replace(ends=jnp.asarray(ends)[:, None], no_end=jnp.asarray(no_end))
+    keys = jax.random.split(jax.random.key(0), (5, ROWS) if rule == "coupled" else ROWS)
+    verdict = jax.jit(lambda logits: verify(draft, logits, sampling, keys))(logits)
+    emitted, counts = np.asarray(verdict.emitted(draft)), np.asarray(verdict.count)
+    for row, count in enumerate(counts):
+        path = verdict.path[row, :count].tolist()
+        assert emitted[row, :count].tolist() == best[row, path].tolist(), row
+    assert set(counts.tolist()) == {1, 2, 3, 4}
 
 
 def test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one() -> None:

@@ -19,7 +19,7 @@ from specjax.drafts import tree
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree, Template
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
-from specjax.sampling import Sampling, probabilities, split_keys
+from specjax.sampling import Sampling, position_noise, probabilities, split_keys
 from tests.conftest import SHAPES
 
 V = 12
@@ -264,6 +264,21 @@ def test_children_that_are_drawn_once_for_a_depth_are_drawn_without_replacement_
     assert g_test(counts, np.array(list(expected.values()))) > FALSE_ALARM
     np.testing.assert_allclose(draft.q[0, 0], p[0], atol=1e-6)
     np.testing.assert_allclose(draft.q[0, 1], p[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.01}, {"min_p": 1.0}, {}])
+def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_likely_ones(cut) -> None:
+    """In the order of log p plus noise, both. The target may keep what the drafter does not."""
+    rows, count = 40, 4
+    logits = np.random.default_rng(0).normal(size=(rows, V)).astype(np.float32) * 2
+    keys, sampling = jax.random.split(jax.random.key(0), rows), Sampling(temperature=0.8, **cut).rows(rows, "coupled")
+    shape = StaticTree(tuple((rank,) for rank in range(count)))
+    offered = expansion.offered_by(shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None)
+    noisy = logits / 0.8 + np.asarray(position_noise(keys, V))
+    is_kept = np.asarray(probabilities(jnp.asarray(logits), sampling)) > 0
+    assert (is_kept.sum(axis=1) < count).all() == bool(cut)
+    order = np.lexsort((-noisy, ~is_kept), axis=1)
+    np.testing.assert_array_equal(offered.tokens[:, 0], order[:, :count])
 
 
 def test_siblings_beyond_what_q_can_give_are_not_drafted() -> None:

@@ -185,11 +185,14 @@ def test_pages_are_read_in_the_order_of_the_table_and_nan_stays_out() -> None:
 def test_what_has_no_page_is_dropped() -> None:
     """Beyond the capacity, beyond a row's pages, and where the table names no page: the last page, -1 to numpy, stays free."""
     table = np.array([[6, 0], [3, 2], [5, NONE]])
-    _, cache = both(table)
-    cache = appended(cache, [[3, 3, 3]] * 3)  # nine tokens, of which eight have slots; of the third row four
+    plain, cache = (appended(cache, [[3, 3, 3]] * 3) for cache in both(table))  # nine tokens, of which eight have slots
     np.testing.assert_array_equal(cache.length, [9, 9, 9])
     assert written(cache) == [places(table, [9, 9, 9])] * 4
     assert PAGES - 1 not in {page for page, _ in written(cache)[0]}
+    given = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *(drawn(B, 3, seed) for seed in range(3)))
+    at = jnp.array([np.arange(S), np.arange(S), np.arange(S) % PAGE])  # of the third row's eight slots four have a page
+    for found in (cache, plain):  # what came too late is written over nothing
+        jax.tree.map(np.testing.assert_array_equal, found.gather(at), gather_entries(given, at))
     _, nothing = both(np.full((B, 2), NONE))
     assert written(appended(nothing, [[3, 3, 3]] * 3)) == [set()] * 4
     again = appended(cache, [[0, 0, 0]])
