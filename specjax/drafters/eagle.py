@@ -141,7 +141,7 @@ class Eagle(FeatureDrafter):
 
 def read_layer(stored: Stored) -> EagleConfig:
     """The shape of a checkpoint's layer, and of what joins its inputs."""
-    layer = huggingface.parse_config(stored.raw, stored.file)
+    layer = huggingface.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:
         raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
     return EagleConfig(

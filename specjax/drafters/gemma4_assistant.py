@@ -124,7 +124,7 @@ class Gemma4Assistant(NewestStateDrafter):
         fields = check_fields(stored.raw, known, stored.file)
         # All of its layers read the entries of another model's: what it says of layers that share is of no use here.
         text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
-        model = huggingface.parse_config(text, stored.file)
+        model = huggingface.parse_drafter_config(text, stored.file)
         stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
         centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
         return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])

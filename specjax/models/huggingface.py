@@ -205,6 +205,28 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         raise CheckpointError(f"{source}: {said}") from None
 
 
+def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Read the `ModelConfig` of a drafter's layers; arguments and errors are those of `parse_config`.
+
+    A drafter never ends a text, so nobody reads its ``bos_token_id`` and ``eos_token_id``. Published drafters have those of
+    their target there, which may lie beyond a vocabulary of their own; such ids are left out, and not refused.
+    """
+    size = raw.get("vocab_size")
+    if type(size) is not int:
+        return parse_config(dict(raw), source)
+
+    def within(token: Any) -> bool:
+        return type(token) is not int or token < size  # what is no number is refused as everywhere
+
+    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    own: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
+    if isinstance(eos, list):
+        own["eos_token_id"] = [token for token in eos if within(token)]
+    elif not within(eos):
+        own["eos_token_id"] = None
+    return parse_config({**raw, **own}, source)
+
+
 def _family(raw: dict[str, Any], source: str) -> Family:
     """The family that a config.json names."""
     asked = raw.get("model_type")
