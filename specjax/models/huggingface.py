@@ -41,6 +41,7 @@ from specjax.models.fields import (
 from specjax.models.narrow import Form, published, saved, schemes
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
+from specjax.progress import say
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
@@ -146,6 +147,29 @@ def read_config(directory: Path) -> ModelConfig:
         return config
     eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
     return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+
+
+def with_stored_head(directory: Path, config: ModelConfig) -> ModelConfig:
+    """Return ``config``, with a head of its own where the checkpoint says that the embedding is the head, and holds another.
+
+    transformers does the same. Such files are written by training that unties the two and leaves ``tie_word_embeddings`` true.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if not config.tie_embeddings:
+        return config
+    stored = checkpoint.stored_shapes(directory)
+    file = directory / "config.json"
+    embedding, head = _family(read_json(file), str(file)).embedding_and_head(stored)
+    if head not in stored or embedding not in stored or checkpoint.have_same_values(directory, embedding, head):
+        return config
+    say(
+        f"{file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the stored head is used, as in "
+        "transformers; write false to be clear",
+        unasked=True,
+    )
+    return replace(config, tie_embeddings=False)
 
 
 _PART: dict[str, Field] = {

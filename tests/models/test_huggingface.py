@@ -86,6 +86,43 @@ def test_transformers_reads_what_we_write(checkpoint) -> None:
     np.testing.assert_allclose(tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "rows", [1, 7, 4096]
+)  # of a block, of a vocabulary of 11: several blocks, the last one shorter, and one
+def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeypatch, rows) -> None:
+    """Where config.json says that they are one, as transformers does; a copy of the embedding is no head of its own."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.with_torch import torch
+
+    monkeypatch.setattr(checkpoint_module, "_BLOCK_ROWS", rows)
+    tied = tiny_target(tie_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert Target.from_pretrained(tmp_path).config == tied.config
+
+    head[-1] += 1.0  # the last row alone, which is compared last
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"tie_word_embeddings is true, but 'lm_head.weight' differs .* stored head is used"):
+        target = Target.from_pretrained(tmp_path)
+    assert not target.config.tie_embeddings
+    tokens = np.arange(10)[None]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    found = target.forward(jnp.asarray(tokens))[0].logits
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found - tied.forward(jnp.asarray(tokens))[0].logits).max() > 0.01
+    target.save_pretrained(tmp_path / "again")
+    assert Target.from_pretrained(tmp_path / "again").config == target.config
+
+    save_file(tensors | {"lm_head.weight": head[:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape"), pytest.warns(UserWarning):
+        Target.from_pretrained(tmp_path)
+
+
 def test_shards_are_read_like_one_file(checkpoint) -> None:
     whole = Target.from_pretrained(checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")

@@ -57,6 +57,11 @@ class Fused:
         return found
 
 
+def _beside(prefix: str) -> str:
+    """How the name of the head begins in a checkpoint where the names of the model's tensors begin with ``prefix``."""
+    return prefix.removesuffix(PREFIX) if prefix.endswith(f".{PREFIX}") else ""
+
+
 PREFIX = "model."
 """How the names of a model's tensors begin, but for the head's."""
 
@@ -148,6 +153,11 @@ class Family:
         there = [prefix for prefix in self.prefixes if f"{prefix}embed_tokens.weight" in stored]
         return (there or self.prefixes)[0]
 
+    def embedding_and_head(self, stored: Collection[str]) -> tuple[str, str]:
+        """The names of the two tensors in a checkpoint, by the names that are ``stored``."""
+        prefix = self.prefix_in(stored)
+        return f"{prefix}embed_tokens.weight", f"{_beside(prefix)}lm_head.weight"
+
     def store(self, declared: Params, prefix: str | None = None, names: Collection[str] = ()) -> Params:
         """The declarations of a model, as parts of the tensors that its checkpoints have.
 
@@ -157,7 +167,7 @@ class Family:
             names: of the tensors of the checkpoint that is read.
         """
         prefix = self.prefixes[0] if prefix is None else prefix
-        beside = prefix.removesuffix(PREFIX) if prefix.endswith(f".{PREFIX}") else ""  # where the head is
+        beside = _beside(prefix)
         params, tree = jax.tree.flatten(declared)
         stored = {param.name: param for param in params}
         there = [each for each in self.fused_where_stored if any(name.endswith(each.name) for name in names)]
