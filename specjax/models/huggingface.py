@@ -226,7 +226,17 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         return ModelConfig(**_parse_common(fields, family, source) | own)
     except InputError as error:
         said = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
-        raise CheckpointError(f"{source}: {said}") from None
+        raise CheckpointError(f"{source}: {_with_path(said, raw, family)}") from None
+
+
+def _with_path(said: str, raw: Mapping[str, Any], family: Family) -> str:
+    """What an error says of a field, with the path to the field where it lies in an object of the file."""
+    if family.nested is None or not isinstance(raw.get(family.nested), dict):
+        return said
+    name = re.match("[a-z0-9_]*", said)
+    if name is None or name[0] not in {*_FIELDS, *family.fields}:
+        return f"{family.nested}: {said}"
+    return said if name[0] in family.said_of_whole(raw) else f"{family.nested}.{said}"
 
 
 def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
@@ -259,7 +269,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
             f"{source}: model_type={asked!r} is not supported: {REFUSED[asked]}: give a model of one of the types "
             f"{', '.join(SUPPORTED)}"
         )
-    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]]
+    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]].of_file(raw)
 
 
 def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:

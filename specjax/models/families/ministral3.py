@@ -62,6 +62,6 @@ MISTRAL3 = replace(
     MINISTRAL3,
     nested="text_config",
     prefixes=("model.language_model.", "language_model.model."),
-    fields={"model_type": text("ministral3")},
+    fields={"model_type": text("ministral3", "mistral")},
 )
 """With a model that sees beside it, which is left unread."""

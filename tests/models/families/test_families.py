@@ -13,6 +13,7 @@ from specjax.models import huggingface
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
+from tests.conftest import tiny_target
 from tests.models.families import zoo
 
 LENGTH = 40  # longer than the windows, and than what is turned without YaRN
@@ -111,9 +112,47 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
 
 
 def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
-    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "mistral"}
-    with pytest.raises(CheckpointError, match="model_type='mistral': must be one of ministral3"):
+    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "qwen2"}
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral"):
         huggingface.parse_config({"model_type": "mistral3", "text_config": inner})
+
+
+@pytest.mark.parametrize(("prefix", "beside"), [("model.language_model.", ""), ("language_model.model.", "language_model.")])
+def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, beside) -> None:
+    """As in Mistral Small 3.1 and 3.2."""
+    made = tiny_target(model_type="mistral", sliding_window=4, windowed_layers=(0, 1))
+    made.save_pretrained(tmp_path)
+    inner = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": inner}))
+    tensors = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else beside + name: value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors | {"vision_tower.patch.weight": np.zeros((3, 3), np.float32)}, tmp_path / "model.safetensors")
+    read = LOAD(tmp_path)
+    assert read.config == made.config
+    tokens = np.arange(10)[None]
+    np.testing.assert_array_equal(logits(read, tokens), logits(made, tokens))
+
+
+NESTED_FAULTS = [
+    ({"hidden_size": "wide"}, "text_config.hidden_size='wide': must be"),
+    ({"hidden_size": None}, "text_config.hidden_size=None: must be"),
+    ({"num_key_value_heads": 3}, "text_config: num_heads=4 is not a multiple of num_kv_heads=3"),
+    ({"bos_token_id": 99}, "text_config.bos_token_id=99: must be below"),
+    ({"layer_types": ["other"] * 4}, "text_config.layer_types has 'other'"),
+]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "mistral3"])
+@pytest.mark.parametrize(("change", "message"), NESTED_FAULTS)
+def test_a_field_of_a_text_model_is_named_with_its_path(made, name, change, message) -> None:
+    inner = raw_of(made, FAMILIES[name].model_type.removesuffix("_text"))
+    with pytest.raises(CheckpointError) as caught:
+        huggingface.parse_config({"model_type": name, "text_config": inner | change})
+    assert str(caught.value).startswith(f"config.json: {message}")
+    with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id=99: must be below"):
+        huggingface.parse_config({"model_type": name, "text_config": inner, "eos_token_id": 99})
 
 
 def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
