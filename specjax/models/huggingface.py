@@ -22,7 +22,7 @@ from specjax.assets import embedded
 from specjax.errors import InputError
 from specjax.models import checkpoint, fingerprint, parts
 from specjax.models import params as declarations
-from specjax.models.config import ModelConfig, Rope
+from specjax.models.config import Activation, ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
 from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
 from specjax.models.fields import (
@@ -100,6 +100,14 @@ _TOKENS = Field(
 )
 
 
+_ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the first of ours is written
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
 # What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
@@ -111,14 +119,15 @@ _FIELDS: dict[str, Field] = {
     "head_dim": whole(2, 100_000, default=None),
     "max_position_embeddings": whole(1, 1_000_000_000),
     "rms_norm_eps": number(1e-12, 0.1, default=1e-6),
-    "hidden_act": text("silu", "swish", default="silu"),
+    "hidden_act": text(*_ACTIVATIONS, default="silu"),
     "tie_word_embeddings": flag(default=None),
     "attention_bias": flag(default=None),
     "mlp_bias": flag(default=None),
     "rope_theta": number(2, 1e12, default=None),
     "rope_scaling": mapping(default=None),
     "rope_parameters": mapping(default=None),
-    "partial_rotary_factor": number(1, 1, default=None),
+    "partial_rotary_factor": number(0.01, 1, default=None),
+    "original_max_position_embeddings": whole(1, 1_000_000_000, default=None),
     "sliding_window": whole(1, 1_000_000_000, default=None),
     "use_sliding_window": flag(default=None),
     "max_window_layers": whole(0, 10_000, default=28),
@@ -296,6 +305,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         "head_dim": fields["head_dim"] or hidden // heads,
         "max_positions": max_positions,
         "norm_eps": fields["rms_norm_eps"],
+        "activation": _ACTIVATIONS[fields["hidden_act"]],
         "rope": rope,
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "bos_token_id": bos,
@@ -347,9 +357,10 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
     """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
 
     Where any layers may have a window these are named by ``layer_types``, in older files by ``max_window_layers``: those from
-    that number on. Elsewhere a window is one of all layers.
+    that number on. Elsewhere a window is one of all layers, whatever ``layer_types`` says.
     """
-    window, kinds, layers = fields["sliding_window"], fields["layer_types"], fields["num_hidden_layers"]
+    window, layers = fields["sliding_window"], fields["num_hidden_layers"]
+    kinds = None if family.windows == "all" else fields["layer_types"]  # transformers does not read it in such models
     if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
         window = None
     if kinds is not None:
@@ -358,10 +369,6 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
             raise CheckpointError(
                 f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
                 "needs its size, and Qwen's use_sliding_window, too"
-            )
-        if 0 < len(windowed) < layers and family.windows != "any":
-            raise CheckpointError(
-                f"{source}: layer_types mixes kinds, but in a {family.model_type} model all layers are of one: leave it out"
             )
     else:
         windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
@@ -401,7 +408,7 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == config.activation),
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,

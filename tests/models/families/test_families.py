@@ -191,13 +191,55 @@ def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None
     assert huggingface.parse_config(raw).layers == ()
 
 
+def test_gemma3_does_not_cap_its_scores(made) -> None:
+    """transformers has the field and never reads it."""
+    raw = raw_of(made, "gemma3", attn_logit_softcapping=2.0)
+    assert huggingface.parse_config(raw) == made("gemma3").target.config
+
+
+def test_rope_scaling_replaces_what_is_said_of_the_full_layers(made) -> None:
+    config = huggingface.parse_config(raw_of(made, "gemma3", rope_scaling={"factor": 4.0}))
+    assert [config.of_layer(layer).rope.factor for layer in range(4)] == [1.0, 1.0, 4.0, 1.0]
+
+
+def test_layers_of_smollm3_without_positions_have_the_windows(made) -> None:
+    raw = raw_of(made, "smollm3 with windows", layer_types=None)
+    config = huggingface.parse_config(raw)
+    assert (config.sliding_window, config.windowed_layers) == (5, (1, 3))
+    assert huggingface.parse_config(raw | {"use_sliding_window": False}).windowed_layers == ()
+
+
 REFUSALS = [
     ("phi3", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "rope type 'su' .* length of the whole text.*: give a"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' of Phi-3 is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: must be left out"),
     ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1: must turn an even share"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of num_hidden_layers=4: name each"),
-    ("smollm3 with windows", {"layer_types": None}, "layer_types is missing: with use_sliding_window it must say"),
+    (
+        "olmo3",
+        {"rope_parameters": None, "rope_theta": 1e4},
+        "rope_theta=10000.0: transformers 5 does not use it in layers with",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}},
+        "rope_parameters.full_attention.truncate=False: transformers does not read it",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_scaling.type='linear': transformers reads rope_type='default' in its place",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {}}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "rope_parameters stands beside it without 'full_attention'",
+    ),
+    (
+        "gemma4",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "this model_type has its ropes in rope_parameters alone",
+    ),
     ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number from 1e-06"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta='x': must be a number"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs a rope type with original_max_position"),
