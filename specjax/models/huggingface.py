@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.assets import embedded
 from specjax.errors import InputError
-from specjax.models import checkpoint, fingerprint, parts
+from specjax.models import checkpoint, directories, fingerprint, parts
 from specjax.models import params as declarations
 from specjax.models.config import Activation, ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
@@ -66,8 +66,11 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         directory = Path(path).expanduser()
         if directory.is_dir():
             return directory
+        is_file = directory.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
         raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
+    if is_file:
+        directories.check_file(directory)
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -149,6 +152,7 @@ def read_config(directory: Path) -> ModelConfig:
     Raises:
         CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
     """
+    directories.check(directory)
     path = directory / "config.json"
     config = parse_config(read_json(path), str(path))
     generation = directory / "generation_config.json"
