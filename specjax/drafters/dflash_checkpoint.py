@@ -152,7 +152,7 @@ def read_config(stored: Stored) -> DFlashConfig:
 
 def _read_qwen3(fields: dict[str, Any], stored: Stored, layout: str) -> dict[str, Any]:
     """The fields of z-lab's and DeepSpec's config.json."""
-    layer = huggingface.parse_config(dict(stored.raw), stored.file)
+    layer = huggingface.parse_drafter_config(dict(stored.raw), stored.file)
     own = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
     return {"layer": layer, "draft_vocab_size": layer.vocab_size, **own}
 
@@ -194,7 +194,7 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
 def _read_speculators(fields: dict[str, Any], stored: Stored) -> dict[str, Any]:
     described = fields["transformer_layer_config"]
     raw = _with_windows({**_QWEN3, "model_type": "qwen3", **described})
-    layer = huggingface.parse_config(raw, f"{stored.file}: transformer_layer_config")
+    layer = huggingface.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
     if fields["aux_hidden_state_layer_ids"] is None:

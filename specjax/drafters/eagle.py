@@ -133,7 +133,7 @@ class Eagle(FeatureDrafter):
         x = linear(self.params, "fc", jnp.concatenate([embedded, states], axis=-1))
         attended, own = attention(layer, config, x, turn, mask, past[0])
         x = x + attended
-        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps)), (own,)
+        return x + mlp(layer, rms_norm(x, layer["post_norm"], config.norm_eps), activation=config.activation), (own,)
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)
@@ -141,7 +141,7 @@ class Eagle(FeatureDrafter):
 
 def read_layer(stored: Stored) -> EagleConfig:
     """The shape of a checkpoint's layer, and of what joins its inputs."""
-    layer = huggingface.parse_config(stored.raw, stored.file)
+    layer = huggingface.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:
         raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
     return EagleConfig(

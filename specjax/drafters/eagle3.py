@@ -220,7 +220,7 @@ class Eagle3(FeatureDrafter):
         both = jnp.concatenate([rms_norm(embedded, first["input_norm"], eps), normed], axis=-1)
         attended, own = attention(first, config, both, turn, *self.seen(0, positions, mask, past[0]))
         x = (normed if self.config.norm_before_residual else states) + attended
-        x = x + mlp(first, rms_norm(x, first["post_norm"], eps))
+        x = x + mlp(first, rms_norm(x, first["post_norm"], eps), activation=config.activation)
         new = [own]
         for number, (layer, before) in enumerate(zip(rest, past[1:], strict=True), 1):
             x, own = decoder_layer(layer, config, x, turn, *self.seen(number, positions, mask, before))

@@ -196,10 +196,10 @@ def read_config(stored: Stored) -> Eagle3Config:
     how = check_fields(nested, _NESTED, source, "eagle_config.")
     flags["norm_output"] |= how["return_hidden_post_norm"]
     if described is None:
-        layer = huggingface.parse_config(raw, source)
+        layer = huggingface.parse_drafter_config(raw, source)
     else:
         kind = described.get("model_type", "qwen3")  # as speculators reads it
-        layer = huggingface.parse_config(
+        layer = huggingface.parse_drafter_config(
             {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **described}, f"{source}: transformer_layer_config"
         )
     first = _FIRST_LAYER[layout]

@@ -21,7 +21,7 @@ from specjax.drafters.trained import NewestStateDrafter, Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import checkpoint, huggingface
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry, KVCache, PagedCache
@@ -124,7 +124,7 @@ class Gemma4Assistant(NewestStateDrafter):
         fields = check_fields(stored.raw, known, stored.file)
         # All of its layers read the entries of another model's: what it says of layers that share is of no use here.
         text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
-        model = huggingface.parse_config(text, stored.file)
+        model = huggingface.parse_drafter_config(text, stored.file)
         stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
         centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
         return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])
@@ -154,7 +154,11 @@ class Gemma4Assistant(NewestStateDrafter):
     @classmethod
     def left_over(cls, config: AssistantConfig, stored: Stored) -> Collection[str]:
         made = [f"model.layers.*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
-        return (*super().left_over(config, stored), "lm_head.weight", *made)
+        # Its embedding is its head. A stored head that differs would be left out without a word, and is refused instead.
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        both = {head, embedding} <= stored.shapes.keys()
+        copy = [head] * (both and checkpoint.have_same_values(stored.directory, embedding, head))
+        return (*super().left_over(config, stored), *copy, *made)
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
         config, model = self.config, self.config.model

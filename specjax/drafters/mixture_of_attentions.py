@@ -258,7 +258,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         config, own, eps = self.config.cross_layer, self.params["cross_attention"], self.config.cross_layer.norm_eps
         turn = rotations(config.rope, config.head_dim, positions)
         x = x + linear(own, "o", attend(queries(own, config, rms_norm(x, own["input_norm"], eps), turn), [summaries]))
-        return x + mlp(own, rms_norm(x, own["post_norm"], eps))
+        return x + mlp(own, rms_norm(x, own["post_norm"], eps), activation=config.activation)
 
     def tli_layers(self, target: Target) -> tuple[int, int]:
         """The target's layers that finish a prediction, as `Target.run` takes them."""

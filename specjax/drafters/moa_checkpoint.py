@@ -148,7 +148,7 @@ _SIZES: dict[str, Field] = {"num_key_value_heads": whole(1, 100_000), "intermedi
 def _read_own(stored: Stored) -> MoAConfig:
     outer = check_fields(stored.raw, {"moa_config": mapping()}, stored.file)["moa_config"]
     fields = check_fields(outer, _OWN, f"{stored.file}: moa_config")
-    layer = huggingface.with_switches(huggingface.parse_config(stored.raw, stored.file), stored.shapes, _SELF)
+    layer = huggingface.with_switches(huggingface.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF)
     cross = {}
     if (sizes := fields["cross_attention"]) is not None:
         kv_heads, intermediate = check_fields(sizes, _SIZES, f"{stored.file}: moa_config", "cross_attention.").values()
@@ -164,7 +164,7 @@ def _read_own(stored: Stored) -> MoAConfig:
 
 
 def _read_authors(stored: Stored, tli: int) -> MoAConfig:
-    target = huggingface.parse_config(stored.raw, stored.file)
+    target = huggingface.parse_drafter_config(stored.raw, stored.file)
     layer = layer_like(target, **_stored_sizes(stored, _SELF, target.head_dim))
     lsa = None
     if any(name.startswith(_LAYERS) for name in stored.shapes):
@@ -219,7 +219,7 @@ def _read_vllm(stored: Stored, tli: int) -> MoAConfig:
     raw, source = stored.raw, stored.file
     kv_heads, intermediate = check_fields(raw, _VLLM_SELF, source).values()
     sizes = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate}
-    layer = huggingface.parse_config(raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source)
+    layer = huggingface.parse_drafter_config(raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source)
     kv_heads, intermediate = check_fields(raw, _VLLM_CROSS, source).values()
     cross, lsa = cross_like(layer, num_kv_heads=kv_heads, intermediate_size=intermediate), None
     if not check_fields(raw, {"disable_LSA": flag(default=False)}, source)["disable_LSA"]:

@@ -94,7 +94,7 @@ class MTPConfig:
 
 def _read_qwen(stored: Stored) -> MTPConfig:
     """Of a module among the tensors of a Qwen3.5 or Qwen3-Next, or alone. Only the former's config.json counts the modules."""
-    whole_model = huggingface.parse_config(stored.raw, stored.file)
+    whole_model = huggingface.parse_drafter_config(stored.raw, stored.file)
     if not whole_model.gated_attention:
         raise CheckpointError(
             f"{stored.file}: model_type={whole_model.model_type!r}: modules whose tensors are called '{_PREFIX['qwen']}*' are "
@@ -203,7 +203,7 @@ class MTP(FeatureDrafter):
             return _read_qwen(stored)
         names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
         count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
-        layer = huggingface.parse_config(stored.raw, stored.file)
+        layer = huggingface.parse_drafter_config(stored.raw, stored.file)
         layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
         config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
         if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:

@@ -21,7 +21,7 @@ from specjax import sharding
 from specjax.drafters.base import Drafter, DraftingReads, State, Told, newest_of
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models import checkpoint, fingerprint, huggingface
+from specjax.models import checkpoint, directories, fingerprint, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
@@ -49,6 +49,7 @@ class Stored:
     @classmethod
     def of(cls, directory: Path) -> "Stored":
         """The checkpoint in ``directory``. Raises `CheckpointError` where a file is missing or damaged."""
+        directories.check(directory)
         return cls(directory, read_json(directory / "config.json"), checkpoint.stored_shapes(directory))
 
     @property

@@ -34,6 +34,8 @@ TORCH_WEIGHTS = "pytorch_model.bin"
 MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """The names under which Medusa's heads are published."""
 INDEX = "model.safetensors.index.json"
+_BLOCK_ROWS = 4096
+"""Rows that are compared at once: tens of megabytes of an embedding."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _TYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}
 _WHOLE_NUMBERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
@@ -54,6 +56,18 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a checkpoint, by name. Reads headers only."""
     with _open_tensors(directory) as tensors:
         return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+
+
+def have_same_values(directory: Path, first: str, second: str) -> bool:
+    """Compare the tensors of two names, a block of rows at a time up to the first that differs; narrow ones as floats."""
+    with _open_tensors(directory) as tensors:
+        one, other = tensors[first], tensors[second]
+        shape = tuple(one.get_shape())
+        if shape != tuple(other.get_shape()):
+            return False
+        blocks = [slice(start, min(start + _BLOCK_ROWS, shape[0])) for start in range(0, shape[0], _BLOCK_ROWS)]
+        rest = (slice(None),) * (len(shape) - 1)
+        return all(np.array_equal(one[block, *rest], other[block, *rest]) for block in blocks)
 
 
 def stored_names(directory: Path) -> Collection[str]:

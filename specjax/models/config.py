@@ -8,7 +8,7 @@ from specjax.errors import InputError
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 Norms = Literal["before", "after", "both"]
 
 

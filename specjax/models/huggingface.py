@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.assets import embedded
 from specjax.errors import InputError, did_you_mean
-from specjax.models import checkpoint, fingerprint, parts
+from specjax.models import checkpoint, directories, fingerprint, parts
 from specjax.models import params as declarations
-from specjax.models.config import ModelConfig, Rope
+from specjax.models.config import Activation, ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
 from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
 from specjax.models.fields import (
@@ -41,6 +41,7 @@ from specjax.models.fields import (
 from specjax.models.narrow import Form, published, saved, schemes
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
+from specjax.progress import say
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
@@ -65,8 +66,11 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         directory = Path(path).expanduser()
         if directory.is_dir():
             return directory
+        is_file = directory.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
         raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
+    if is_file:
+        directories.check_file(directory)
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -99,6 +103,14 @@ _TOKENS = Field(
 )
 
 
+_ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the first of ours is written
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
 # What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
 _FIELDS: dict[str, Field] = {
     "vocab_size": whole(1, 10_000_000),
@@ -110,14 +122,15 @@ _FIELDS: dict[str, Field] = {
     "head_dim": whole(2, 100_000, default=None),
     "max_position_embeddings": whole(1, 1_000_000_000),
     "rms_norm_eps": number(1e-12, 0.1, default=1e-6),
-    "hidden_act": text("silu", "swish", default="silu"),
+    "hidden_act": text(*_ACTIVATIONS, default="silu"),
     "tie_word_embeddings": flag(default=None),
     "attention_bias": flag(default=None),
     "mlp_bias": flag(default=None),
     "rope_theta": number(2, 1e12, default=None),
     "rope_scaling": mapping(default=None),
     "rope_parameters": mapping(default=None),
-    "partial_rotary_factor": number(1, 1, default=None),
+    "partial_rotary_factor": number(0.01, 1, default=None),
+    "original_max_position_embeddings": whole(1, 1_000_000_000, default=None),
     "sliding_window": whole(1, 1_000_000_000, default=None),
     "use_sliding_window": flag(default=None),
     "max_window_layers": whole(0, 10_000, default=28),
@@ -139,6 +152,7 @@ def read_config(directory: Path) -> ModelConfig:
     Raises:
         CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
     """
+    directories.check(directory)
     path = directory / "config.json"
     config = parse_config(read_json(path), str(path))
     generation = directory / "generation_config.json"
@@ -146,6 +160,29 @@ def read_config(directory: Path) -> ModelConfig:
         return config
     eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
     return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+
+
+def with_stored_head(directory: Path, config: ModelConfig) -> ModelConfig:
+    """Return ``config``, with a head of its own where the checkpoint says that the embedding is the head, and holds another.
+
+    transformers does the same. Such files are written by training that unties the two and leaves ``tie_word_embeddings`` true.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    if not config.tie_embeddings:
+        return config
+    stored = checkpoint.stored_shapes(directory)
+    file = directory / "config.json"
+    embedding, head = _family(read_json(file), str(file)).embedding_and_head(stored)
+    if head not in stored or embedding not in stored or checkpoint.have_same_values(directory, embedding, head):
+        return config
+    say(
+        f"{file}: tie_word_embeddings is true, but {head!r} differs from the embedding: the stored head is used, as in "
+        "transformers; write false to be clear",
+        unasked=True,
+    )
+    return replace(config, tie_embeddings=False)
 
 
 _PART: dict[str, Field] = {
@@ -202,7 +239,39 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
         return ModelConfig(**_parse_common(fields, family, source) | own)
     except InputError as error:
         said = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
-        raise CheckpointError(f"{source}: {said}") from None
+        raise CheckpointError(f"{source}: {_with_path(said, raw, family)}") from None
+
+
+def _with_path(said: str, raw: Mapping[str, Any], family: Family) -> str:
+    """What an error says of a field, with the path to the field where it lies in an object of the file."""
+    if family.nested is None or not isinstance(raw.get(family.nested), dict):
+        return said
+    name = re.match("[a-z0-9_]*", said)
+    if name is None or name[0] not in {*_FIELDS, *family.fields}:
+        return f"{family.nested}: {said}"
+    return said if name[0] in family.said_of_whole(raw) else f"{family.nested}.{said}"
+
+
+def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Read the `ModelConfig` of a drafter's layers; arguments and errors are those of `parse_config`.
+
+    A drafter never ends a text, so nobody reads its ``bos_token_id`` and ``eos_token_id``. Published drafters have those of
+    their target there, which may lie beyond a vocabulary of their own; such ids are left out, and not refused.
+    """
+    size = raw.get("vocab_size")
+    if type(size) is not int:
+        return parse_config(dict(raw), source)
+
+    def within(token: Any) -> bool:
+        return type(token) is not int or token < size  # what is no number is refused as everywhere
+
+    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    own: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
+    if isinstance(eos, list):
+        own["eos_token_id"] = [token for token in eos if within(token)]
+    elif not within(eos):
+        own["eos_token_id"] = None
+    return parse_config({**raw, **own}, source)
 
 
 def _family(raw: dict[str, Any], source: str) -> Family:
@@ -217,7 +286,7 @@ def _family(raw: dict[str, Any], source: str) -> Family:
         raise CheckpointError(
             f"{source}: model_type={asked!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(asked, SUPPORTED)}"
         )
-    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]]
+    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]].of_file(raw)
 
 
 def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
@@ -244,6 +313,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         "head_dim": fields["head_dim"] or hidden // heads,
         "max_positions": max_positions,
         "norm_eps": fields["rms_norm_eps"],
+        "activation": _ACTIVATIONS[fields["hidden_act"]],
         "rope": rope,
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "bos_token_id": bos,
@@ -295,9 +365,10 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
     """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
 
     Where any layers may have a window these are named by ``layer_types``, in older files by ``max_window_layers``: those from
-    that number on. Elsewhere a window is one of all layers.
+    that number on. Elsewhere a window is one of all layers, whatever ``layer_types`` says.
     """
-    window, kinds, layers = fields["sliding_window"], fields["layer_types"], fields["num_hidden_layers"]
+    window, layers = fields["sliding_window"], fields["num_hidden_layers"]
+    kinds = None if family.windows == "all" else fields["layer_types"]  # transformers does not read it in such models
     if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
         window = None
     if kinds is not None:
@@ -306,10 +377,6 @@ def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, s
             raise CheckpointError(
                 f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
                 "needs its size, and Qwen's use_sliding_window, too"
-            )
-        if 0 < len(windowed) < layers and family.windows != "any":
-            raise CheckpointError(
-                f"{source}: layer_types mixes kinds, but in a {family.model_type} model all layers are of one: leave it out"
             )
     else:
         windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
@@ -349,7 +416,7 @@ def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == config.activation),
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,

@@ -47,7 +47,7 @@ def mixture(
     y = run(x, x if routed is None else routed, routing, experts).astype(x.dtype)
     if not moe.shared_experts:
         return y
-    shared = mlp(params, x, "shared_")
+    shared = mlp(params, x, "shared_", config.activation)
     return y + (jax.nn.sigmoid(linear(params, "shared_scale", x)) * shared if moe.shared_gated else shared)
 
 

@@ -94,7 +94,7 @@ def products_in_turn(params: Params, names: Sequence[str], x: jax.Array) -> list
 
 def activate(x: jax.Array, activation: Activation) -> jax.Array:
     """``x`` through an activation; Gemma's GELU is the one with a tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
-    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=True)
+    return jax.nn.silu(x) if activation == "silu" else jax.nn.gelu(x, approximate=activation == "gelu_tanh")
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:

@@ -63,7 +63,10 @@ def _yarn(rope: Rope, base: np.ndarray, head_dim: int) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
+    if low == high:
+        high += 0.001
+    # Where low is above high, because they were cut, the ramp falls: odd, and what transformers computes.
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
     return (base / rope.factor * ramp + base * (1 - ramp)).astype(np.float32)
 
 

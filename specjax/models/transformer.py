@@ -150,6 +150,7 @@ class Target(OneLine):
         config, stored = huggingface.read_config(directory), huggingface.read_part(directory)
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
+            config = huggingface.with_stored_head(directory, config)
             if stored is not None:
                 params = huggingface.load_params(directory, config, dtype, mesh, weights, saved_part=stored[0])
                 part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)

@@ -234,7 +234,7 @@ def test_what_is_wrong_is_refused_by_name(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         MTP.from_pretrained(tmp_path)
     assert isinstance(load_drafter(str(tmp_path), Chain(2), huggingface.read_config(tmp_path)), DraftModel)
-    llama = {"model_type": "llama", **{key: raw[key] for key in zoo._SIZES if key in raw}}
+    llama = {"model_type": "llama", **{key: raw[key] for key in zoo.SIZES if key in raw}}
     (tmp_path / "config.json").write_text(json.dumps(llama))
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="model_type='llama': modules whose tensors are called"):

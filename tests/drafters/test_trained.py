@@ -53,6 +53,33 @@ def test_an_option_that_there_is_not_is_named_before_anything_is_read(tmp_path, 
         kind.from_pretrained(tmp_path / "nothing", dtpye=jnp.float32)
 
 
+LAYOUTS = [(name, layout) for name, kind in TRAINED.items() for layout in kind.layouts]
+LAYOUTS.remove(("dflash", "deepspec"))  # which says that the drafter has an embedding of its own
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_ids_beyond_a_drafters_vocabulary_are_left_out(tmp_path, name, layout) -> None:
+    """Nobody reads a drafter's end tokens, and published drafters have those of a target with a larger vocabulary."""
+    made = TRAINED[name].init(tiny_target(), jax.random.key(0))
+    made.save_pretrained(tmp_path, layout=layout)
+    content = json.loads((tmp_path / "config.json").read_text())
+    before = type(made).from_pretrained(tmp_path).config
+
+    def with_foreign_ids(fields: dict) -> dict:
+        changed = {key: with_foreign_ids(value) if isinstance(value, dict) else value for key, value in fields.items()}
+        return changed | ({"bos_token_id": 128_000, "eos_token_id": 128_001} if "vocab_size" in fields else {})
+
+    (tmp_path / "config.json").write_text(json.dumps(with_foreign_ids(content)))
+    read = type(made).from_pretrained(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, made.params)) and type(read.config) is type(before)
+    (tmp_path / "config.json").write_text(json.dumps(with_foreign_ids(content)).replace("128001", "[3, 128001]"))
+    type(made).from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(with_foreign_ids(content)).replace("128001", '"</s>"'))
+    if name != "medusa":  # its config.json says nothing of a model
+        with pytest.raises(CheckpointError, match="eos_token_id='</s>': must be a token id"):
+            type(made).from_pretrained(tmp_path)
+
+
 def described(directory):
     stored = Stored.of(directory)
     return stored.raw, stored.shapes

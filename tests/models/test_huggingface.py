@@ -74,6 +74,53 @@ def test_both_spellings_of_rope_are_read() -> None:
     assert huggingface.parse_config(old) == huggingface.parse_config(new) == CONFIGS[4]
 
 
+BESIDE = [  # what stands in config.json, and the same said by rope_parameters alone
+    (
+        {"rope_parameters": {"rope_type": kind, **rest}, "original_max_position_embeddings": 24},
+        {"rope_type": kind, **rest, "original_max_position_embeddings": 24},
+    )
+    for kind, rest in {
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+        "llama3": {
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    }.items()
+]
+BESIDE += [
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}, "original_max_position_embeddings": 24},
+        {"rope_type": "linear", "factor": 2.0},
+    ),
+    (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "rope_theta": 1e6,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e6},
+    ),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, {"rope_type": "default"}),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {"rope_type": "default"}),
+]
+
+
+@pytest.mark.parametrize(("fields", "same"), BESIDE)
+def test_a_rope_is_read_as_transformers_reads_it(fields, same) -> None:
+    """Where the fields of config.json stand beside each other; that the numbers are transformers' is shown elsewhere."""
+    raw = huggingface.format_config(tiny_config(), "float32")
+    plain = {name: value for name, value in raw.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    assert huggingface.parse_config(plain | fields) == huggingface.parse_config(plain | {"rope_parameters": same})
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_an_activation_survives_the_round_trip(activation) -> None:
+    config = tiny_config(activation=activation)
+    assert huggingface.parse_config(huggingface.format_config(config, "float32")) == config
+
+
 def test_transformers_reads_what_we_write(checkpoint) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -84,6 +131,43 @@ def test_transformers_reads_what_we_write(checkpoint) -> None:
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
     np.testing.assert_allclose(tiny_target().forward(jnp.asarray(tokens))[0].logits, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rows", [1, 7, 4096]
+)  # of a block, of a vocabulary of 11: several blocks, the last one shorter, and one
+def test_a_stored_head_that_differs_from_the_embedding_is_used(tmp_path, monkeypatch, rows) -> None:
+    """Where config.json says that they are one, as transformers does; a copy of the embedding is no head of its own."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.with_torch import torch
+
+    monkeypatch.setattr(checkpoint_module, "_BLOCK_ROWS", rows)
+    tied = tiny_target(tie_embeddings=True)
+    tied.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert Target.from_pretrained(tmp_path).config == tied.config
+
+    head[-1] += 1.0  # the last row alone, which is compared last
+    save_file(tensors | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match=r"tie_word_embeddings is true, but 'lm_head.weight' differs .* stored head is used"):
+        target = Target.from_pretrained(tmp_path)
+    assert not target.config.tie_embeddings
+    tokens = np.arange(10)[None]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    found = target.forward(jnp.asarray(tokens))[0].logits
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert np.abs(found - tied.forward(jnp.asarray(tokens))[0].logits).max() > 0.01
+    target.save_pretrained(tmp_path / "again")
+    assert Target.from_pretrained(tmp_path / "again").config == target.config
+
+    save_file(tensors | {"lm_head.weight": head[:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' has shape"), pytest.warns(UserWarning):
+        Target.from_pretrained(tmp_path)
 
 
 def test_shards_are_read_like_one_file(checkpoint) -> None:
@@ -121,7 +205,7 @@ CONFIG_FAULTS = [
     ({"num_hidden_layers": 2**63}, "num_hidden_layers=9223372036854775808: must be a whole number from 1 to 10,000"),
     ({"max_position_embeddings": float("inf")}, "max_position_embeddings=inf"),
     ({"head_dim": None, "num_attention_heads": 3}, "hidden_size=16 is not a multiple of num_attention_heads=3: give head_dim"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"hidden_act": "relu"}, "hidden_act='relu': must be one of silu, swish, gelu, gelu_pytorch_tanh, gelu_new"),
     ({"rms_norm_eps": None}, "rms_norm_eps=None: must be a number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false': must be true or false"),
@@ -132,8 +216,27 @@ CONFIG_FAULTS = [
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' needs factor"),
     ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "rope_parameters.factor=nan"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 32}}, "beta_slow=32: must be below beta_fast=32.0"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor=0.5"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor=0.5: must be 1 with rope type 'linear'",
+    ),
+    ({"partial_rotary_factor": 2}, "partial_rotary_factor=2"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": None}},
+        "rope_parameters.truncate=None: must be true",
+    ),
+    (
+        {
+            "rope_theta": "remove",
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            "rope_parameters": {"rope_theta": 1e6},
+        },
+        "rope_parameters.rope_theta=1000000.0: rope_scaling stands beside .* with rope_theta=10000.0: write the whole rope",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor=0.5: rope_scaling stands beside",
+    ),
     (
         {"quantization_config": {}},
         "quantization_config.quant_method=None: must be one of fp8, mxfp4, .*: use the checkpoint without",
@@ -156,10 +259,6 @@ CONFIG_FAULTS = [
     ({"eos_token_id": [1, "2"]}, "eos_token_id="),
     ({"eos_token_id": 11}, "eos_token_id=11: must be below the model's vocab_size=11"),
     ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention', but no sliding_window is in use"),
-    (
-        {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types mixes kinds, but in a mistral model all layers are of one",
-    ),
     (
         {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"]},
         "layer_types names 1 layers of num_hidden_layers=2",
@@ -260,6 +359,11 @@ WINDOWS = [
         (0, 1),
     ),
     ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64, "max_window_layers": 1}, None, ()),
+    *[
+        ({"model_type": name, "sliding_window": 64, "layer_types": kinds}, 64, (0, 1))  # which transformers does not read there
+        for name in ("mistral", "ministral3", "phi3")
+        for kinds in (["full_attention"] * 2, ["full_attention", "sliding_attention"])
+    ],
     ({"sliding_window": 64}, None, ()),  # Llama has none, whatever its file says
 ]
 

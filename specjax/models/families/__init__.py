@@ -1,5 +1,7 @@
 """The model types of Hugging Face that can be loaded, one file each."""
 
+from dataclasses import replace
+
 from specjax.models.families.base import Family
 from specjax.models.families.deepseek_v3 import DEEPSEEK_V3
 from specjax.models.families.gemma2 import GEMMA2
@@ -9,7 +11,7 @@ from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE
 from specjax.models.families.llama import LLAMA
 from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
-from specjax.models.families.mistral import MISTRAL
+from specjax.models.families.mistral import MISTRAL, MISTRAL_THAT_SEES
 from specjax.models.families.olmo3 import OLMO3
 from specjax.models.families.phi3 import PHI3
 from specjax.models.families.qwen2 import MIMO, QWEN2
@@ -46,7 +48,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": SMOLLM3,
     "granite": GRANITE,
     "ministral3": MINISTRAL3,
-    "mistral3": MISTRAL3,
+    "mistral3": replace(MISTRAL3, by_inner_type={"mistral": MISTRAL_THAT_SEES}),
     "seed_oss": SEED_OSS,
 }
 """By the ``model_type`` of config.json."""

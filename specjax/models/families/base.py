@@ -57,6 +57,11 @@ class Fused:
         return found
 
 
+def _beside(prefix: str) -> str:
+    """How the name of the head begins in a checkpoint where the names of the model's tensors begin with ``prefix``."""
+    return prefix.removesuffix(PREFIX) if prefix.endswith(f".{PREFIX}") else ""
+
+
 PREFIX = "model."
 """How the names of a model's tensors begin, but for the head's."""
 
@@ -92,6 +97,7 @@ class Family:
         aliases: other names of fields, under which these are looked for where they are not there.
         parse: the fields of `ModelConfig` that the fields of config.json say, beside those that all families have.
         format: the fields of config.json that `parse` reads to the same.
+        by_inner_type: the families of other text models that may be nested in such a file, by the ``model_type`` within.
         nested: the field of config.json that holds the text model's fields, in models that see and hear as well. Tensors
             outside of the text model are then left unread.
         prefixes: how the names of the text model's tensors begin in its checkpoints, in place of ``model.``; several, where
@@ -121,6 +127,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     parse: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     format: Callable[[ModelConfig], dict[str, Any]] = _nothing
+    by_inner_type: Mapping[str, "Family"] = field(default_factory=dict)
     nested: str | None = None
     prefixes: tuple[str, ...] = (PREFIX,)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -129,13 +136,23 @@ class Family:
     left_over: Callable[[ModelConfig], tuple[str, ...]] = _none
     modules_follow: bool = False
 
+    def of_file(self, raw: Mapping[str, Any]) -> "Family":
+        """Return the family of the text model in a config.json of this ``model_type``: itself, or that of another type."""
+        inner = raw.get(self.nested) if self.nested is not None else None
+        asked = inner.get("model_type") if isinstance(inner, dict) else None
+        return self.by_inner_type.get(asked, self) if isinstance(asked, str) else self
+
+    def said_of_whole(self, raw: Mapping[str, Any]) -> set[str]:
+        """The fields that are read beside ``nested``, and not within."""
+        return {name for name in _OF_THE_WHOLE if raw.get(name) is not None} if self.nested is not None else set()
+
     def complete(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of a config.json, with what the family takes for granted."""
         if self.nested is not None:
             inner = raw.get(self.nested)
             if not isinstance(inner, dict):
                 raise CheckpointError(f"{self.nested}={show(inner)}: must be an object: the text model's fields")
-            raw = inner | {name: raw[name] for name in _OF_THE_WHOLE if raw.get(name) is not None}
+            raw = inner | {name: raw[name] for name in self.said_of_whole(raw)}
         named = {name: raw[other] for other, name in self.aliases.items() if other in raw}
         given = {**named, **raw}
         defaults = dict(self.defaults)
@@ -148,6 +165,11 @@ class Family:
         there = [prefix for prefix in self.prefixes if f"{prefix}embed_tokens.weight" in stored]
         return (there or self.prefixes)[0]
 
+    def embedding_and_head(self, stored: Collection[str]) -> tuple[str, str]:
+        """The names of the two tensors in a checkpoint, by the names that are ``stored``."""
+        prefix = self.prefix_in(stored)
+        return f"{prefix}embed_tokens.weight", f"{_beside(prefix)}lm_head.weight"
+
     def store(self, declared: Params, prefix: str | None = None, names: Collection[str] = ()) -> Params:
         """The declarations of a model, as parts of the tensors that its checkpoints have.
 
@@ -157,7 +179,7 @@ class Family:
             names: of the tensors of the checkpoint that is read.
         """
         prefix = self.prefixes[0] if prefix is None else prefix
-        beside = prefix.removesuffix(PREFIX) if prefix.endswith(f".{PREFIX}") else ""  # where the head is
+        beside = _beside(prefix)
         params, tree = jax.tree.flatten(declared)
         stored = {param.name: param for param in params}
         there = [each for each in self.fused_where_stored if any(name.endswith(each.name) for name in names)]

@@ -6,7 +6,7 @@ from typing import Any
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.families.base import Fused
 from specjax.models.families.ropes import FULL, check_turned
-from specjax.models.fields import CheckpointError, Field, flag, number, whole
+from specjax.models.fields import CheckpointError, Field, flag, number, text, whole
 
 LINEAR = "linear_attention"
 """The kind of layers that keep a state, as ``layer_types`` names it."""
@@ -24,6 +24,7 @@ FIELDS: dict[str, Field] = {
     "partial_rotary_factor": number(0.01, 1),
     "attn_output_gate": Field("left out, or true", lambda value: value is True, default=True),
     "use_cache": flag(default=True),
+    "hidden_act": text("silu", "swish", default="silu"),  # which their linear attention is written for
 }
 """The fields of config.json that all of them have."""
 

@@ -21,7 +21,8 @@ _FIELDS: dict[str, Field] = {
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     ropes = parse_by_kind(fields, _ROPES)
     layers = layers_by_kind(fields, Layer(rope=ropes[FULL]))
-    return gemma.parse(fields) | {"rope": ropes[WINDOWED], "layers": layers}
+    # transformers has attn_logit_softcapping in its configuration, and never applies it.
+    return gemma.parse(fields) | {"score_cap": None, "rope": ropes[WINDOWED], "layers": layers}
 
 
 def _format(config: ModelConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from specjax.models.config import Layer, ModelConfig, MoE, Rope
 from specjax.models.families import gemma
 from specjax.models.families.base import Family, Fused
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, parse_by_kind
-from specjax.models.fields import Field, check_fields, flag, mapping, whole
+from specjax.models.fields import Field, check_fields, flag, mapping, show, whole
 
 _ROPES = {FULL: Rope(theta=1e6, kind="proportional", turned=0.25), WINDOWED: Rope(theta=1e4)}
 _FIELDS: dict[str, Field] = {
@@ -44,7 +44,11 @@ _OVERRIDES: dict[str, Field] = {
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["layer_types"][-1] != FULL:
         raise InputError(f"layer_types: the last is {fields['layer_types'][-1]!r}: the last layer of this model_type is full")
-    ropes, moe = parse_by_kind(fields, _ROPES), None
+    if fields["rope_scaling"]:
+        raise InputError(
+            f"rope_scaling={show(fields['rope_scaling'])}: this model_type has its ropes in rope_parameters alone: write it so"
+        )
+    ropes, moe = parse_by_kind({**fields, "rope_theta": None}, _ROPES), None  # rope_theta alone is not read either
     if fields["enable_moe_block"]:
         sizes = {name: fields[name] for name in ("num_experts", "top_k_experts", "moe_intermediate_size")}
         if missing := [name for name, value in sizes.items() if value is None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family
-from specjax.models.families.ropes import format_rope, parse_rope
+from specjax.models.families.ropes import format_rope, parse_rope, said_of_rope
 from specjax.models.fields import CheckpointError, number, show, text
 
 _BETA = "llama_4_scaling_beta"
@@ -26,7 +26,7 @@ _GROWTH = number(0, 100)
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    said = fields["rope_parameters"] or fields["rope_scaling"] or {}
+    _, said = said_of_rope(fields)
     rope, beta = parse_rope(fields, _THETA), said.get(_BETA, 0.0)
     if not _GROWTH.accepts(beta):
         raise CheckpointError(f"rope_parameters.{_BETA}={show(beta)}: must be {_GROWTH.wanted}")
@@ -62,6 +62,6 @@ MISTRAL3 = replace(
     MINISTRAL3,
     nested="text_config",
     prefixes=("model.language_model.", "language_model.model."),
-    fields={"model_type": text("ministral3")},
+    fields={"model_type": text("ministral3", "mistral")},
 )
 """With a model that sees beside it, which is left unread."""

@@ -1,5 +1,7 @@
 """Mistral (Jiang et al. 2023, arXiv 2310.06825): a Llama whose layers may all have a sliding window."""
 
+from dataclasses import replace
+
 from specjax.models.families.base import Family
 
 MISTRAL = Family(
@@ -8,3 +10,6 @@ MISTRAL = Family(
     defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
     windows="all",
 )
+
+MISTRAL_THAT_SEES = replace(MISTRAL, nested="text_config", prefixes=("model.language_model.", "language_model.model."))
+"""With a model that sees beside it, which is left unread: Mistral Small 3.1 and 3.2, whose files are of type ``mistral3``."""

@@ -6,14 +6,27 @@ from typing import Any
 from specjax.models.config import Layer, Rope
 from specjax.models.families.base import Family
 from specjax.models.families.ropes import FULL, WINDOWED, format_by_kind, layers_by_kind, parse_by_kind
+from specjax.models.fields import CheckpointError
 
 _ROPE = Rope(theta=500_000.0)
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    # Older files have one theta for all layers; their scaling is that of the full ones alone.
-    ropes = parse_by_kind({**fields, "rope_local_base_freq": fields["rope_theta"]}, {FULL: _ROPE, WINDOWED: _ROPE})
+    _check_one_theta(fields)
+    ropes = parse_by_kind(fields, {FULL: _ROPE, WINDOWED: _ROPE})
     return {"rope": ropes[WINDOWED], "layers": layers_by_kind(fields, Layer(rope=ropes[FULL]))}
+
+
+def _check_one_theta(fields: Mapping[str, Any]) -> None:
+    """Refuse older files whose one theta is not the default: transformers 4 used it in all layers, and transformers 5 uses the
+    default in those with a window."""
+    theta, windowed = fields["rope_theta"], (fields["rope_parameters"] or {}).get(WINDOWED)
+    told = isinstance(windowed, dict) and windowed.get("rope_theta") is not None
+    if theta not in (None, _ROPE.theta) and not told and WINDOWED in fields["layer_types"]:
+        raise CheckpointError(
+            f"rope_theta={theta}: transformers 5 does not use it in layers with a window, and earlier versions did: give "
+            f"rope_parameters of {FULL!r} and {WINDOWED!r}, each with the rope_theta that the model was trained with"
+        )
 
 
 OLMO3 = Family(

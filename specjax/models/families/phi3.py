@@ -5,14 +5,14 @@ from typing import Any
 
 from specjax.models.config import ModelConfig
 from specjax.models.families.base import Family, Fused
-from specjax.models.families.ropes import check_turned
+from specjax.models.families.ropes import check_turned, said_of_rope
 from specjax.models.fields import CheckpointError, Field, number
 
 _FIELDS: dict[str, Field] = {"partial_rotary_factor": number(0.01, 1, default=None)}
 
 
 def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
-    said = fields["rope_parameters"] or fields["rope_scaling"] or {}
+    _, said = said_of_rope(fields)
     kind = said.get("rope_type") or said.get("type") or "default"
     if kind in ("longrope", "su", "yarn"):  # by the last Phi-3 means the first
         raise CheckpointError(

@@ -24,9 +24,15 @@ def _parse(fields: Mapping[str, Any]) -> dict[str, Any]:
         turned = [(layer + 1) % every for layer in range(count)]
     if len(turned) < count:
         raise CheckpointError(f"no_rope_layers names {len(turned)} layers of num_hidden_layers={count}: name each")
-    if fields["use_sliding_window"] and fields["layer_types"] is None:
-        raise CheckpointError("layer_types is missing: with use_sliding_window it must say which layers have a window")
-    return {"layers": () if all(turned[:count]) else tuple(Layer() if one else _NO_POSITIONS for one in turned[:count])}
+    own: dict[str, Any] = {}
+    if fields["layer_types"] is None:  # then those that do not know positions have a window, if any
+        windowed = tuple(layer for layer in range(count) if not turned[layer]) if _has_windows(fields) else ()
+        own = {"sliding_window": fields["sliding_window"] if windowed else None, "windowed_layers": windowed}
+    return own | {"layers": () if all(turned[:count]) else tuple(Layer() if one else _NO_POSITIONS for one in turned[:count])}
+
+
+def _has_windows(fields: Mapping[str, Any]) -> bool:
+    return bool(fields["use_sliding_window"]) and fields["sliding_window"] is not None
 
 
 def _format(config: ModelConfig) -> dict[str, Any]:

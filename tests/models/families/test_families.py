@@ -13,6 +13,7 @@ from specjax.models import huggingface
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
+from tests.conftest import tiny_target
 from tests.models.families import zoo
 
 LENGTH = 40  # longer than the windows, and than what is turned without YaRN
@@ -111,9 +112,47 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
 
 
 def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
-    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "mistral"}
-    with pytest.raises(CheckpointError, match="model_type='mistral': must be one of ministral3"):
+    inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "qwen2"}
+    with pytest.raises(CheckpointError, match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral"):
         huggingface.parse_config({"model_type": "mistral3", "text_config": inner})
+
+
+@pytest.mark.parametrize(("prefix", "beside"), [("model.language_model.", ""), ("language_model.model.", "language_model.")])
+def test_a_mistral_within_a_model_that_sees_is_read(tmp_path, prefix, beside) -> None:
+    """As in Mistral Small 3.1 and 3.2."""
+    made = tiny_target(model_type="mistral", sliding_window=4, windowed_layers=(0, 1))
+    made.save_pretrained(tmp_path)
+    inner = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", "text_config": inner}))
+    tensors = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else beside + name: value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors | {"vision_tower.patch.weight": np.zeros((3, 3), np.float32)}, tmp_path / "model.safetensors")
+    read = LOAD(tmp_path)
+    assert read.config == made.config
+    tokens = np.arange(10)[None]
+    np.testing.assert_array_equal(logits(read, tokens), logits(made, tokens))
+
+
+NESTED_FAULTS = [
+    ({"hidden_size": "wide"}, "text_config.hidden_size='wide': must be"),
+    ({"hidden_size": None}, "text_config.hidden_size=None: must be"),
+    ({"num_key_value_heads": 3}, "text_config: num_heads=4 is not a multiple of num_kv_heads=3"),
+    ({"bos_token_id": 99}, "text_config.bos_token_id=99: must be below"),
+    ({"layer_types": ["other"] * 4}, "text_config.layer_types has 'other'"),
+]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "mistral3"])
+@pytest.mark.parametrize(("change", "message"), NESTED_FAULTS)
+def test_a_field_of_a_text_model_is_named_with_its_path(made, name, change, message) -> None:
+    inner = raw_of(made, FAMILIES[name].model_type.removesuffix("_text"))
+    with pytest.raises(CheckpointError) as caught:
+        huggingface.parse_config({"model_type": name, "text_config": inner | change})
+    assert str(caught.value).startswith(f"config.json: {message}")
+    with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id=99: must be below"):
+        huggingface.parse_config({"model_type": name, "text_config": inner, "eos_token_id": 99})
 
 
 def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
@@ -152,13 +191,55 @@ def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None
     assert huggingface.parse_config(raw).layers == ()
 
 
+def test_gemma3_does_not_cap_its_scores(made) -> None:
+    """transformers has the field and never reads it."""
+    raw = raw_of(made, "gemma3", attn_logit_softcapping=2.0)
+    assert huggingface.parse_config(raw) == made("gemma3").target.config
+
+
+def test_rope_scaling_replaces_what_is_said_of_the_full_layers(made) -> None:
+    config = huggingface.parse_config(raw_of(made, "gemma3", rope_scaling={"factor": 4.0}))
+    assert [config.of_layer(layer).rope.factor for layer in range(4)] == [1.0, 1.0, 4.0, 1.0]
+
+
+def test_layers_of_smollm3_without_positions_have_the_windows(made) -> None:
+    raw = raw_of(made, "smollm3 with windows", layer_types=None)
+    config = huggingface.parse_config(raw)
+    assert (config.sliding_window, config.windowed_layers) == (5, (1, 3))
+    assert huggingface.parse_config(raw | {"use_sliding_window": False}).windowed_layers == ()
+
+
 REFUSALS = [
     ("phi3", {"rope_scaling": {"type": "su"}, "rope_parameters": None}, "rope type 'su' .* length of the whole text.*: give a"),
     ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' of Phi-3 is not supported"),
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling: must be left out"),
     ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "partial_rotary_factor=0.1: must turn an even share"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of num_hidden_layers=4: name each"),
-    ("smollm3 with windows", {"layer_types": None}, "layer_types is missing: with use_sliding_window it must say"),
+    (
+        "olmo3",
+        {"rope_parameters": None, "rope_theta": 1e4},
+        "rope_theta=10000.0: transformers 5 does not use it in layers with",
+    ),
+    (
+        "olmo3",
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}},
+        "rope_parameters.full_attention.truncate=False: transformers does not read it",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "rope_scaling.type='linear': transformers reads rope_type='default' in its place",
+    ),
+    (
+        "gemma3",
+        {"rope_parameters": {"sliding_attention": {}}, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "rope_parameters stands beside it without 'full_attention'",
+    ),
+    (
+        "gemma4",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "this model_type has its ropes in rope_parameters alone",
+    ),
     ("granite", {"logits_scaling": 0}, "logits_scaling=0: must be a number from 1e-06"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4_scaling_beta='x': must be a number"),
     ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "needs a rope type with original_max_position"),

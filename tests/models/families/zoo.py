@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 VOCABULARY = 37
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -27,7 +27,7 @@ _YARN = {
     "beta_slow": 1.0,
     "original_max_position_embeddings": 16,
 }
-_GEMMA4 = _SIZES | {
+_GEMMA4 = SIZES | {
     "sliding_window": 5,
     "num_hidden_layers": 6,
     "layer_types": [_WINDOWED, _WINDOWED, _FULL] * 2,
@@ -37,7 +37,7 @@ _GEMMA4 = _SIZES | {
     "final_logit_softcapping": 3.0,
 }
 
-_HYBRID = _SIZES | {
+_HYBRID = SIZES | {
     "initializer_range": 0.12,
     "max_position_embeddings": 1024,
     "head_dim": 16,
@@ -54,10 +54,10 @@ _SHARED_EXPERT = {
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2", _SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma2": ("Gemma2", SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": (
         "Gemma3Text",
-        _SIZES
+        SIZES
         | {
             "sliding_window": 5,
             "layer_types": [_WINDOWED, _WINDOWED, _FULL, _WINDOWED],
@@ -94,7 +94,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": (
         "GptOss",
-        _SIZES
+        SIZES
         | {
             "sliding_window": 5,
             "num_local_experts": 6,
@@ -105,7 +105,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo3": (
         "Olmo3",
-        _SIZES
+        SIZES
         | {
             "sliding_window": 5,
             "layer_types": [_WINDOWED, _WINDOWED, _FULL, _WINDOWED],
@@ -115,22 +115,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "phi3": ("Phi3", _SIZES | {"sliding_window": 9}),
+    "phi3": ("Phi3", SIZES | {"sliding_window": 9}),
     "phi3 turned in part": (
         "Phi3",
-        _SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 0.75}},
+        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 0.75}},
     ),
     "smollm3": (
         "SmolLM3",
-        _SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "no_rope_layer_interval": 4},
+        SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6}, "no_rope_layer_interval": 4},
     ),
     "smollm3 with windows": (
         "SmolLM3",
-        _SIZES | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
+        SIZES | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
     ),
     "granite": (
         "Granite",
-        _SIZES
+        SIZES
         | {
             "embedding_multiplier": 12.0,
             "attention_multiplier": 0.2,
@@ -142,7 +142,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ministral3": (
         "Ministral3",
-        _SIZES
+        SIZES
         | {"rope_parameters": _YARN | {"rope_theta": 1e6, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
     ),
     "qwen3_5": ("Qwen3_5Text", _HYBRID),
@@ -152,10 +152,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_5_moe": ("Qwen3_5MoeText", _HYBRID | _SHARED_EXPERT),
     "qwen3_next": ("Qwen3Next", _HYBRID | _SHARED_EXPERT | {"mlp_only_layers": [1]}),
-    "seed_oss": ("SeedOss", _SIZES),
+    "seed_oss": ("SeedOss", SIZES),
     "seed_oss with other biases": (
         "SeedOss",
-        _SIZES | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        SIZES | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
     ),
 }
 """By name: the name of the configuration's class, without "Config", and its fields."""

@@ -1,0 +1,54 @@
+"""What a directory holds that is no checkpoint of a model: each is named, with what to do, before any weight is read."""
+
+import re
+from pathlib import Path
+
+from specjax.models.fields import CheckpointError, Field, check_fields, mapping, read_json, show
+
+_INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_QUANTISED_BY_MODELOPT = "hf_quant_config.json"
+_QUANTIZATION: dict[str, Field] = {"quantization": mapping(default={})}
+
+
+def check(directory: Path) -> None:
+    """Refuse what is known and is no checkpoint that can be read: a LoRA adapter, GGUF files, shards without their index, and
+    weights that ModelOpt has quantised.
+
+    Raises:
+        CheckpointError: it is one of these; says which, and what to do.
+    """
+    names = {file.name for file in directory.iterdir() if file.is_file()} if directory.is_dir() else set()
+    weights = {name for name in names if name.endswith((".safetensors", ".bin"))}
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise CheckpointError(
+            f"{directory} is a LoRA adapter (it holds adapter_config.json), not a model: merge it into its base model, with "
+            "peft's merge_and_unload, and save that"
+        )
+    if (gguf := sorted(name for name in names if name.lower().endswith(".gguf"))) and not weights:
+        raise CheckpointError(
+            f"{directory} holds {show(gguf[0])}: GGUF is not read: give the model's checkpoint in safetensors"
+        )
+    if any(map(_SHARD.fullmatch, names)) and not names & {_INDEX, "model.safetensors"}:
+        raise CheckpointError(
+            f"{directory} holds shards of a model without {_INDEX}, which says what is in them: download that file, too"
+        )
+    if _QUANTISED_BY_MODELOPT in names:
+        _check_modelopt(directory / _QUANTISED_BY_MODELOPT)
+
+
+def check_file(file: Path) -> None:
+    """Refuse a path to a file where a directory is wanted."""
+    if file.suffix.lower() == ".gguf":
+        raise CheckpointError(f"{file}: GGUF is not read: give the directory of the model's checkpoint in safetensors")
+    raise CheckpointError(f"{file} is a file: give the directory of the checkpoint")
+
+
+def _check_modelopt(file: Path) -> None:
+    quantisation = check_fields(read_json(file), _QUANTIZATION, str(file))["quantization"]
+    for name in ("quant_algo", "kv_cache_quant_algo"):
+        if (algorithm := quantisation.get(name)) is not None:
+            raise CheckpointError(
+                f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantised is not supported: use the "
+                "checkpoint without quantisation"
+            )

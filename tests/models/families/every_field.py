@@ -1,0 +1,431 @@
+"""A table of changed config.json files: every field of every family, one at a time, as its type allows.
+
+The table is made from transformers' own configuration classes, so that a field which a new version adds is in it. Of each case
+`outcome` says what transformers' model and ours make of the file. The weights are those of transformers' model of that file.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import logging
+import tempfile
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.models import huggingface
+from specjax.models.config import ModelConfig
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import Target
+from tests.models.families import zoo
+
+LENGTH = 40
+"""Tokens of the text: more than the windows, and than the positions before a rope is stretched."""
+
+ABSENT = object()
+"""In place of a value: the field is left out."""
+
+_FULL, _WINDOWED, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_SIZES = zoo.SIZES | {"num_hidden_layers": 2}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_HYBRID = _SIZES | {
+    "initializer_range": 0.12,
+    "head_dim": 16,
+    "layer_types": [_LINEAR, _FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+_GEMMA4 = _SIZES | {
+    "sliding_window": 5,
+    "layer_types": [_WINDOWED, _FULL],
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": zoo.VOCABULARY,
+    "final_logit_softcapping": 3.0,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", _SIZES),
+    "mistral": ("Mistral", _SIZES | {"sliding_window": 9}),
+    "ministral3": ("Ministral3", _SIZES | {"sliding_window": 9}),
+    "qwen2": ("Qwen2", _SIZES | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", _SIZES | {"use_sliding_window": True, "sliding_window": 9, "layer_types": [_WINDOWED, _FULL]}),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS | {"use_sliding_window": True, "sliding_window": 9}),
+    "qwen3_next": (
+        "Qwen3Next",
+        _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
+    "qwen3_5_text": ("Qwen3_5Text", _HYBRID),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {name: value for name, value in _SIZES.items() if name != "head_dim"}
+        | {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 6,
+            "q_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+        },
+    ),
+    "gemma2": ("Gemma2", _SIZES | {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3_text": (
+        "Gemma3Text",
+        _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL], "query_pre_attn_scalar": 12},
+    ),
+    "gemma4_text": ("Gemma4Text", _GEMMA4),
+    "gemma4_text with experts": (
+        "Gemma4Text",
+        _GEMMA4
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _SIZES | {"sliding_window": 5, "num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 1.0},
+    ),
+    "olmo3": ("Olmo3", _SIZES | {"sliding_window": 5, "layer_types": [_WINDOWED, _FULL]}),
+    "phi3": ("Phi3", _SIZES | {"sliding_window": 9}),
+    "smollm3": ("SmolLM3", _SIZES | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
+    "granite": ("Granite", _SIZES | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "logits_scaling": 0.5}),
+    "seed_oss": ("SeedOss", _SIZES),
+}
+"""By name: the name of transformers' configuration class, without "Config", and the fields of a small model's config.json."""
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.2},
+    "yarn whose bounds are cut": {
+        "rope_type": "yarn",
+        "rope_theta": 10.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 100_000,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.5, 2.0, 3.0],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+        "original_max_position_embeddings": 16,
+    },
+    "proportional": {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+"""Ropes of every type, whose keys are changed one at a time, and others added."""
+
+_ROPE_VALUES: dict[str, list[Any]] = {
+    "rope_theta": [500.0],
+    "factor": [2.5, 1.0, None],
+    "original_max_position_embeddings": [24, 4, None],  # with 4, yarn's bounds meet
+    "low_freq_factor": [2.0],
+    "high_freq_factor": [3.0, 1.0],
+    "beta_fast": [8, 1, 0],
+    "beta_slow": [2, 32, 64],
+    "attention_factor": [1.3],
+    "mscale": [0.7],
+    "mscale_all_dim": [0.6],
+    "truncate": [False],
+    "partial_rotary_factor": [0.5],
+    "short_factor": [[1.0, 1.0, 1.0, 1.5]],
+    "long_factor": [[1.0, 1.0, 1.0, 1.5]],
+    "mrope_section": [[1, 1, 2]],
+    "mrope_interleaved": [True, False],
+    "llama_4_scaling_beta": [0.4],
+    "max_position_embeddings": [64],
+    "type": ["default", "linear", "dynamic", "yarn"],
+}
+_OLDER: dict[str, list[Any]] = {  # fields of older files, which are no arguments of the classes of today
+    "rope_theta": [500.0],
+    "rope_scaling": [
+        ROPES["linear"],
+        ROPES["llama3"],
+        {name: value for name, value in ROPES["yarn"].items() if name != "rope_theta"},
+        {"type": "linear", "factor": 4.0},
+    ],
+    "partial_rotary_factor": [0.5],
+    "original_max_position_embeddings": [24],
+    "rope_local_base_freq": [500.0],
+    "sliding_window_pattern": [2, 1],
+    "full_attention_interval": [1, 2],
+    "global_head_dim": [8],
+    "num_global_key_value_heads": [1, 2],
+    "rope_type": ["linear"],
+    "attention_bias": [True],
+    "mlp_bias": [True],
+    "qkv_bias": [True],
+    "hidden_act": ["gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "swish"],
+    "hidden_activation": ["gelu", "silu", "relu"],
+    "head_dim": [16],
+    "layer_types": [[_FULL, _FULL], [_WINDOWED, _WINDOWED], [_FULL, _WINDOWED], [_WINDOWED, _FULL], [_LINEAR, _FULL]],
+    "sliding_window": [3, None],
+    "mlp_only_layers": [[0], [1], [0, 1]],
+    "no_rope_layers": [[0, 1], [1, 1], [0, 0]],
+    "scoring_func": ["softmax"],
+    "topk_method": ["greedy"],
+    "moe_layer_freq": [2],
+}
+_RARE_ROPES = ("longrope", "proportional", "yarn whose bounds are cut")
+_OWN_ROPES = (("phi3", "longrope"), ("gemma4_text", "proportional"))
+"""Rare ropes whose keys are changed one at a time; elsewhere these are tried as they are."""
+_NOT_OF_A_MODEL = {"dtype", "torch_dtype", "architectures", "transformers_version", "id2label", "label2id", "rope_parameters"}
+_SMALL_BY_DEFAULT = ("num_key_value_heads", "sliding_window", "max_position_embeddings", "max_window_layers", "pad_token_id")
+"""Whole numbers whose default makes no large model."""
+_OF_NO_NUMBERS = ("max_positions", "bos_token_id", "eos_token_ids")  # fields of `ModelConfig` that change no logits
+_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One changed file.
+
+    Attributes:
+        family: a name in `FAMILIES`.
+        rope: a name in `ROPES`, for the file that is changed; "": it has no ``rope_parameters``.
+        name: what is changed, such as ``sliding_window`` or ``rope_parameters.factor``.
+        value: its new value, `ABSENT` or any of JSON.
+    """
+
+    family: str
+    rope: str
+    name: str
+    value: Any
+
+    def __str__(self) -> str:
+        said = "left out" if self.value is ABSENT else json.dumps(self.value)
+        return f"{self.family}{self.rope and f' ({self.rope})'}: {self.name}={said}"
+
+    def file(self) -> dict[str, Any]:
+        """The fields of the changed config.json."""
+        after = _with_rope(self.family, self.rope)
+        places = [after]
+        name = self.name
+        if name.startswith("rope_parameters."):
+            name = name.removeprefix("rope_parameters.")
+            rope = after["rope_parameters"]
+            places = [rope[_FULL]] if _FULL in rope else [rope]
+        for place in places:
+            place.pop(name, None)
+            if self.value is not ABSENT:
+                place[name] = copy.deepcopy(self.value)
+        return after
+
+
+def cases() -> list[Case]:
+    """All of them, in an order that is the same in every run."""
+    found = {}
+    for family in FAMILIES:
+        for case in _of_family(family):
+            found[str(case)] = case
+    return list(found.values())
+
+
+def _of_family(family: str) -> Iterator[Case]:
+    for name, values in _arguments(family).items():
+        yield from (Case(family, "", name, value) for value in values)
+    for rope, fields in ROPES.items():
+        yield Case(family, rope, "rope_theta", ABSENT)  # the file as it is
+        if rope in _RARE_ROPES and (family.split(maxsplit=1)[0], rope) not in _OWN_ROPES:
+            continue
+        for name, values in _ROPE_VALUES.items():
+            yield from (Case(family, rope, f"rope_parameters.{name}", value) for value in values)
+        yield from (Case(family, rope, f"rope_parameters.{name}", ABSENT) for name in fields)
+        for name in ("rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"):
+            yield from (Case(family, rope, name, value) for value in _OLDER[name])
+        yield Case(family, rope, "max_position_embeddings", 64)
+
+
+def _arguments(family: str) -> dict[str, list[Any]]:
+    """By name: the values of every argument of the family's class, and of older files and of other families."""
+    _, fields = FAMILIES[family]
+    values = _changed(family)
+    for name, changed in _OLDER.items():
+        values[name] = values.get(name, []) + [value for value in changed if value != fields.get(name, ABSENT)]
+    for name, value in fields.items():
+        if type(value) is not int or name in _SMALL_BY_DEFAULT:
+            values[name] = [*values.get(name, []), ABSENT]
+    return values
+
+
+def _changed(family: str) -> dict[str, list[Any]]:
+    """By name of an argument of the family's class: values that differ from the one in the file."""
+    kind = _class(family)
+    _, fields = FAMILIES[family]
+    found = {}
+    for field in dataclasses.fields(kind):
+        if field.name.startswith("_") or field.name in _NOT_OF_A_MODEL:
+            continue
+        default = field.default if field.default is not dataclasses.MISSING else None
+        found[field.name] = _others(fields.get(field.name, default), field.type)
+    return found
+
+
+def _others(value: Any, annotation: Any) -> list[Any]:
+    """Other values of the type of ``value``, or of the annotation where it is None."""
+    kinds = typing.get_args(annotation) if annotation is not None and type(annotation) is not type else (annotation,)
+    if value is None:
+        examples: dict[Any, list[Any]] = {bool: [True], int: [2], float: [1.5], str: ["other"]}
+        if typing.get_origin(annotation) is Literal:
+            return list(typing.get_args(annotation))
+        return [example for kind in kinds for example in examples.get(kind, _literals(kind))]
+    nothing = [None] if type(None) in kinds else []
+    if isinstance(value, bool):
+        return [not value, *nothing]
+    if isinstance(value, int):
+        return [value + 1, 2 * value, *([value // 2] if value > 1 else []), *nothing]
+    if isinstance(value, float):
+        return [1.5 * value if value else 0.5, *nothing]
+    return nothing
+
+
+def _literals(kind: Any) -> list[Any]:
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
+
+
+def _class(family: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{FAMILIES[family][0]}Config")
+
+
+def _with_rope(family: str, rope: str) -> dict[str, Any]:
+    """The fields of config.json of a family's small model with a rope."""
+    fields = {"model_type": family.split(maxsplit=1)[0], **copy.deepcopy(FAMILIES[family][1])}
+    if rope:
+        said = dict(ROPES[rope])
+        by_kind = family.split(maxsplit=1)[0] in ("gemma3_text", "gemma4_text", "olmo3")
+        windowed = {"rope_type": "default", "rope_theta": 500_000.0 if family == "olmo3" else 1e4}
+        fields["rope_parameters"] = {_FULL: said, _WINDOWED: windowed} if by_kind else said
+    return fields
+
+
+# --- what comes of a case -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case.
+
+    Attributes:
+        said: in a few words.
+        wrong: whether transformers reads the file, and ours reads it as another model.
+    """
+
+    said: str
+    wrong: bool = False
+
+
+def outcome(case: Case) -> Outcome:
+    """Run transformers, unless ours refuses the file; and ours where the change means something to either."""
+    after = case.file()
+    try:
+        ours = huggingface.parse_config(copy.deepcopy(after))
+    except CheckpointError as error:
+        return Outcome(f"refused: {str(error).removeprefix('config.json: ')}")
+    if (model := _model(after)) is None:
+        return Outcome("transformers refuses it")
+    base = _base(case.family, case.rope)
+    expected = zoo.logits(model, _tokens(model.config.vocab_size))
+    if not np.isfinite(expected).all():
+        return Outcome("transformers gives NaN")
+    unchanged = base is not None and base.shape == expected.shape and np.array_equal(base, expected)
+    if unchanged and _numbers(ours) == _read_before(case.family, case.rope):
+        return Outcome("no change")
+    try:
+        got = _ours(model, after)
+    except CheckpointError as error:
+        return Outcome(f"refused: {error}")
+    worst = float(np.abs(got - expected).max() / max(1.0, float(np.abs(expected).max())))
+    return Outcome(f"{'no change' if unchanged else 'equal'}, error {worst:.1g}", wrong=not worst < _TOLERANCE)
+
+
+@functools.cache
+def _read_before(family: str, rope: str) -> ModelConfig | None:
+    """What ours reads of the unchanged file; None: it refuses it."""
+    try:
+        return _numbers(huggingface.parse_config(_with_rope(family, rope)))
+    except CheckpointError:
+        return None
+
+
+def _numbers(config: ModelConfig) -> ModelConfig:
+    """``config`` without the fields that change no logits."""
+    rope = config.rope
+    if rope.kind == "default" and not rope.query_growth:
+        config = dataclasses.replace(config, rope=dataclasses.replace(rope, original_max_positions=None))
+    return dataclasses.replace(config, max_positions=1, bos_token_id=None, eos_token_ids=())
+
+
+@functools.cache
+def _base(family: str, rope: str) -> np.ndarray | None:
+    """The logits of the unchanged file; None: transformers refuses it."""
+    model = _model(_with_rope(family, rope))
+    return None if model is None else zoo.logits(model, _tokens(zoo.VOCABULARY))
+
+
+def _tokens(vocabulary: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, min(vocabulary, zoo.VOCABULARY), (1, LENGTH))
+
+
+def _model(fields: dict[str, Any]) -> Any:
+    """transformers' model of a config.json, with weights that depend on their shapes alone; None: it refuses."""
+    import transformers
+
+    from tests.with_torch import torch
+
+    transformers.logging.set_verbosity(logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    kind = next(kind for kind, said in FAMILIES.values() if _class_type(kind) == fields["model_type"])
+    try:
+        config = getattr(transformers, f"{kind}Config").from_dict(copy.deepcopy(fields))
+        config._attn_implementation = "eager"
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).float().eval()
+        zoo.disturb(model)
+        zoo.logits(model, _tokens(config.vocab_size))
+    except Exception:  # of dozens of types, from checks of fields to products of matrices that do not fit
+        return None
+    return model
+
+
+@functools.cache
+def _class_type(kind: str) -> str:
+    import transformers
+
+    return getattr(transformers, f"{kind}Config").model_type
+
+
+def _ours(model: Any, fields: dict[str, Any]) -> np.ndarray:
+    """The logits of our model of the same file and weights, without jit: hundreds of shapes would have to be compiled."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        (Path(directory) / "config.json").write_text(json.dumps(fields))
+        target = Target.from_pretrained(directory, dtype=np.float32)
+    with jax.disable_jit():
+        return np.asarray(target.forward(jnp.asarray(_tokens(target.config.vocab_size)))[0].logits)

@@ -1,0 +1,73 @@
+"""config.json is read as transformers' forward pass reads it: every field of every family, changed one at a time."""
+
+from collections import Counter
+
+import pytest
+
+from tests.models.families import every_field
+from tests.models.families.every_field import ABSENT, ROPES, Case, outcome
+
+_FULL, _WINDOWED = "full_attention", "sliding_attention"
+_YARN = {name: value for name, value in ROPES["yarn"].items() if name != "rope_theta"}
+MEASURED = [  # which were read otherwise once, and what comes of each now
+    *[(Case("llama", kind, "original_max_position_embeddings", 24), "equal") for kind in ("yarn", "llama3")],
+    (Case("llama", "default", "rope_scaling", _YARN), "equal"),
+    (Case("qwen3", "linear", "rope_scaling", _YARN), "equal"),
+    (Case("llama", "yarn", "rope_parameters.original_max_position_embeddings", 4), "equal"),
+    (Case("llama", "yarn whose bounds are cut", "rope_theta", ABSENT), "no change"),
+    *[
+        (Case(family, "", "layer_types", kinds), "no change")
+        for family in ("phi3", "mistral", "ministral3", "qwen3_moe")
+        for kinds in ([_FULL, _FULL], [_WINDOWED, _FULL])
+    ],
+    (Case("gemma3_text", "", "attn_logit_softcapping", 2.0), "no change"),
+    (Case("olmo3", "", "rope_theta", 1e4), "refused"),
+    (Case("olmo3", "yarn", "rope_parameters.truncate", False), "refused"),
+    (Case("llama", "", "partial_rotary_factor", 0.5), "no change"),
+    *[(Case("llama", "", "hidden_act", name), "equal") for name in ("gelu", "gelu_pytorch_tanh", "gelu_new")],
+    (Case("llama", "dynamic", "rope_theta", ABSENT), "no change"),
+    (Case("smollm3", "", "layer_types", [_FULL, _FULL]), "equal"),
+    (Case("smollm3", "", "sliding_window", 3), "equal"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "wanted"), MEASURED, ids=str)
+def test_what_was_read_otherwise_once(case, wanted) -> None:
+    found = outcome(case)
+    assert not found.wrong and found.said.startswith(wanted), found.said
+
+
+def check(cases: list[Case]) -> None:
+    """Print what comes of each, and fail where ours is another model."""
+    kinds, wrong = Counter(), []
+    for case in cases:
+        found = outcome(case)
+        print(f"{case} -> {found.said}")
+        kinds[found.said.partition(":")[0].partition(",")[0]] += 1
+        wrong += [f"{case} -> {found.said}"] if found.wrong else []
+    print(f"{len(cases)} files: {dict(kinds)}")
+    assert not wrong, "\n".join(wrong)
+    assert kinds["equal"] > len(cases) // 10  # the table is not one of refusals
+
+
+def test_the_table_has_every_family_and_the_fields_that_are_known_to_matter() -> None:
+    from specjax.models.families import FAMILIES
+
+    names = {family.split(maxsplit=1)[0] for family in every_field.FAMILIES}
+    assert names == {family.model_type for family in FAMILIES.values()}
+    cases = every_field.cases()
+    assert len({str(case) for case in cases}) == len(cases)
+    for family in every_field.FAMILIES:
+        own = {case.name for case in cases if case.family == family}
+        assert {"rms_norm_eps", "rope_parameters.factor", "rope_scaling", "layer_types", "tie_word_embeddings"} <= own
+
+
+@pytest.mark.full
+def test_a_tenth_of_all_files_is_read_as_transformers_reads_it() -> None:
+    check(every_field.cases()[::10])
+
+
+@pytest.mark.thorough
+def test_every_file_is_read_as_transformers_reads_it() -> None:
+    check(every_field.cases())

@@ -1,0 +1,48 @@
+"""Directories that hold something else than a model's checkpoint are named before any weight is read."""
+
+import json
+
+import pytest
+
+from specjax.drafters import Eagle
+from specjax.models import huggingface
+from specjax.models.fields import CheckpointError
+from specjax.models.transformer import Target
+from tests.conftest import tiny_target
+
+QUANTISED = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8"}}
+OTHERS = [  # files that are there, and what is said
+    ({"adapter_config.json": "{}", "adapter_model.safetensors": ""}, "is a LoRA adapter .*: merge it into its base model"),
+    ({"model-Q4_K_M.gguf": ""}, r"holds 'model-Q4_K_M.gguf': GGUF is not read: give the model's checkpoint in safetensors"),
+    ({"config.json": "{}", "model.GGUF": ""}, "GGUF is not read"),
+    ({"config.json": "{}", "model-00001-of-00002.safetensors": ""}, r"without model\.safetensors\.index\.json.*: download"),
+    ({"config.json": "{}", "hf_quant_config.json": json.dumps(QUANTISED)}, "quantization.quant_algo='NVFP4': what ModelOpt"),
+    (
+        {"config.json": "{}", "hf_quant_config.json": json.dumps({"quantization": {"kv_cache_quant_algo": "FP8"}})},
+        "quantization.kv_cache_quant_algo='FP8': what ModelOpt has quantised",
+    ),
+    ({"config.json": "{}", "hf_quant_config.json": "[]"}, "must hold a JSON object"),
+]
+
+
+@pytest.mark.parametrize("read", [huggingface.read_config, Target.from_pretrained, Eagle.from_pretrained])
+@pytest.mark.parametrize(("files", "message"), OTHERS)
+def test_what_is_no_checkpoint_is_named(tmp_path, files, message, read) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_in_place_of_a_directory_is_named(tmp_path) -> None:
+    for name, message in (("model.gguf", "GGUF is not read: give the directory"), ("model.safetensors", "is a file: give the")):
+        (tmp_path / name).write_text("")
+        with pytest.raises(CheckpointError, match=message):
+            Target.from_pretrained(tmp_path / name)
+
+
+def test_what_modelopt_has_not_quantised_is_read(tmp_path) -> None:
+    tiny_target().save_pretrained(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert Target.from_pretrained(tmp_path).config == tiny_target().config
