@@ -56,6 +56,7 @@ class Limits:
         vocab_size: its token ids are below it.
         max_logprobs: most likeliest tokens that the engine reports.
         max_prediction: most tokens of a prediction that are copied in a step; 0: none may be given.
+        capacity: most tokens of a text with its prompt; None: that is not known.
         has_chat: whether its tokenizer has a chat template.
         own_ends: its own end-of-sequence ids.
 
@@ -69,6 +70,7 @@ class Limits:
     vocab_size: int
     max_logprobs: int = MAX_LOGPROBS
     max_prediction: int = 16
+    capacity: int | None = None
     has_chat: bool = True
     own_ends: tuple[int, ...] = ()
 
@@ -429,6 +431,7 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
             _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
         else:
             ignored.append(name)
+    _check_counts(raw, limits)
     values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
     for name in _OBJECTS.keys() & values.keys():
         if values[name] is not None:
@@ -441,6 +444,21 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
     return values, tuple(ignored)
+
+
+def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
+    """Refuse lists of ids that are far too long, by their commas, before anything is made of them."""
+    for name in ("prompt", "stop_token_ids"):
+        text = bytes(raw.get(name, b""))
+        first = text[1:].lstrip()[:1]
+        if not (text.startswith(b"[") and first and first in b"[-0123456789"):
+            continue
+        most = MAX_TEXTS
+        if name == "prompt":
+            most = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
+        if (count := text.count(b",") + 1) > most:
+            code = "context_length_exceeded" if name == "prompt" else None
+            raise RequestError(400, f"{name}: {count} ids, and no more than {most} can be used", param=name, code=code)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
