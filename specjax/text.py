@@ -170,6 +170,8 @@ def _shown(token: str | None) -> str:
 def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
 
+    No token that begins a text is put before a prompt that begins with it.
+
     Raises:
         InputError: the prompt is empty or no Unicode text, or the tokenizer has no chat template.
 
@@ -185,7 +187,10 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     _check_unicode(prompt)
-    return list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
+    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
+    begin = getattr(tokenizer, "bos_token_id", None)
+    is_twice = begin is not None and tokens[:2] == [begin, begin] and prompt.startswith(str(tokenizer.bos_token))
+    return tokens[1:] if is_twice else tokens
 
 
 def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:

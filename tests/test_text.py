@@ -126,6 +126,12 @@ def test_padding() -> None:
     assert lengths.tolist() == [3, 1]
 
 
+def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) -> None:
+    begin, rest = tokenizer.bos_token, tokenizer("import os", add_special_tokens=False)["input_ids"]
+    for times, expected in ((0, 1), (1, 1), (2, 2)):
+        assert text.encode(tokenizer, begin * times + "import os") == [tokenizer.bos_token_id] * expected + rest
+
+
 def test_chat_template_is_applied_or_refused(tokenizer) -> None:
     with pytest.raises(InputError, match="no chat template"):
         text.encode(tokenizer, "hello", chat=True)

@@ -39,6 +39,7 @@ from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
+from specjax.text import encode_continuation
 from specjax.wire import PATH
 
 MOST_LOGPROBS = 500_000
@@ -197,7 +198,7 @@ class Service:
         prompts = []
         for prompt in asked.prompts:
             submission.check()
-            prompts.append(self.encode(prompt, name))
+            prompts.append(self.encode(prompt, name, asked.add_special_tokens))
         limits = [self._most_tokens(asked, len(tokens), name) for tokens in prompts]
         _check_logprobs(asked, prompts, limits)
         prediction = asked.prediction and asked.prediction[: self._most_characters]
@@ -238,7 +239,7 @@ class Service:
                 raise RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
             submission.kept = count
 
-    def encode(self, prompt: Any, name: str) -> list[int]:
+    def encode(self, prompt: Any, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, of which errors speak as ``name``.
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
@@ -250,6 +251,9 @@ class Service:
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
+            if isinstance(prompt, str) and not add_special_tokens:
+                tokens = encode_continuation(self.engine.tokenizer, prompt)
+                return self.engine.encode(tokens)
             return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
@@ -395,7 +399,7 @@ def make_app(service: Service) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         asked = await read(requests.read_tokenize, request)
-        tokens = await service.in_thread(service.encode, asked.prompt, asked.param)
+        tokens = await service.in_thread(service.encode, asked.prompt, asked.param, asked.add_special_tokens)
         said = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return _json(said, headers=service.ignored_header(asked.ignored))
 

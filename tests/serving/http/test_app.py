@@ -124,6 +124,16 @@ def test_what_the_engine_is_given() -> None:
     assert engine.submitted[1].settings["cache_salt"] == "mine"
 
 
+def test_a_prompt_may_come_without_special_tokens() -> None:
+    engine = MadeUpEngine()
+    encoded = []
+    engine.encode = lambda prompt: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
+    ask(engine, prompt="ab", add_special_tokens=False)
+    ask(engine, prompt="ab", add_special_tokens=True)
+    ask(engine, "/tokenize", content='{"prompt": "ab", "add_special_tokens": false}')
+    assert [prompt for prompt in encoded if prompt != engine.text] == [[97, 98], "ab", [97, 98]]
+
+
 def test_without_a_seed_every_request_has_another() -> None:
     engine = MadeUpEngine()
     for _ in range(5):

@@ -224,6 +224,12 @@ def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
     assert not read(kind, stream=True, stream_options={"continuous_usage_stats": False}).continuous_usage
 
 
+def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_chat() -> None:
+    assert [read(**given).add_special_tokens for given in ({}, {"add_special_tokens": False})] == [True, False]
+    assert read("chat", add_special_tokens=False) == read("chat")
+    assert refusal("chat", add_special_tokens=True).param == "add_special_tokens"
+
+
 @both
 def test_a_salt_is_kept_and_no_priority_is_given(kind: str) -> None:
     assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
