@@ -174,6 +174,8 @@ def _shown(token: str | None) -> str:
 def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
 
+    No token that begins a text is put before a prompt that begins with it.
+
     Raises:
         InputError: the prompt is empty or no Unicode text, or the tokenizer has no chat template.
 
@@ -189,7 +191,10 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     if chat:
         return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
     _check_unicode(prompt)
-    return list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
+    tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
+    begin = getattr(tokenizer, "bos_token_id", None)
+    is_twice = begin is not None and tokens[:2] == [begin, begin] and prompt.startswith(str(tokenizer.bos_token))
+    return tokens[1:] if is_twice else tokens
 
 
 def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
@@ -251,8 +256,11 @@ def _chat_text(tokenizer: Any, messages: Messages) -> str:
 
 
 def _render_chat(tokenizer: Any, messages: Messages) -> str:
-    """Return the text of a chat, in the first form of its messages that the model's template reads all of."""
-    refusal, left_out = None, None
+    """Return the text of a chat, in the first form of its messages that the model's template reads all of.
+
+    Calls of tools are a part of that, where there is a form in which the template reads them. Otherwise they are ignored.
+    """
+    refusal, left_out, without_calls = None, None, None
     for form, with_text in _template_forms(messages):
         try:
             text = _apply_template(tokenizer, form)
@@ -261,10 +269,15 @@ def _render_chat(tokenizer: Any, messages: Messages) -> str:
         except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
             refusal = refusal or error
             continue
-        number = _first_left_out(tokenizer, form)
-        if number is None:
+        if _first_left_out(tokenizer, form) is None:
             return text
-        left_out = number if left_out is None else left_out
+        number = _first_left_out(tokenizer, form, with_calls=False)
+        if number is not None:
+            left_out = number if left_out is None else left_out
+        elif without_calls is None:
+            without_calls = text
+    if without_calls is not None:
+        return without_calls
     if left_out is None:
         raise InputError(f"messages: the model's chat template refuses them ({refusal}); see the roles and their order")
     raise InputError(
@@ -338,17 +351,20 @@ def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, A
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _first_left_out(tokenizer: Any, messages: Messages) -> int | None:
+def _first_left_out(tokenizer: Any, messages: Messages, with_calls: bool = True) -> int | None:
     """Return the number of the first message of which a template writes nothing, None: there is none.
 
-    A message is left out where the text lacks a mark that stands in place of its content and of the names of the functions that
-    it calls. What the template does with a content, such as trimming it or dropping the thoughts in it, does not matter.
+    A message is left out where the text lacks a mark that stands in place of its content. What the template does with a
+    content, such as trimming it or dropping the thoughts in it, does not matter. Of a message that only calls tools the names
+    of their functions are marked; or without ``with_calls`` a content that it does not have.
     """
     marks = {number: _mark(number) for number, message in enumerate(messages) if _says_something(message)}
 
     def written(marked: Collection[int]) -> str | None:
         """Return the chat's text with these messages marked, None: the template refuses such a content."""
-        chosen = [_marked(each, marks[number]) if number in marked else each for number, each in enumerate(messages)]
+        chosen = [
+            _marked(each, marks[number], with_calls) if number in marked else each for number, each in enumerate(messages)
+        ]
         try:
             return _apply_template(tokenizer, chosen).lower()
         except Exception:
@@ -367,9 +383,7 @@ def _first_left_out(tokenizer: Any, messages: Messages) -> int | None:
 
 def _says_something(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
-    if isinstance(content, str) and content.strip():
-        return True
-    return not content and bool(message.get("tool_calls") or message.get("function_call"))
+    return bool(content.strip()) if content and isinstance(content, str) else not content and bool(message.get("tool_calls"))
 
 
 _MARK = re.compile("specjaxmark[a-p]{8}")
@@ -380,18 +394,16 @@ def _mark(number: int) -> str:
     return "specjaxmark" + "".join(chr(ord("a") + int(digit, 16)) for digit in f"{number:08x}")
 
 
-def _marked(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str, Any]:
     """Return a message with a mark in place of what it says."""
-    made = dict(message)
-    if made.get("content"):
+    made, calls = dict(message), message.get("tool_calls")
+    if made.get("content") or not with_calls:
         made["content"] = mark
-    if calls := made.get("tool_calls"):
+    if calls and with_calls:
         made["tool_calls"] = [
             {**call, "function": {**call["function"], "name": mark}} if isinstance(call.get("function"), Mapping) else call
             for call in calls
         ]
-    if isinstance(call := made.get("function_call"), Mapping):
-        made["function_call"] = {**call, "name": mark}
     return made
 
 

@@ -202,6 +202,12 @@ def test_padding() -> None:
     assert lengths.tolist() == [3, 1]
 
 
+def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) -> None:
+    begin, rest = tokenizer.bos_token, tokenizer("import os", add_special_tokens=False)["input_ids"]
+    for times, expected in ((0, 1), (1, 1), (2, 2)):
+        assert text.encode(tokenizer, begin * times + "import os") == [tokenizer.bos_token_id] * expected + rest
+
+
 def test_chat_template_is_applied_or_refused(tokenizer) -> None:
     with pytest.raises(InputError, match="no chat template"):
         text.encode(tokenizer, "hello", chat=True)
@@ -301,6 +307,9 @@ def said(role: str, content: Any = "hello", **more: Any) -> dict[str, Any]:
             [said("assistant", "", reasoning="hm"), USER, USER, USER],
             "[assistant]" + "[user]hello" * 3 + "[assistant]",
         ),
+        # A call that a template reads in no form is ignored.
+        (NO_TOOLS, WITH_TOOL[:2], "[user]hello[assistant]"),
+        (NO_TOOLS, [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})], "[user]hello[assistant]"),
         # Nothing is lost of a message that says nothing.
         (NO_TOOLS, [said("system", " "), USER], "[user]hello"),
     ],
@@ -314,8 +323,7 @@ def test_a_chat_is_rendered_whole(chat_text, template: str, messages: Any, expec
     [
         (NO_TOOLS, [USER, said("system")], 1),
         (NO_TOOLS, [said("developer"), USER], 0),
-        (NO_TOOLS, WITH_TOOL, 1),  # the call: its message has no text
-        (NO_TOOLS, [USER, said("assistant", None, function_call={"name": "f", "arguments": "{}"})], 1),
+        (NO_TOOLS, WITH_TOOL, 2),  # what the tool gave back
         (FIRST_SYSTEM_ALONE, [USER, USER, said("system")], 2),
         (FIRST_SYSTEM_ALONE, [USER, said("function", name="f")], 1),
         (CALLS_WITHOUT_CONTENT, [USER, said("critic")], 1),

@@ -39,6 +39,7 @@ from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
+from specjax.text import encode_continuation
 from specjax.wire import PATH
 
 MOST_LOGPROBS = 500_000
@@ -49,6 +50,9 @@ IGNORED_HEADER = "X-Specjax-Ignored"
 
 MOST_NAMES_LOGGED = 256
 """Unknown parameters that the log names, each once. A client may make up any number of them."""
+
+SHORT_BODY = 2**15
+"""Bytes of a body that is read in the event loop: it takes less than a millisecond."""
 
 _LOG = logging.getLogger(__name__)
 _HEADER_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
@@ -109,6 +113,7 @@ class Service:
             vocab_size=config.vocab_size,
             max_logprobs=min(engine.max_logprobs, requests.MAX_LOGPROBS),
             max_prediction=engine.max_prediction,
+            capacity=engine.capacity,
             has_chat=bool(tokenizer.chat_template),
             own_ends=tuple(config.eos_token_ids),
         )
@@ -121,6 +126,7 @@ class Service:
         self._submissions: set[Submission] = set()
         self._threads = ThreadPoolExecutor(2, "specjax-requests")
         self._logged_names: set[str] = set()
+        self._places = threading.Lock()
 
     async def in_thread(self, work: Callable[..., Result], *given: Any) -> Result:
         """Tokens are made here, away from the event loop: two at a time, for a long text takes seconds."""
@@ -175,11 +181,13 @@ class Service:
         if count > self.options.max_texts:
             message = f"n={asked.n}: {count} texts at once; this server takes at most {self.options.max_texts}"
             raise RequestError(400, message, param="n")
+        self._keep_places(submission, count)
         prompts = []
         for prompt in asked.prompts:
             submission.check()
-            prompts.append(self.encode(prompt, name))
-        _check_logprobs(asked, prompts)
+            prompts.append(self.encode(prompt, name, asked.add_special_tokens))
+        limits = [self._most_tokens(asked, len(tokens), name) for tokens in prompts]
+        _check_logprobs(asked, prompts, limits)
         prediction = asked.prediction and asked.prediction[: self._most_characters]
         if prediction is not None:
             with _as_answers("prediction"):
@@ -198,15 +206,27 @@ class Service:
             "spans": asked.include_accepted,
             "cache_salt": asked.cache_salt,
         }
-        for tokens in prompts:
-            most = self._most_tokens(asked, len(tokens), name)
+        for tokens, most in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
             for choice in range(asked.n):
                 with _as_answers(name):
                     submission.add(self.engine.submit(tokens, max_new_tokens=most, seed=seed, choice=choice, **settings))
         return prompts
 
-    def encode(self, prompt: Any, name: str) -> list[int]:
+    def _keep_places(self, submission: "Submission", count: int) -> None:
+        """Keep a row, or a place in the line, for every text of a request. Where there are too few, none of them begins.
+
+        A text has its place until it has ended. Rows of clients that draft are not counted here: where these take the last
+        ones, the engine refuses a text.
+        """
+        with self._places:
+            taken = sum(each.places for each in list(self._submissions))
+            if taken + count > self.options.max_texts:
+                message = f"too many requests: {taken} texts run or wait, and {self.options.max_texts} may; try again later"
+                raise RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
+            submission.kept = count
+
+    def encode(self, prompt: Any, name: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, of which errors speak as ``name``.
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
@@ -218,6 +238,9 @@ class Service:
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         with _as_answers(name):
+            if isinstance(prompt, str) and not add_special_tokens:
+                tokens = encode_continuation(self.engine.tokenizer, prompt)
+                return self.engine.encode(tokens)
             return self.engine.encode(prompt)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
@@ -251,24 +274,34 @@ def _characters(prompt: Any) -> int:
     return count
 
 
-def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse so many log-probabilities that an answer would take hundreds of megabytes."""
+def _check_logprobs(asked: TextRequest, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    """Refuse so many log-probabilities that an answer would take hundreds of megabytes.
+
+    ``limits`` are the most tokens that the text of each prompt may have.
+    """
     if asked.logprobs is None:
         return
-    places = sum((len(prompt) if asked.echo else 0) + (asked.max_tokens or 0) for prompt in prompts) * asked.n
+    read = sum(map(len, prompts)) if asked.echo else 0
+    places = (read + sum(limits)) * asked.n
     if places * (asked.logprobs + 1) > MOST_LOGPROBS:
         message = (
             f"logprobs: {asked.logprobs} in each of {places} places; a request may have {MOST_LOGPROBS} in all: ask for fewer, "
-            "or send fewer prompts at a time"
+            "for fewer tokens, or send fewer prompts at a time"
         )
         raise RequestError(400, message, param="logprobs", code="too_many_logprobs")
 
 
 class Submission:
-    """The texts of one request, from any thread. What is added after it was cancelled is cancelled at once."""
+    """The texts of one request, from any thread. What is added after it was cancelled is cancelled at once.
+
+    Attributes:
+        handles: the texts that are at the engine.
+        kept: how many texts there will be.
+    """
 
     def __init__(self) -> None:
         self.handles: list[Handle] = []
+        self.kept = 0
         self._lock = threading.Lock()
         self._is_over = False
 
@@ -280,6 +313,11 @@ class Submission:
         if is_over:
             handle.cancel()
             raise TextCancelledError("the request is over")
+
+    @property
+    def places(self) -> int:
+        """How many texts run, wait, or are still to come."""
+        return self.kept - sum(handle.finish_reason is not None for handle in list(self.handles))
 
     def check(self) -> None:
         """Raise TextCancelledError where the request is over."""
@@ -339,17 +377,24 @@ def make_app(service: Service) -> ASGIApp:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    async def read(reader: Callable[[bytes, Limits], Result], request: Request) -> Result:
+        """Return what a request asks for. A long body is read where nobody else waits: a million ids take a while."""
+        body = await read_body(request, service.options)
+        if len(body) <= SHORT_BODY:
+            return reader(body, service.limits)
+        return await service.in_thread(reader, body, service.limits)
+
     async def tokenize(request: Request) -> Response:
-        asked = requests.read_tokenize(await read_body(request, service.options), service.limits)
-        tokens = await service.in_thread(service.encode, asked.prompt, asked.param)
+        asked = await read(requests.read_tokenize, request)
+        tokens = await service.in_thread(service.encode, asked.prompt, asked.param, asked.add_special_tokens)
         said = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return _json(said, headers=service.ignored_header(asked.ignored))
 
     async def completions(request: Request) -> Any:
-        return _Generation(service, requests.read_completion(await read_body(request, service.options), service.limits))
+        return _Generation(service, await read(requests.read_completion, request))
 
     async def chat(request: Request) -> Any:
-        return _Generation(service, requests.read_chat(await read_body(request, service.options), service.limits))
+        return _Generation(service, await read(requests.read_chat, request))
 
     async def drafts(request: Request) -> Response:
         if service.drafts is None:

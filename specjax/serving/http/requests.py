@@ -56,6 +56,7 @@ class Limits:
         vocab_size: its token ids are below it.
         max_logprobs: most likeliest tokens that the engine reports.
         max_prediction: most tokens of a prediction that are copied in a step; 0: none may be given.
+        capacity: most tokens of a text with its prompt; None: that is not known.
         has_chat: whether its tokenizer has a chat template.
         own_ends: its own end-of-sequence ids.
 
@@ -69,6 +70,7 @@ class Limits:
     vocab_size: int
     max_logprobs: int = MAX_LOGPROBS
     max_prediction: int = 16
+    capacity: int | None = None
     has_chat: bool = True
     own_ends: tuple[int, ...] = ()
 
@@ -98,6 +100,7 @@ class TextRequest:
         include_usage: whether the stream ends with the usage.
         continuous_usage: whether each chunk of the stream has the usage so far.
         include_accepted: whether the stream tells which of its text was accepted from drafts.
+        add_special_tokens: whether what begins a text is put before a prompt; not before a chat, whose template writes it.
         cache_salt: the prompt is shared only with requests that have the same one.
         ignored: names in the request that are not known, in its order.
 
@@ -129,6 +132,7 @@ class TextRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     include_accepted: bool = False
+    add_special_tokens: bool = True
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -140,6 +144,7 @@ class TokenizeRequest:
     Attributes:
         prompt: it.
         param: what it was called in the request.
+        add_special_tokens: as in `TextRequest`.
         ignored: names in the request that are not known, in its order.
 
     Examples:
@@ -150,6 +155,7 @@ class TokenizeRequest:
 
     prompt: str | Messages
     param: str
+    add_special_tokens: bool = True
     ignored: tuple[str, ...] = ()
 
 
@@ -225,6 +231,7 @@ _SHARED: Mapping[str, Any] = {
     "stop_token_ids": list[int] | None,
     "ignore_eos": bool | None,
     "cache_salt": str | None,
+    "add_special_tokens": bool | None,
     "prediction": _Prediction | None,
     "stream": bool | None,
     "stream_options": _StreamOptions | None,
@@ -250,7 +257,7 @@ _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,
 _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
 """Parameters with names in them."""
 
-_TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message]}
+_TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message], "add_special_tokens": bool | None}
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -279,7 +286,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "add_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "truncate_prompt_tokens": (),
@@ -354,6 +360,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     if max_tokens == 0 and logprobs is None:
         raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
     what = {"logprobs": logprobs, "echo": echo, "max_tokens": max_tokens, "ignored": ignored}
+    what["add_special_tokens"] = _or(values, "add_special_tokens", True)
     return _request(values, limits, is_chat=False, prompts=prompts, **what)
 
 
@@ -378,6 +385,9 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         logprobs = _likeliest("top_logprobs", likeliest, limits)
     elif likeliest:
         raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
+    if values.get("add_special_tokens"):
+        message = "add_special_tokens=true: a chat's template writes them; leave it out, or give false"
+        raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
     what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": ignored}
     return _request(values, limits, is_chat=True, prompts=prompts, **what)
 
@@ -399,8 +409,9 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     if ("prompt" in values) == ("messages" in values):
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
     if "messages" in values:
-        return TokenizeRequest(_messages(values, limits), "messages", ignored)
-    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", ignored)
+        return TokenizeRequest(_messages(values, limits), "messages", ignored=ignored)
+    has_special = _or(values, "add_special_tokens", True)
+    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", has_special, ignored)
 
 
 _MOST = 2**31 - 1
@@ -429,6 +440,7 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
             _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
         else:
             ignored.append(name)
+    _check_counts(raw, limits)
     values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
     for name in _OBJECTS.keys() & values.keys():
         if values[name] is not None:
@@ -441,6 +453,21 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
     return values, tuple(ignored)
+
+
+def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
+    """Refuse lists of ids that are far too long, by their commas, before anything is made of them."""
+    for name in ("prompt", "stop_token_ids"):
+        text = bytes(raw.get(name, b""))
+        first = text[1:].lstrip()[:1]
+        if not (text.startswith(b"[") and first and first in b"[-0123456789"):
+            continue
+        most = MAX_TEXTS
+        if name == "prompt":
+            most = math.inf if limits.capacity is None else limits.capacity * (MAX_PROMPTS if first == b"[" else 1)
+        if (count := text.count(b",") + 1) > most:
+            code = "context_length_exceeded" if name == "prompt" else None
+            raise RequestError(400, f"{name}: {count} ids, and no more than {most} can be used", param=name, code=code)
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:

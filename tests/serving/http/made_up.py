@@ -28,6 +28,9 @@ class Characters:
 
     chat_template: str | None = "made up"
 
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
+
     def get_vocab(self) -> dict[str, int]:
         return {"a": 97, "<0xC3>": 1003}
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from specjax.serving.http import responses, run
+from specjax.serving.http import app, requests, responses, run
 from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
@@ -122,6 +122,16 @@ def test_what_the_engine_is_given() -> None:
     assert settings["cache_salt"] == ""
     ask(engine, cache_salt="mine")
     assert engine.submitted[1].settings["cache_salt"] == "mine"
+
+
+def test_a_prompt_may_come_without_special_tokens() -> None:
+    engine = MadeUpEngine()
+    encoded = []
+    engine.encode = lambda prompt: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
+    ask(engine, prompt="ab", add_special_tokens=False)
+    ask(engine, prompt="ab", add_special_tokens=True)
+    ask(engine, "/tokenize", content='{"prompt": "ab", "add_special_tokens": false}')
+    assert [prompt for prompt in encoded if prompt != engine.text] == [[97, 98], "ab", [97, 98]]
 
 
 def test_without_a_seed_every_request_has_another() -> None:
@@ -547,6 +557,62 @@ def test_all_texts_of_a_request_are_taken_or_none() -> None:
     assert refused(answer, 429)["code"] == "queue_full"
     assert answer.headers["retry-after"] == "1"
     assert [handle.finish_reason for handle in engine.submitted] == ["cancelled"] * 3
+
+
+def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
+    engine = MadeUpEngine(pause=0.2)
+    service = service_of(engine, max_texts=5)
+
+    async def three_requests() -> list[int]:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(service)), base_url="http://127.0.0.1") as client:
+
+            async def post(n: int) -> int:
+                return (
+                    await client.post("/v1/completions", json={"model": "tiny", "prompt": "a", "n": n, "max_tokens": 2})
+                ).status_code
+
+            first = asyncio.ensure_future(post(3))
+            while len(engine.submitted) < 3:
+                await asyncio.sleep(0.01)
+            answers = [await post(3)]
+            assert len(engine.submitted) == 3  # nobody's text was begun to be ended again
+            return [*answers, await post(2), await first, await post(5)]
+
+    assert asyncio.run(three_requests()) == [429, 200, 200, 200]
+    assert {handle.finish_reason for handle in engine.submitted} == {"length"}
+
+
+def test_log_probabilities_are_bounded_also_where_no_limit_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MadeUpEngine()
+    monkeypatch.setattr(app, "MOST_LOGPROBS", 3 * 60)
+    user = [{"role": "user", "content": "a" * (CAPACITY - 60 - len("user:\n"))}]
+    for more in ({"top_logprobs": 3}, {"top_logprobs": 2, "n": 2}, {"top_logprobs": 3, "max_tokens": 10**6}):
+        assert refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"] == "too_many_logprobs"
+    assert not engine.submitted
+    for more in ({"top_logprobs": 2}, {"top_logprobs": 2, "max_tokens": 10**6}, {"top_logprobs": 20, "max_tokens": 8}):
+        assert chat(engine, messages=user, logprobs=True, **more).status_code == 200
+
+
+def test_a_long_body_is_not_read_where_everybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(reader: Any) -> Any:
+        def read(*given: Any) -> Any:
+            threads.append(threading.current_thread())
+            return reader(*given)
+
+        return read
+
+    for name in ("read_completion", "read_chat", "read_tokenize"):
+        monkeypatch.setattr(requests, name, noted(getattr(requests, name)))
+    service = service_of(MadeUpEngine())
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        body = {"model": "tiny", "metadata": "x" * app.SHORT_BODY, "prompt": "a"}
+        if "chat" in path:
+            body |= {"prompt": None, "messages": [{"role": "user", "content": "a"}]}
+        assert ask(service, path, content=json.dumps(body)).status_code == 200
+    assert len(threads) == 3
+    assert threading.current_thread() not in threads
 
 
 def test_more_texts_than_there_can_be_are_no_matter_of_waiting() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from specjax.serving.http import requests
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import IGNORED, UNSUPPORTED, Limits, read_chat, read_completion, read_tokenize
 
@@ -223,6 +224,12 @@ def test_the_usage_may_come_with_every_chunk(kind: str) -> None:
     assert not read(kind, stream=True, stream_options={"continuous_usage_stats": False}).continuous_usage
 
 
+def test_special_tokens_may_be_left_out_of_a_prompt_and_are_a_template_s_in_a_chat() -> None:
+    assert [read(**given).add_special_tokens for given in ({}, {"add_special_tokens": False})] == [True, False]
+    assert read("chat", add_special_tokens=False) == read("chat")
+    assert refusal("chat", add_special_tokens=True).param == "add_special_tokens"
+
+
 @both
 def test_a_salt_is_kept_and_no_priority_is_given(kind: str) -> None:
     assert (read(kind).cache_salt, read(kind, cache_salt="mine").cache_salt) == ("", "mine")
@@ -317,6 +324,18 @@ def test_prompts_that_are_none(prompt: Any) -> None:
 def test_messages_that_are_none(messages: Any) -> None:
     error = refusal("chat", messages=messages)
     assert (error.status, error.param) == (400, "messages")
+
+
+def test_lists_that_are_too_long_are_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = dataclasses.replace(LIMITS, capacity=10)
+    assert read(limits=short, prompt=[5] * 10).prompts == ([5] * 10,)
+    assert len(read(limits=short, prompt=[[5] * 10] * 64).prompts) == 64
+    assert read(limits=short, prompt=["a,b" * 1000] * 2).prompts == ("a,b" * 1000,) * 2
+    monkeypatch.setattr(requests, "_value", None)  # nothing is made of any value
+    for prompt in ([5] * 11, [[5] * 10] * 65, [[]] * 641, [-1] * 11):
+        error = refusal(limits=short, prompt=prompt)
+        assert (error.param, error.code) == ("prompt", "context_length_exceeded")
+    assert refusal(limits=short, stop_token_ids=[5] * 129).param == "stop_token_ids"
 
 
 def test_what_is_refused_for_what_else_was_given() -> None:
