@@ -485,7 +485,7 @@ class Engine:
             while True:
                 with self._wake:
                     to_time = None
-                    while not (self._scheduler.can_go_on() or self._clients.has_work or self._closing):
+                    while not (self._has_work() or self._closing):
                         if self._programs.error is not None or (to_time := self._next_to_time()) is not None:
                             break
                         self._wake.wait()
@@ -499,10 +499,10 @@ class Engine:
                         self._choice.seconds[to_time] = seconds
                     self._owed = 0
                     continue
-                self._read_prompts()
+                has_read = self._read_prompts()
                 self._clients.verify()
                 if not self._decode():
-                    self._deliver()
+                    self._deliver(wait=not has_read)  # the device may go on with prompts meanwhile
             self._deliver()
         except BaseException as error:  # whoever waits must learn of it
             with self._wake:
@@ -521,6 +521,10 @@ class Engine:
             if self._together is not None and self._error is None:
                 self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
             self._device.release()
+
+    def _has_work(self) -> bool:
+        """Whether there is something to read, to decode, to verify or to hand out. With the lock."""
+        return self._scheduler.can_go_on() or self._clients.has_work or bool(self._undelivered or self._unread)
 
     def _programs_changed(self) -> None:
         """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
@@ -559,18 +563,22 @@ class Engine:
         if handle is not None:
             handle.end("cancelled")
 
-    def _read_prompts(self) -> None:
-        """Read a chunk's worth of prompts; without anything to decode, until there is."""
-        left = self.chunk
-        while True:
+    def _read_prompts(self) -> bool:
+        """Read a chunk's worth of prompts. Return whether there was any to read.
+
+        It is no more than that also where no text runs: whoever asked for a prompt alone has the answer in every turn.
+        """
+        left, has_read = self.chunk, False
+        while left >= self._device.sizes.read_widths[0]:
+            self._device.wait_for_reads()  # before anything is decided: a prompt may be cancelled meanwhile
             with self._wake:
                 if self._closing:
-                    return
-                others_wait = bool(self._scheduler.running) or self._clients.are_here
-                chosen = self._prepared(self._scheduler.next_reads(left if others_wait else self.chunk))
+                    break
+                chosen = self._prepared(self._scheduler.next_reads(left))
                 table = self._scheduler.table.copy()
             if not chosen:
-                return
+                break
+            has_read = True
             reads = [read for read, _, _ in chosen]
             for read, _, words in chosen:
                 if words is not None:
@@ -585,10 +593,8 @@ class Engine:
                         self._was_read(read, border, told)
                     except Exception as error:  # this text's: the others go on
                         self._give_up(read.ticket, owner, error)
-            if others_wait:
-                left -= max(read.width for read in reads)
-                if left < self._device.sizes.read_widths[0]:
-                    return
+            left -= max(read.width for read in reads)
+        return has_read
 
     def _prepared(self, reads: Sequence[Read]) -> list[tuple[Read, Handle | ClientRow, device_rows.Text | None]]:
         """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
@@ -812,10 +818,11 @@ class Engine:
             logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
         return News(tokens, progress.accepted[row, new].tolist(), logprobs, bool(progress.done[row]))
 
-    def _deliver(self) -> None:
-        """Hand out tokens: they become text here, and their owners are told."""
-        self._clients.deliver()
-        for handle, read, group, said in self._unread:
+    def _deliver(self, wait: bool = True) -> None:
+        """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
+        self._clients.deliver(wait)
+        while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
+            handle, read, group, said = self._unread.pop(0)
             try:
                 places = [np.asarray(each)[group] for each in vars(said).values()]
                 tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
@@ -823,16 +830,20 @@ class Engine:
             except Exception as error:  # this text's: the others go on
                 with self._wake:
                     self._give_up(read.ticket, handle, error)
-        self._unread.clear()
-        while self._undelivered:
-            handle, news = self._undelivered[0]
+        reading = {handle for handle, *_ in self._unread}  # their prompts' log-probabilities come first
+        place = 0
+        while place < len(self._undelivered):
+            handle, news = self._undelivered[place]
+            if handle in reading:
+                place += 1
+                continue
             try:
                 goes_on = handle.deliver(news)
             except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
                 goes_on = True  # or it has ended: there is no more to cancel
                 with self._wake:
                     self._give_up(handle.ticket, handle, error)
-            del self._undelivered[0]
+            del self._undelivered[place]
             if not goes_on and not news.done:
                 with self._wake:
                     self._scheduler.cancel(handle.ticket)

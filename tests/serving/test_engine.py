@@ -175,6 +175,11 @@ class Gate:
         engine._decode = self._pass
 
     def _pass(self) -> None:
+        with self._engine._wake:
+            runs = bool(self._engine._scheduler.running)
+        if not runs:  # there is nothing to decode
+            self._decode()
+            return
         self._is_here = True
         if not self._is_open:
             self._allowed.acquire()
@@ -419,6 +424,33 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
     plain._read = read
     check_at_rest(plain)
     check_text(target, long, long.submit(plain))
+
+
+def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(target, plain, monkeypatch) -> None:
+    """The device takes its time: it has done what it was asked for when this test says so."""
+    is_done, engine_waits, starts = threading.Semaphore(0), threading.Event(), []
+    read = plain._read
+
+    class Mark:
+        def block_until_ready(self) -> None:
+            engine_waits.set()
+            assert is_done.acquire(timeout=PATIENCE)
+
+    def note_and_read(reads, *given, **named):
+        starts.extend(each.start for each in reads)
+        return read(reads, *given, **named)
+
+    monkeypatch.setattr(plain, "_read", note_and_read)
+    monkeypatch.setattr(plain._device, "_mark", lambda lengths: Mark())
+    whole = Request(tuple([3, 4] * 31), 2)
+    handle = whole.submit(plain)
+    assert engine_waits.wait(PATIENCE)
+    assert starts == [0, CHUNK]  # of four
+    handle.cancel()
+    is_done.release(100)
+    check_at_rest(plain)
+    assert starts == [0, CHUNK]
+    check_text(target, GREEDY, GREEDY.submit(plain))
 
 
 def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
