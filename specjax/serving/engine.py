@@ -38,6 +38,7 @@ from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logp
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
+from specjax.serving.totals import Totals
 
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
@@ -218,7 +219,8 @@ class Engine:
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
         self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
-        self._total = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
+        self._no_counts = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
+        self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
@@ -424,11 +426,11 @@ class Engine:
                 prompt_tokens_shared=self._counts["shared"],
                 put_back=scheduler.times_put_back,
                 decode_calls=self._counts["calls"],
-                generated=int(self._total.histogram[0] @ np.arange(self._depth + 2)),
-                drafted_steps=int(self._total.drafted_at[0].max(initial=0)),
-                drafted=int(self._total.drafted[0]),
-                accepted=int(self._total.accepted[0]),
-                accepted_at=tuple(self._total.accepted_at[0].tolist()),
+                generated=self._total.generated,
+                drafted_steps=self._total.drafted_steps,
+                drafted=self._total.drafted,
+                accepted=self._total.accepted,
+                accepted_at=tuple(self._total.accepted_at),
                 draft=self._draft,
                 drafts=self._choice.table(),
                 clients=self._clients.statistics,
@@ -769,7 +771,7 @@ class Engine:
     ) -> bool:
         """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
-        counted, steps = jax.tree.map(np.zeros_like, self._total), 0
+        counted, steps = self._no_counts, 0
         with self._wake:
             self._counts["calls"] += 1
             for row, (ticket, handle) in snapshot.items():
@@ -779,7 +781,7 @@ class Engine:
                     self._give_up(ticket, handle, error)
                     continue
                 steps = max(steps, int(new.steps[0]))
-                self._total = jax.tree.map(np.add, self._total, new)
+                self._total.add(new)
                 if handle.wanted.prediction or not is_copying:
                     counted = jax.tree.map(np.add, counted, new)
             self._choice.record(

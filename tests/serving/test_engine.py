@@ -734,6 +734,15 @@ def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(
         check_at_rest(engine)
 
 
+def test_what_it_has_counted_goes_beyond_32_bits(target, plain) -> None:
+    with plain._wake:
+        for name in ("generated", "drafted", "accepted"):
+            setattr(plain._total, name, 2**31 - 1)
+    check_text(target, GREEDY, GREEDY.submit(plain))
+    assert plain.statistics.generated == 2**31 - 1 + 16
+    assert (plain.statistics.drafted, plain.statistics.accepted) == (2**31 - 1, 2**31 - 1)
+
+
 def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_uses) -> None:
     for name in ("cancel", "running", "table", "dropped"):
         with plain._wake:
