@@ -421,8 +421,8 @@ class Scheduler:
             raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
-            held = [prefix for holder in holders for prefix in holder.prefixes]
-            pool.check([page for holder in holders for page in holder.pages], held)
+            prefixes = [prefix for holder in holders for prefix in holder.prefixes]
+            pool.check([page for holder in holders for page in holder.pages], prefixes)
         for number, row in enumerate(self._rows):
             self._check_row(number, row)
 
