@@ -959,6 +959,46 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         check_text(target, Request((1, 2, 3), MOST), other)
 
 
+def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """While a long prompt is read shorter ones come: their turns are next, and every text is its request's."""
+    random, read, order = np.random.default_rng(6), engine._read, []
+    lengths = (LONGEST_PROMPT, 6, CHUNK + 2, 5)
+    prompts = [tuple(random.integers(0, VOCABULARY, length).tolist()) for length in lengths]
+    long, *shorter = (Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts))
+    shorter = shorter[: engine.rows - 1]
+    handles: list[Handle] = []
+
+    def note_and_read(reads, *given, **named):
+        order.extend((len(each.ticket.tokens), each.start) for each in reads)
+        if len(handles) == 1:
+            handles.extend(request.submit(engine) for request in shorter)
+        return read(reads, *given, **named)
+
+    patch.setattr(engine, "_read", note_and_read)
+    with engine._wake:
+        handles.append(long.submit(engine))
+    wait_until(lambda: len(handles) > len(shorter))
+    for request, handle in zip([long, *shorter], handles, strict=True):
+        check_text(target, request, handle)
+    assert order[:2] == [(LONGEST_PROMPT, 0), (6, 0)]
+    last = order.index((LONGEST_PROMPT, 2 * CHUNK))
+    assert [start for length, start in order if length == LONGEST_PROMPT] == [0, CHUNK, 2 * CHUNK]
+    assert order.index((6, 0)) < order.index((LONGEST_PROMPT, CHUNK)) < last
+    check_at_rest(engine)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(target, plain, monkeypatch) -> None:
+    check_turns(target, plain, monkeypatch)
+
+
+@pytest.mark.full
+def test_prompts_take_turns_also_where_the_target_keeps_states(monkeypatch) -> None:
+    hybrid = tiny_target(**HYBRID)
+    options = {"drafter": specjax.PromptLookup(), "drafts": ("chain:3",), "rows": 4, "widths": (4,), "pages": 32}
+    with plain_engine(hybrid, **options) as engine:
+        check_turns(hybrid, engine, monkeypatch)
+
+
 @pytest.mark.full
 def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_states() -> None:
     hybrid = tiny_target(**HYBRID)
