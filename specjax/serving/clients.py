@@ -414,14 +414,17 @@ class Clients:
         accepted = tuple(checked.path[place, 1:count].tolist())
         self._events.append((row, Checked(accepted, tokens[-1], arrays, over, seconds)))
 
-    def deliver(self) -> None:
-        """Call the listeners with what there is for them."""
+    def deliver(self, wait: bool = True) -> None:
+        """Call the listeners with what there is for them; without ``wait``, only until something is still on the device."""
         while True:
             with self.wake:
                 self._note_dropped()
                 if not self._events:
                     return
-                row, event = self._events.pop(0)
+                row, event = self._events[0]
+                if not wait and isinstance(event, tuple) and not _are_here(event[1]):
+                    return
+                del self._events[0]
             if isinstance(event, tuple):
                 try:
                     told = _told_of(row.known, *event)
@@ -475,6 +478,11 @@ class Clients:
         except Exception:  # the client's: others have nothing to do with it
             self.close(row)
             _LOGGER.exception("a client's listener failed, and its row is closed")
+
+
+def _are_here(arrays: dict[str, jax.Array]) -> bool:
+    """Whether the device has made all of ``arrays``."""
+    return all(array.is_ready() for array in arrays.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _told_of(known: int, read: Read, arrays: dict[str, jax.Array]) -> Told:

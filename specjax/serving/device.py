@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,17 @@ from specjax.serving.programs import Program, Programs
 ENDS = 8
 """End-of-sequence ids that a request may have."""
 
+MOST_READS = 2
+"""Pieces of prompts that the device may be at: one that it computes, and one that waits, so that it never stands idle. A prompt
+that is cancelled keeps it for no longer."""
+
 LAST_STAGE = 6
 """Of `Device.programs`."""
 
 _TIMED_STEPS = 4
+# A read has no result of its own to wait for: the state is given away to the next call, and the rest may be empty. So this
+# follows each read, and nobody else takes its result.
+_mark = jax.jit(lambda lengths: lengths + 1)
 _NO_DRAFT = np.zeros(1, np.int32), np.full(1, -1, np.int32)  # a root
 
 
@@ -169,10 +177,13 @@ class Device:
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
         self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
         self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
+        self._mark = _mark
+        self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MOST_READS)
 
     def release(self) -> None:
         """The caches are free, whoever still holds this."""
         self.state = self._fresh = None
+        self._marks.clear()
 
     def widths_of(self, number: int) -> tuple[int, ...]:
         """The numbers of rows for which a drafter was compiled: of one that copies predictions, the fewest and the most."""
@@ -191,6 +202,11 @@ class Device:
     def is_busy(self) -> bool:
         """Whether it is still at what was asked for last."""
         return not self.state.lengths.is_ready()
+
+    def wait_for_reads(self) -> None:
+        """Wait until the device is at fewer than `MOST_READS` pieces of prompts."""
+        while len(self._marks) >= MOST_READS:
+            self._marks.popleft().block_until_ready()
 
     def wait(self) -> None:
         """Until it has done all that was asked for."""
@@ -215,6 +231,7 @@ class Device:
         is to be told."""
         given, named = self._of_read(table, rows, counts, is_last, width, logprobs, for_client)
         self.state, *read = device_rows.read_chunk(*given, **named)
+        self._marks.append(self._mark(self.state.lengths))
         border, said, told = read
         return border, *sharding.everywhere((said, told), self.target.mesh)
 

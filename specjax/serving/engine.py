@@ -38,6 +38,7 @@ from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logp
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
+from specjax.serving.totals import Totals
 
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
@@ -218,7 +219,8 @@ class Engine:
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
         self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
-        self._total = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
+        self._no_counts = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
+        self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
@@ -427,11 +429,11 @@ class Engine:
                 prompt_tokens_shared=self._counts["shared"],
                 put_back=scheduler.times_put_back,
                 decode_calls=self._counts["calls"],
-                generated=int(self._total.histogram[0] @ np.arange(self._depth + 2)),
-                drafted_steps=int(self._total.drafted_at[0].max(initial=0)),
-                drafted=int(self._total.drafted[0]),
-                accepted=int(self._total.accepted[0]),
-                accepted_at=tuple(self._total.accepted_at[0].tolist()),
+                generated=self._total.generated,
+                drafted_steps=self._total.drafted_steps,
+                drafted=self._total.drafted,
+                accepted=self._total.accepted,
+                accepted_at=tuple(self._total.accepted_at),
                 draft=self._draft,
                 drafts=self._choice.table(),
                 clients=self._clients.statistics,
@@ -494,7 +496,7 @@ class Engine:
             while True:
                 with self._wake:
                     to_time = None
-                    while not (self._scheduler.can_go_on() or self._clients.has_work or self._closing):
+                    while not (self._has_work() or self._closing):
                         if self._programs.error is not None or (to_time := self._next_to_time()) is not None:
                             break
                         self._wake.wait()
@@ -508,10 +510,10 @@ class Engine:
                         self._choice.seconds[to_time] = seconds
                     self._owed = 0
                     continue
-                self._read_prompts()
+                has_read = self._read_prompts()
                 self._clients.verify()
                 if not self._decode():
-                    self._deliver()
+                    self._deliver(wait=not has_read)  # the device may go on with prompts meanwhile
             self._deliver()
         except _ClosedError:
             pass
@@ -532,6 +534,10 @@ class Engine:
             if self._together is not None and self._error is None:
                 self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
             self._device.release()
+
+    def _has_work(self) -> bool:
+        """Whether there is something to read, to decode, to verify or to hand out. With the lock."""
+        return self._scheduler.can_go_on() or self._clients.has_work or bool(self._undelivered or self._unread)
 
     def _programs_changed(self) -> None:
         """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
@@ -570,18 +576,22 @@ class Engine:
         if handle is not None:
             handle.end("cancelled")
 
-    def _read_prompts(self) -> None:
-        """Read a chunk's worth of prompts; without anything to decode, until there is."""
-        left = self.chunk
-        while True:
+    def _read_prompts(self) -> bool:
+        """Read a chunk's worth of prompts. Return whether there was any to read.
+
+        It is no more than that also where no text runs: whoever asked for a prompt alone has the answer in every turn.
+        """
+        left, has_read = self.chunk, False
+        while left >= self._device.sizes.read_widths[0]:
+            self._device.wait_for_reads()  # before anything is decided: a prompt may be cancelled meanwhile
             with self._wake:
                 if self._closing:
-                    return
-                others_wait = bool(self._scheduler.running) or self._clients.are_here
-                chosen = self._prepared(self._scheduler.next_reads(left if others_wait else self.chunk))
+                    break
+                chosen = self._prepared(self._scheduler.next_reads(left))
                 table = self._scheduler.table.copy()
             if not chosen:
-                return
+                break
+            has_read = True
             reads = [read for read, _, _ in chosen]
             for read, _, words in chosen:
                 if words is not None:
@@ -596,10 +606,8 @@ class Engine:
                         self._was_read(read, border, told)
                     except Exception as error:  # this text's: the others go on
                         self._give_up(read.ticket, owner, error)
-            if others_wait:
-                left -= max(read.width for read in reads)
-                if left < self._device.sizes.read_widths[0]:
-                    return
+            left -= max(read.width for read in reads)
+        return has_read
 
     def _prepared(self, reads: Sequence[Read]) -> list[tuple[Read, Handle | ClientRow, device_rows.Text | None]]:
         """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
@@ -778,7 +786,7 @@ class Engine:
     ) -> bool:
         """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
-        counted, steps = jax.tree.map(np.zeros_like, self._total), 0
+        counted, steps = self._no_counts, 0
         with self._wake:
             self._counts["calls"] += 1
             for row, (ticket, handle) in snapshot.items():
@@ -788,7 +796,7 @@ class Engine:
                     self._give_up(ticket, handle, error)
                     continue
                 steps = max(steps, int(new.steps[0]))
-                self._total = jax.tree.map(np.add, self._total, new)
+                self._total.add(new)
                 if handle.wanted.prediction or not is_copying:
                     counted = jax.tree.map(np.add, counted, new)
             self._choice.record(
@@ -828,10 +836,11 @@ class Engine:
             logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
         return News(tokens, progress.accepted[row, new].tolist(), logprobs, bool(progress.done[row]))
 
-    def _deliver(self) -> None:
-        """Hand out tokens: they become text here, and their owners are told."""
-        self._clients.deliver()
-        for handle, read, group, said in self._unread:
+    def _deliver(self, wait: bool = True) -> None:
+        """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
+        self._clients.deliver(wait)
+        while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
+            handle, read, group, said = self._unread.pop(0)
             try:
                 places = [np.asarray(each)[group] for each in vars(said).values()]
                 tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
@@ -839,16 +848,20 @@ class Engine:
             except Exception as error:  # this text's: the others go on
                 with self._wake:
                     self._give_up(read.ticket, handle, error)
-        self._unread.clear()
-        while self._undelivered:
-            handle, news = self._undelivered[0]
+        reading = {handle for handle, *_ in self._unread}  # their prompts' log-probabilities come first
+        place = 0
+        while place < len(self._undelivered):
+            handle, news = self._undelivered[place]
+            if handle in reading:
+                place += 1
+                continue
             try:
                 goes_on = handle.deliver(news)
             except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
                 goes_on = True  # or it has ended: there is no more to cancel
                 with self._wake:
                     self._give_up(handle.ticket, handle, error)
-            del self._undelivered[0]
+            del self._undelivered[place]
             if not goes_on and not news.done:
                 with self._wake:
                     self._scheduler.cancel(handle.ticket)

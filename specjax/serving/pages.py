@@ -155,21 +155,21 @@ class PagePool:
             for prefix in unheld:
                 self._drop(prefix)
 
-    def check(self, own: Sequence[int], held: Sequence[Prefix]) -> None:
+    def check(self, row_pages: Sequence[int], row_prefixes: Sequence[Prefix]) -> None:
         """Compare the pool with what its rows have.
 
         Args:
-            own: the pages that rows have for themselves.
-            held: the prefixes that rows hold, each as often as it is held.
+            row_pages: the pages that rows have for themselves.
+            row_prefixes: the prefixes that rows hold, each as often as it is held.
 
         Raises:
             RuntimeError: a page has no owner or two, or a prefix is held by more or fewer rows than it counts.
         """
-        pages = sorted([*self._free, *own, *(page for prefix in self._prefixes for page in prefix.pages)])
+        pages = sorted([*self._free, *row_pages, *(page for prefix in self._prefixes for page in prefix.pages)])
         if pages != list(range(self.total)):
             raise RuntimeError(f"pages: {len(pages)} are free, a row's or a prefix's, and each of {self.total} must be so once")
-        holders = Counter(map(id, held))
-        if held and not self._prefixes.issuperset(held):
+        holders = Counter(map(id, row_prefixes))
+        if not self._prefixes.issuperset(row_prefixes):
             raise RuntimeError("prefixes: a row holds one that the pool has dropped")
         for prefix in self._prefixes:
             if prefix.holders != holders[id(prefix)]:

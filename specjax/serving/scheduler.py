@@ -1,9 +1,13 @@
 """Who has a row, and which pages: the decisions of continuous batching, in plain Python.
 
 The scheduler computes nothing. It says what is to be read and how far rows may go, the engine does it on the device, and tells
-what came of it. First come, first served: requests have rows in the order in which they came, prompts are read one after
-another, and where pages run out the newest request gives way. It loses no text: it waits, and is read again, with what it has
-generated so far as a part of its prompt.
+what came of it. First come, first served: requests have rows in the order in which they came, and where pages run out the
+newest request gives way. It loses no text: it waits, and is read again, with what it has generated so far as a part of its
+prompt.
+
+The prompts of those who have rows take turns, a piece at a time. The one with the fewest pieces left comes first, so that a
+short prompt does not wait for a long one. No prompt waits for ever: after `MOST_PASSED` pieces of others it is the oldest one's
+turn.
 
 The oldest request always comes to its end: it is the last to give way, and `Scheduler.submit` refuses what would need more
 pages than there are.
@@ -23,6 +27,9 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.serving.pages import PagePool, Prefix, chunk_key
+
+MOST_PASSED = 3
+"""Pieces of newer prompts that may be read, one after another, before one of the oldest prompt is."""
 
 
 class QueueFullError(InputError):
@@ -171,6 +178,7 @@ class Scheduler:
         self._most_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Ticket] = []
         self._submitted = 0
+        self._passed = [0] * shards  # pieces of others that were read since the last one of the oldest prompt
         self._ahead = page  # what `reserve` was asked for last
         self._departures = 0
         self.times_put_back = 0
@@ -255,11 +263,11 @@ class Scheduler:
     # --- prompts -------------------------------------------------------------------------------------------------------
 
     def next_reads(self, budget: int | None = None) -> list[Read]:
-        """What is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
+        """Return what is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
 
-        Free rows are given to those who wait first. Pieces begin at multiples of ``chunk``, whatever other prompts share: so a
-        text is computed in the same way, whoever was there before. (With shards, a last piece is as wide as the widest that is
-        read beside it.)
+        Free rows are given to those who wait first. The module says whose turn it is. Pieces begin at multiples of ``chunk``,
+        whatever other prompts share: so a text is computed in the same way, whoever was there before. (With shards, a last
+        piece is as wide as the widest that is read beside it.)
         """
         self._give_rows()
         reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
@@ -341,11 +349,14 @@ class Scheduler:
         return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
     def _next_read(self, shard: int, budget: int | None) -> Read | None:
-        """The next piece of the oldest prompt of a ``shard`` that is not read yet."""
+        """Return the next piece of the prompt of a ``shard`` whose turn it is."""
         reading = [row for row in self._of_shard(shard) if self._holder(row).ticket.state == "reading"]
         if not reading:
             return None
-        number = min(reading, key=lambda row: self._holder(row).ticket.number)
+        reading.sort(key=lambda row: self._holder(row).ticket.number)
+        oldest = number = reading[0]  # and the first of several with as few pieces left
+        if self._passed[shard] < MOST_PASSED:
+            number = min(reading, key=self._pieces_left)
         row = self._holder(number)
         ticket, wanted = row.ticket, len(row.ticket.tokens) - 1
         if is_first := row.read is None:
@@ -366,7 +377,16 @@ class Scheduler:
         if not self._grow(number, start + count):
             return None
         border = chain[-1].border if is_first and chain else None
+        self._passed[shard] = 0 if number == oldest else self._passed[shard] + 1
         return Read(ticket, number, start, width, count, is_first, start + count == wanted, border)
+
+    def _pieces_left(self, number: int) -> int:
+        """How many pieces of a row's prompt are to be read; at least 1, for the last may be empty."""
+        row = self._holder(number)
+        start = row.read
+        if start is None:
+            start = len(self._prefixes_of(row.ticket, self._shard(number))) * self._chunk
+        return max(1, -(-(len(row.ticket.tokens) - 1 - start) // self._chunk))
 
     # --- decoding ------------------------------------------------------------------------------------------------------
 
@@ -426,8 +446,8 @@ class Scheduler:
             raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
-            held = [prefix for holder in holders for prefix in holder.prefixes]
-            pool.check([page for holder in holders for page in holder.pages], held)
+            prefixes = [prefix for holder in holders for prefix in holder.prefixes]
+            pool.check([page for holder in holders for page in holder.pages], prefixes)
         for number, row in enumerate(self._rows):
             self._check_row(number, row)
 

@@ -175,6 +175,11 @@ class Gate:
         engine._decode = self._pass
 
     def _pass(self) -> None:
+        with self._engine._wake:
+            runs = bool(self._engine._scheduler.running)
+        if not runs:  # there is nothing to decode
+            self._decode()
+            return
         self._is_here = True
         if not self._is_open:
             self._allowed.acquire()
@@ -419,6 +424,33 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
     plain._read = read
     check_at_rest(plain)
     check_text(target, long, long.submit(plain))
+
+
+def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(target, plain, monkeypatch) -> None:
+    """The device takes its time: it has done what it was asked for when this test says so."""
+    is_done, engine_waits, starts = threading.Semaphore(0), threading.Event(), []
+    read = plain._read
+
+    class Mark:
+        def block_until_ready(self) -> None:
+            engine_waits.set()
+            assert is_done.acquire(timeout=PATIENCE)
+
+    def note_and_read(reads, *given, **named):
+        starts.extend(each.start for each in reads)
+        return read(reads, *given, **named)
+
+    monkeypatch.setattr(plain, "_read", note_and_read)
+    monkeypatch.setattr(plain._device, "_mark", lambda lengths: Mark())
+    whole = Request(tuple([3, 4] * 31), 2)
+    handle = whole.submit(plain)
+    assert engine_waits.wait(PATIENCE)
+    assert starts == [0, CHUNK]  # of four
+    handle.cancel()
+    is_done.release(100)
+    check_at_rest(plain)
+    assert starts == [0, CHUNK]
+    check_text(target, GREEDY, GREEDY.submit(plain))
 
 
 def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
@@ -702,6 +734,15 @@ def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(
         check_at_rest(engine)
 
 
+def test_what_it_has_counted_goes_beyond_32_bits(target, plain) -> None:
+    with plain._wake:
+        for name in ("generated", "drafted", "accepted"):
+            setattr(plain._total, name, 2**31 - 1)
+    check_text(target, GREEDY, GREEDY.submit(plain))
+    assert plain.statistics.generated == 2**31 - 1 + 16
+    assert (plain.statistics.drafted, plain.statistics.accepted) == (2**31 - 1, 2**31 - 1)
+
+
 def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_uses) -> None:
     for name in ("cancel", "running", "table", "dropped"):
         with plain._wake:
@@ -916,6 +957,46 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
         gate.open()
         check_text(target, request, handle)
         check_text(target, Request((1, 2, 3), MOST), other)
+
+
+def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """While a long prompt is read shorter ones come: their turns are next, and every text is its request's."""
+    random, read, order = np.random.default_rng(6), engine._read, []
+    lengths = (LONGEST_PROMPT, 6, CHUNK + 2, 5)
+    prompts = [tuple(random.integers(0, VOCABULARY, length).tolist()) for length in lengths]
+    long, *shorter = (Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts))
+    shorter = shorter[: engine.rows - 1]
+    handles: list[Handle] = []
+
+    def note_and_read(reads, *given, **named):
+        order.extend((len(each.ticket.tokens), each.start) for each in reads)
+        if len(handles) == 1:
+            handles.extend(request.submit(engine) for request in shorter)
+        return read(reads, *given, **named)
+
+    patch.setattr(engine, "_read", note_and_read)
+    with engine._wake:
+        handles.append(long.submit(engine))
+    wait_until(lambda: len(handles) > len(shorter))
+    for request, handle in zip([long, *shorter], handles, strict=True):
+        check_text(target, request, handle)
+    assert order[:2] == [(LONGEST_PROMPT, 0), (6, 0)]
+    last = order.index((LONGEST_PROMPT, 2 * CHUNK))
+    assert [start for length, start in order if length == LONGEST_PROMPT] == [0, CHUNK, 2 * CHUNK]
+    assert order.index((6, 0)) < order.index((LONGEST_PROMPT, CHUNK)) < last
+    check_at_rest(engine)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(target, plain, monkeypatch) -> None:
+    check_turns(target, plain, monkeypatch)
+
+
+@pytest.mark.full
+def test_prompts_take_turns_also_where_the_target_keeps_states(monkeypatch) -> None:
+    hybrid = tiny_target(**HYBRID)
+    options = {"drafter": specjax.PromptLookup(), "drafts": ("chain:3",), "rows": 4, "widths": (4,), "pages": 32}
+    with plain_engine(hybrid, **options) as engine:
+        check_turns(hybrid, engine, monkeypatch)
 
 
 @pytest.mark.full

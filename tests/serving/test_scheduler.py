@@ -69,13 +69,60 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     assert [read.ticket for read in read_all(made)] == [long, short]
 
 
-def test_prompts_are_read_one_after_another_the_oldest_first() -> None:
+def test_prompts_of_one_length_are_read_one_after_another_the_oldest_first() -> None:
     made = scheduler(rows=3)
     tickets = [made.submit([token] * 7, most=2) for token in range(3)]
     reads = read_all(made)
     assert [read.ticket for read in reads] == [ticket for ticket in tickets for _ in range(2)]
     assert [read.is_first for read in reads] == [True, False] * 3
     assert [read.is_last for read in reads] == [False, True] * 3
+
+
+def test_the_prompt_with_the_fewest_pieces_left_comes_first() -> None:
+    made = scheduler(rows=3, pages=32)
+    long = made.submit([1] * 13, most=2)
+    (read,) = made.next_reads()
+    made.was_read(read, None)
+    middle, short = made.submit([2] * 9, most=2), made.submit([3] * 2, most=2)
+    reads = read_all(made)
+    assert [(read.ticket, read.start) for read in reads] == [
+        *((short, 0), (long, 4), (long, 8)),  # it has as few left as the middle one, and is older
+        *((middle, 0), (middle, 4)),
+    ]
+    assert made.running == [0, 1, 2]
+
+
+def test_nobody_is_passed_more_often_than_is_said() -> None:
+    """Short prompts come all the time; the long one has a turn after each three."""
+    made = scheduler(rows=2, pages=32)
+    long, order = made.submit([1] * 17, most=1), []
+    made.was_read(*made.next_reads(), border=None)
+    while long.state == "reading" and len(order) < 20:
+        made.submit([2, len(order) % 2], most=0)
+        (read,) = made.next_reads()
+        made.was_read(read, None)
+        order.append(read.ticket is long)
+    assert order == [*[False, False, False, True] * 2, True]  # at last it has as few pieces left as they, and is older
+
+
+def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
+    made = scheduler(rows=2, pages=32)
+    text = list(range(13))
+    finish(made, (made.submit(text, most=1), read_all(made))[0])
+    middle, known = made.submit([1] * 7, most=1), made.submit([*text, 7], most=1)
+    assert [(read.ticket, read.start) for read in read_all(made)] == [(known, 12), (middle, 0), (middle, 4)]
+
+
+def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
+    made = scheduler(rows=3, pages=32)
+    long = made.submit([1] * 13, most=2)
+    made.was_read(*made.next_reads(), border=None)
+    short = made.submit([2] * 2, most=2)
+    made.was_read(*made.next_reads(), border=None)
+    assert (long.state, short.state) == ("reading", "running")
+    made.swap([1, 0, 2])
+    (read,) = made.next_reads()
+    assert (read.ticket, read.row, read.start, read.is_first) == (long, 1, 4, False)
 
 
 def test_a_prompt_is_read_but_for_its_last_token() -> None:
@@ -283,7 +330,7 @@ def test_a_prefix_holds_only_where_the_token_after_it_is_the_same() -> None:
     made = scheduler(rows=4)
     for after in (5, 6, 5):
         made.submit([1, 2, 3, 4, after, 9], most=2)
-    assert starts(read_all(made)) == [(0, None), (0, None), (4, (1, 2, 3, 4))]
+    assert starts(read_all(made)) == [(0, None), (4, (1, 2, 3, 4)), (0, None)]  # the third one has less left to read
     assert pages_of(made, 0)[:2] == pages_of(made, 2)[:2] != pages_of(made, 1)[:2]
 
 

@@ -236,3 +236,23 @@ def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeyp
     assert len(second.result(PATIENCE).tokens) == most
     assert len(second.prompt_logprobs) == len(PROMPT) - 1
     assert engine.state == "running"
+
+
+def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(engine, monkeypatch) -> None:
+    """Whenever a prompt is read the next one comes, until the first one is answered."""
+    request = {"max_new_tokens": 0, "logprobs": 2, "echo": True}
+    read, handles = engine._read, []
+
+    def read_and_ask_again(*given, **named):
+        if handles[0].finish_reason is None and len(handles) < 40:
+            handles.append(engine.submit(PROMPT, **request))
+        return read(*given, **named)
+
+    monkeypatch.setattr(engine, "_read", read_and_ask_again)
+    with engine._wake:
+        handles.append(engine.submit(PROMPT, **request))
+    for handle in handles:
+        handle.result(PATIENCE)
+    assert len(handles) < 10
+    assert {len(handle.prompt_logprobs) for handle in handles} == {len(PROMPT) - 1}
+    assert all(list(handle.prompt_logprobs) == list(handles[0].prompt_logprobs) for handle in handles)
