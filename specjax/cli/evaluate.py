@@ -14,7 +14,7 @@ from specjax.cli.lossless import LosslessTest
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
-from specjax.drafters.registry import load_drafter
+from specjax.drafters.registry import OWN_CLASS, load_drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation import losslessness
@@ -135,11 +135,28 @@ def run_evaluate(config: EvaluateConfig) -> int:
     return 0
 
 
+def split_shape(name: str) -> tuple[str, str]:
+    """A drafter's name and the shape that may follow it, empty where none does.
+
+    Examples:
+        >>> from specjax.cli.evaluate import split_shape
+        >>> split_shape("prompt-lookup@chain:6"), split_shape("early-exit:4")
+        (('prompt-lookup', 'chain:6'), ('early-exit:4', ''))
+        >>> split_shape("pack.age:Class@runs/best"), split_shape("pack.age:Class@runs/best@eagle")
+        (('pack.age:Class@runs/best', ''), ('pack.age:Class@runs/best', 'eagle'))
+    """
+    own = OWN_CLASS.fullmatch(name)
+    place = own[3] if own else name
+    if "@" not in place or Path(place).expanduser().is_dir():
+        return name, ""
+    where, _, shape = name.rpartition("@")
+    return where, shape
+
+
 def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str) -> Drafter:
     """The drafter called ``name``, which may end with a shape: ``WHERE@chain:4``."""
-    where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
-    target, made = generator.target, parse_shape(shape) if at else None
-    where = where if at else name
+    where, shape = split_shape(name)
+    target, made = generator.target, parse_shape(shape) if where != name else None
     drafter = load_drafter(where, made, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
     options.rule_for(drafter.draft_shape)  # refused before anything is timed
     return drafter
