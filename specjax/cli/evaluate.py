@@ -49,7 +49,9 @@ class EvaluateConfig:
         chat: put questions into the model's chat template; by default where it has one.
         max_new_tokens: of an answer.
         temperature: 0 is greedy.
+        top_k: 0 is no limit.
         top_p: in (0, 1].
+        min_p: in [0, 1].
         rule: how tokens are drawn and drafts verified, as in generate; by default the one that suits each shape.
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
@@ -72,7 +74,9 @@ class EvaluateConfig:
     chat: bool | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     rule: Rule | None = None
     repeats: int = 3
     seed: int = 0
@@ -102,7 +106,9 @@ def run_evaluate(config: EvaluateConfig) -> int:
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
+        top_k=config.top_k,
         top_p=config.top_p,
+        min_p=config.min_p,
         seed=config.seed,
         rule=config.rule,
     )
