@@ -2,9 +2,13 @@
 
 import sys
 
+from specjax.cli.interrupts import end_at_signals
+
 
 def main() -> int:
     """Run the command line. ``env`` must work where JAX or anything else cannot be imported, and so is on its own."""
+    if sys.argv[1:2] != ["train"]:  # which ends between two steps
+        end_at_signals()
     if sys.argv[1:2] == ["env"]:
         from specjax.cli.env import main as print_environment
 

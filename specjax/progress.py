@@ -90,6 +90,11 @@ def say(line: str, unasked: bool = False) -> None:
     _display.say(line, unasked)
 
 
+def clear() -> None:
+    """Take what is shown off the terminal: for a process that is about to end."""
+    _display.clear()
+
+
 # --- displays --------------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +105,9 @@ class _Nothing:
     def say(self, line: str, unasked: bool) -> None:
         if unasked:
             warnings.warn(line, stacklevel=2)
+
+    def clear(self) -> None:
+        pass
 
 
 class _Lines:
@@ -126,6 +134,9 @@ class _Lines:
     def say(self, line: str, unasked: bool) -> None:
         print(f"specjax: {line}", file=sys.stderr, flush=True)
 
+    def clear(self) -> None:
+        pass
+
 
 class _Bars:
     """A bar for each wait, a wait within a wait below it. They vanish when nothing is waited for any more."""
@@ -149,6 +160,9 @@ class _Bars:
 
     def say(self, line: str, unasked: bool) -> None:
         self._progress.console.print(f"specjax: {line}", markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def clear(self) -> None:
+        self._progress.stop()  # shows the cursor again
 
 
 class _Numbers(TextColumn):

@@ -189,3 +189,17 @@ def test_every_example_of_a_docstring_does_what_it_shows(slow, tmp_path, monkeyp
         each.globs = dict(names)
         runner.run(each, out=failures.append)
     assert not runner.failures, "".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("Quantization", "guides/narrow-weights.md"),
+        ("Quantization", "results/narrow-weights.md"),
+        ("Colab", "guides/devices.md"),
+    ],
+)
+def test_headings_have_the_word_that_readers_search_for(word, page) -> None:
+    headings = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("#")]
+    assert any(word in heading for heading in headings)
+    assert word in (ROOT / "mkdocs.yml").read_text() or word in (ROOT / "docs" / "index.md").read_text()

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specjax.cli.interrupts import ending_with
 from specjax.installation import PLUGINS, Mismatch, find_mismatches, find_package
 
 SHOWN = ("specjax", "jax", "jaxlib", *PLUGINS, "flax", "numpy", "transformers")
@@ -142,11 +143,16 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
         errors="replace",
         start_new_session=True,
     )
+
+    def end() -> None:
+        os.killpg(process.pid, signal.SIGKILL)
+
     try:
-        out, err = process.communicate(timeout=timeout)
+        with ending_with(end):
+            out, err = process.communicate(timeout=timeout)
         error = _why_it_ended(process.returncode, err)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        end()
         out, err = process.communicate()
         error = f"JAX did not start within {timeout:g} s; does another process hold the TPU, or is a host of several missing?"
     except BaseException:  # Ctrl-C, for example: what hangs would go on holding a TPU

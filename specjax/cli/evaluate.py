@@ -14,7 +14,7 @@ from specjax.cli.lossless import LosslessTest
 from specjax.decoding.options import GenerationOptions, bucket
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
-from specjax.drafters.registry import load_drafter
+from specjax.drafters.registry import OWN_CLASS, load_drafter
 from specjax.drafts.names import parse_shape
 from specjax.errors import InputError
 from specjax.evaluation import losslessness
@@ -49,7 +49,9 @@ class EvaluateConfig:
         chat: put questions into the model's chat template; by default where it has one.
         max_new_tokens: of an answer.
         temperature: 0 is greedy.
+        top_k: 0 is no limit.
         top_p: in (0, 1].
+        min_p: in [0, 1].
         rule: how tokens are drawn and drafts verified, as in generate; by default the one that suits each shape.
         repeats: timed runs of every answer; the spread is over them.
         seed: of the random draws.
@@ -72,7 +74,9 @@ class EvaluateConfig:
     chat: bool | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     rule: Rule | None = None
     repeats: int = 3
     seed: int = 0
@@ -102,7 +106,9 @@ def run_evaluate(config: EvaluateConfig) -> int:
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
+        top_k=config.top_k,
         top_p=config.top_p,
+        min_p=config.min_p,
         seed=config.seed,
         rule=config.rule,
     )
@@ -135,11 +141,28 @@ def run_evaluate(config: EvaluateConfig) -> int:
     return 0
 
 
+def split_shape(name: str) -> tuple[str, str]:
+    """A drafter's name and the shape that may follow it, empty where none does.
+
+    Examples:
+        >>> from specjax.cli.evaluate import split_shape
+        >>> split_shape("prompt-lookup@chain:6"), split_shape("early-exit:4")
+        (('prompt-lookup', 'chain:6'), ('early-exit:4', ''))
+        >>> split_shape("pack.age:Class@runs/best"), split_shape("pack.age:Class@runs/best@eagle")
+        (('pack.age:Class@runs/best', ''), ('pack.age:Class@runs/best', 'eagle'))
+    """
+    own = OWN_CLASS.fullmatch(name)
+    place = own[3] if own else name
+    if "@" not in place or Path(place).expanduser().is_dir():
+        return name, ""
+    where, _, shape = name.rpartition("@")
+    return where, shape
+
+
 def _load(name: str, generator: pipeline.TextGenerator, options: GenerationOptions, weights: str) -> Drafter:
     """The drafter called ``name``, which may end with a shape: ``WHERE@chain:4``."""
-    where, at, shape = ("", "", "") if Path(name).expanduser().is_dir() else name.rpartition("@")
-    target, made = generator.target, parse_shape(shape) if at else None
-    where = where if at else name
+    where, shape = split_shape(name)
+    target, made = generator.target, parse_shape(shape) if where != name else None
     drafter = load_drafter(where, made, target.config, target.dtype, target.mesh, generator.tokenizer, weights)
     options.rule_for(drafter.draft_shape)  # refused before anything is timed
     return drafter

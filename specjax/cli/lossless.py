@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,13 @@ class LosslessTest:
 
     def _verdict(self, drafter: Drafter) -> losslessness.Verdict:
         sampling = self.options.sampling
-        drawn = Sampling(sampling.temperature, top_p=sampling.top_p)
-        unset = sampling.temperature == 0 and sampling.top_p == 1
+        unset = sampling == Sampling(temperature=0.0)
+        drawn = sampling if sampling.temperature else replace(sampling, temperature=1.0)
         return losslessness.check(
             self.generator.target,
             drafter,
             *self._tokens(drafter),
-            settings=SETTINGS if unset else (drawn if sampling.temperature else Sampling(top_p=sampling.top_p),),
+            settings=SETTINGS if unset else (drawn,),
             rule=self.options.rule,
             max_new_tokens=int(self.options.max_new_tokens),
             draws=self.draws,

@@ -11,10 +11,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from specjax.cli import interrupts
 from specjax.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
     from specjax.processes import Place
+
+_CONTINUES = "the same command continues the run"
 
 _Config = TypeVar("_Config")
 
@@ -180,13 +183,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = f"the commands of {name} are {', '.join(command.commands)}{did_you_mean(options[0], command.commands)}"
         print(f"specjax: error: {options[0]!r} is not a command; {known}", file=sys.stderr)
         return 2
+    if command.continues:
+        interrupts.say_also(_CONTINUES)
     try:
-        return _run(name, command, options)
+        status = _run(name, command, options)
+        interrupts.hold_if_ending()
+        return status
     except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
+        interrupts.hold_if_ending()
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        hint = "; the same command continues the run" if command.continues else ""
+        hint = f"; {_CONTINUES}" if command.continues else ""
         print(f"specjax: interrupted{hint}", file=sys.stderr)
         return 130
 

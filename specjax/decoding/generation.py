@@ -18,7 +18,7 @@ from specjax.decoding.loop import decode
 from specjax.decoding.options import GenerationOptions, bucket, check_prompts
 from specjax.decoding.state import DecodeState, prefill
 from specjax.decoding.stats import Stats
-from specjax.drafters.base import Drafter, NoDraft
+from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.reprs import OneLine
@@ -184,6 +184,7 @@ def start(
     width = width if capacity is None else min(width, capacity)
     checked = options.check(config, batch)
     drafter = NoDraft() if drafter is None else drafter
+    check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)
     drafter.check(target)
     wanted = lengths + checked.limits

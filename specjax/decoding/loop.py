@@ -18,7 +18,7 @@ from specjax.decoding.few_rows import by_rows
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, StepInfo
 from specjax.decoding.verification import CHAIN_RULES, verify
-from specjax.drafters.base import Committed, Drafter, append_tokens
+from specjax.drafters.base import Committed, Drafter, append_tokens, check_proposal
 from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
 from specjax.models.cache import Entry, gather_entries
@@ -56,7 +56,8 @@ def propose_step(target: Target, drafter: Drafter, state: DecodeState) -> tuple[
     reads = drafter.reads(target.config)
     given = {"cache": state.cache.of_layers(reads)} if reads else {}
     sampling = state.next_sampling
-    draft, drafter_state = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **given)
+    proposal = drafter.propose(target, state.drafter, state.roots, sampling, draft_keys, ~state.done, **given)
+    draft, drafter_state = check_proposal(drafter, proposal, state.lengths.shape[0])
     return draft, replace(state, drafter=drafter_state)
 
 

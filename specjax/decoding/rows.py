@@ -23,7 +23,7 @@ from specjax.decoding.few_rows import by_rows
 from specjax.decoding.loop import advance, run_steps
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
-from specjax.drafters.base import Committed, Drafter, NoDraft
+from specjax.drafters.base import Committed, Drafter, NoDraft, start_drafter
 from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft, Verdict
@@ -143,7 +143,9 @@ def empty(
         >>> state.done.tolist(), state.cache.table.shape
         ([True, True, True, True], (4, 4))
     """
-    cache, own = to_pages((target.new_cache(rows, capacity), drafter.start(target, rows, capacity)), pages, page, target)
+    cache, own = to_pages(
+        (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)), pages, page, target
+    )
     zeros = jnp.zeros(rows, jnp.float32)
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),

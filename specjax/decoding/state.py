@@ -11,7 +11,7 @@ from flax import struct
 
 from specjax import sharding
 from specjax.decoding.stats import Stats
-from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, PagedCache
 from specjax.models.transformer import Target
@@ -135,7 +135,9 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
     # The token after each. What comes after the last one lies beyond what is committed, and does not matter.
     following = jnp.roll(tokens, -1, axis=1)
     # Without the barrier the compiler would work out, while compiling, what attention over empty caches gives: for minutes.
-    cache, state = jax.lax.optimization_barrier((target.new_cache(batch, capacity), drafter.start(target, batch, capacity)))
+    cache, state = jax.lax.optimization_barrier(
+        (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
+    )
 
     def absorb(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
         return drafter.absorb(target, state, Committed(tokens=tokens, following=following, **read))

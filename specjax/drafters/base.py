@@ -119,9 +119,59 @@ class DraftingReads:
     step: Any = ()
 
 
+RULES_PAGE = "docs/extend/drafter.md"
+"""The page of the documentation with the rules for drafters, which errors name."""
+
 State = TypeVar("State")
 """What a drafter remembers of a batch: any pytree. Its leaves all have the row axis first, ``[B, …]``, so that a row can be
 replaced by another request at any time."""
+
+
+def check_is_pytree(drafter: "Drafter") -> None:
+    """Refuse, with an InputError, a drafter whose class was not decorated, so that JAX does not know its fields."""
+    if jax.tree_util.all_leaves([drafter]):
+        raise _broken(drafter, "is no pytree: decorate its class with flax.struct.dataclass")
+
+
+def start_drafter(drafter: "Drafter", target: Target, batch: int, capacity: int) -> Any:
+    """What `Drafter.start` returns, once it is seen to have the row axis first.
+
+    Raises:
+        InputError: it breaks that rule; says where.
+    """
+    state = drafter.start(target, batch, capacity)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if jnp.shape(leaf)[:1] != (batch,):
+            place = f"start(){jax.tree_util.keystr(path)}"
+            raise _broken(drafter, f"{place} has shape {list(jnp.shape(leaf))}: every array of its state has the rows first")
+    return state
+
+
+def check_proposal(drafter: "Drafter", proposal: Any, batch: int) -> tuple[Draft, Any]:
+    """The draft and the state that `Drafter.propose` returned, once they are seen to have the right form. Looks at no values.
+
+    Raises:
+        InputError: they break a rule; says which.
+    """
+    if not (isinstance(proposal, tuple) and len(proposal) == 2 and isinstance(proposal[0], Draft)):
+        raise _broken(drafter, f"propose() returns {type(proposal).__name__}: return a Draft and the state")
+    draft, shape = proposal[0], drafter.draft_shape
+    if not jnp.issubdtype(draft.tokens.dtype, jnp.integer):
+        raise _broken(
+            drafter, f"propose() drafts tokens of type {draft.tokens.dtype}: token ids are whole numbers, such as int32"
+        )
+    if draft.tokens.ndim != 2 or draft.tokens.shape[0] != batch:
+        raise _broken(drafter, f"propose() drafts tokens {list(draft.tokens.shape)}: they are [B, N], and B is {batch} here")
+    if draft.depth > shape.depth:
+        advice = "" if draft.grown is None or draft.levels is not None else ", and a tree that grows names its levels"
+        raise _broken(
+            drafter, f"propose() drafts {draft.depth} deep, but draft={shape!r}: drafts have the depth of that shape{advice}"
+        )
+    return proposal
+
+
+def _broken(drafter: "Drafter", rule: str) -> InputError:
+    return InputError(f"{type(drafter).__name__}: {rule} (see {RULES_PAGE})")
 
 
 class Drafter(OneLine, Generic[State]):
@@ -154,6 +204,8 @@ class Drafter(OneLine, Generic[State]):
 
     def __post_init__(self) -> None:
         """What was given as ``draft`` becomes a shape: equal drafters are equal, however their shape was said."""
+        if not hasattr(self, "draft"):
+            raise _broken(self, "has no field draft, the shape of its drafts: declare one with a default, such as Chain(4)")
         if not isinstance(self.draft, DraftShape):
             object.__setattr__(self, "draft", as_shape(self.draft))
 

@@ -1,19 +1,24 @@
 """Drafters by name: ``METHOD:WHERE``, or the bare directory or hub id of a checkpoint.
 
-`METHODS` is the one table of them. A line in it makes a method known to the command line and to `specjax.load`.
+`METHODS` is the one table of them. A line in it makes a method known to the command line and to `specjax.load`. Packages that
+are installed beside specjax add methods of their own as entry points of the group ``specjax.drafters``, and any class that can
+be imported is named ``package.module:Class@DIRECTORY``. No code is ever taken from a checkpoint.
 """
 
+import importlib
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import text
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
 from specjax.drafters.compressed_cache import CompressedCache
 from specjax.drafters.dflash import DFlash
@@ -38,6 +43,15 @@ from specjax.errors import InputError, did_you_mean
 from specjax.models import checkpoint, huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
+from specjax.progress import say
+
+GROUP = "specjax.drafters"
+"""The entry points that name methods of other packages: each a `TrainedDrafter` class, or a `DraftingMethod`."""
+
+OWN_CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+):([A-Za-z_]\w*)@(.+)", re.DOTALL)
+"""``package.module:Class@DIRECTORY``: the dot before the colon and the @ tell it from ``METHOD:WHERE``."""
+
+_OWN_USAGE = "package.module:Class@DIRECTORY for a class of your own"
 
 
 @dataclass(frozen=True)
@@ -196,7 +210,8 @@ def load_drafter(
     """The drafter called ``name``.
 
     Args:
-        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for.
+        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for. A
+            class that the library does not know is named ``package.module:Class@DIRECTORY``.
         draft: shape of its drafts; None is the method's own default.
         target: the shape of the target.
         dtype: of its params, where it has any.
@@ -227,25 +242,81 @@ def load_drafter(
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:
     """The method that ``name`` means, and its WHERE. Raises `InputError` where it means none."""
+    if own := OWN_CLASS.fullmatch(name):
+        return _method_of_class(name, own[1], own[2]), own[3]
     kind, colon, where = name.partition(":")
-    if kind in METHODS:
-        if METHODS[kind].recognises is not None and not where:
-            raise InputError(f"drafter={name!r}: write {METHODS[kind].usage}")
-        return METHODS[kind], where
-    known = "; ".join(method.usage for method in METHODS.values())
+    others = {} if kind in METHODS else _entry_points()
+    if kind in METHODS or kind in others:
+        method = METHODS[kind] if kind in METHODS else _method_of_entry_point(others[kind])
+        if method.recognises is not None and not where:
+            raise InputError(f"drafter={name!r}: write {method.usage}")
+        return method, where
+    usages = [*(method.usage for method in METHODS.values()), *(f"{other}:DIRECTORY" for other in others), _OWN_USAGE]
+    known = "; ".join(usages)
     is_place = kind == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
     if not is_place:
-        hint = did_you_mean(kind, (*METHODS, "embedded", "none"))
+        hint = did_you_mean(kind, (*METHODS, *others, "embedded", "none"))
         raise InputError(
             f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
         )
     file = huggingface.locate(name, weights=False) / "config.json"
     config = huggingface.read_json(file)
     tensors = checkpoint.stored_names(file.parent)
-    for method in METHODS.values():
+    for method in _methods_by_content(others):
         if method.recognises is not None and method.recognises(config, tensors):
             return method, name
     raise InputError(
         f"drafter={name!r}: {file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
-        f"serve {', '.join(huggingface.SUPPORTED)}); methods: {known}"
+        f"serve {', '.join(huggingface.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
+        f"{known}"
     )
+
+
+# --- methods of other packages ---------------------------------------------------------------------------------------
+
+
+def _entry_points() -> dict[str, metadata.EntryPoint]:
+    """The entry points of other packages by name. Those of `METHODS` cannot be replaced."""
+    return {point.name: point for point in metadata.entry_points(group=GROUP) if point.name not in METHODS}
+
+
+def _methods_by_content(others: Mapping[str, metadata.EntryPoint]) -> Iterator[DraftingMethod]:
+    """All methods in the order in which checkpoints are recognised: draft models, which take any model, come last."""
+    yield from (method for method in METHODS.values() if not method.translates)
+    for point in others.values():
+        try:
+            yield _method_of_entry_point(point)
+        except InputError as error:  # one broken package does not keep the others from working
+            say(f"{error}; left out")
+    yield from (method for method in METHODS.values() if method.translates)
+
+
+def _method_of_entry_point(point: metadata.EntryPoint) -> DraftingMethod:
+    where = f"drafter={point.name!r}: {point.value}, of the entry points {GROUP},"
+    try:
+        value = point.load()
+    except Exception as error:  # importing somebody's package may fail in any way
+        raise InputError(
+            f"{where} cannot be imported ({type(error).__name__}: {error}); mend or remove that package"
+        ) from error
+    if isinstance(value, DraftingMethod):
+        return value
+    return DraftingMethod.of(point.name, _check_class(value, where))
+
+
+def _method_of_class(name: str, module: str, class_name: str) -> DraftingMethod:
+    where = f"drafter={name!r}: {module}"
+    try:
+        loaded = importlib.import_module(module)
+    except Exception as error:  # importing somebody's module may fail in any way
+        remedy = "install the package that has it, or name its folder in PYTHONPATH"
+        raise InputError(f"{where} cannot be imported ({type(error).__name__}: {error}); {remedy}") from error
+    if not hasattr(loaded, class_name):
+        raise InputError(f"{where} has no {class_name}{did_you_mean(class_name, vars(loaded))}")
+    return DraftingMethod.of(name.partition("@")[0], _check_class(getattr(loaded, class_name), f"{where}:{class_name}"))
+
+
+def _check_class(value: Any, where: str) -> type[TrainedDrafter]:
+    if not (isinstance(value, type) and issubclass(value, TrainedDrafter)):
+        raise InputError(f"{where} is {value!r}: give a subclass of specjax.drafters.TrainedDrafter; {RULES_PAGE} shows one")
+    return value

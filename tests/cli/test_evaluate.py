@@ -9,6 +9,7 @@ import pytest
 
 from specjax.cli.main import main
 from specjax.drafts.shapes import Chain
+from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.conformance import SETTINGS
 from specjax.evaluation.drawn_texts import Distribution
@@ -109,6 +110,33 @@ def test_lossless_pairs_have_a_verdict_in_a_line_and_exit_status_0(tiny_pair, qu
     assert main(lossless(tiny_pair[0], "--questions", str(questions), "--chat", "False")) == 0
     assert len(asked[-1][1]) == 2  # of each question the first turn
     assert asked[-1][2]["settings"] == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ((), SETTINGS),
+        (("--top-k", "5"), (Sampling(1.0, top_k=5),)),
+        (("--min-p", "0.1"), (Sampling(1.0, min_p=0.1),)),
+        (("--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--min-p", "0.1"), (Sampling(0.7, 5, 0.9, 0.1),)),
+    ],
+)
+def test_every_setting_of_drawing_is_tested_for_losslessness(tiny_pair, monkeypatch, options, settings) -> None:
+    asked = []
+
+    def check(*_, **given):
+        asked.append(given["settings"])
+        raise InputError("enough")
+
+    monkeypatch.setattr(losslessness, "check", check)
+    assert main(lossless(tiny_pair[0], *options)) == 2
+    assert asked == [settings]
+
+
+@pytest.mark.parametrize("option", [("--top-k", "-1"), ("--min-p", "2"), ("--top-p", "0")])
+def test_settings_out_of_range_are_refused_before_anything_is_read(questions, capsys, option) -> None:
+    assert main(["evaluate", "--target", "./nothing", "--questions", str(questions), *option]) == 2
+    assert f"{option[0][2:].replace('-', '_')}={option[1]}: must be" in capsys.readouterr().err
 
 
 def test_a_pair_that_is_not_lossless_ends_with_exit_status_1(tiny_pair, capsys, monkeypatch) -> None:
