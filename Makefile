@@ -1,4 +1,4 @@
-# Two commands: `make demo` and `make test`. Each makes its own virtual environment and needs only a package index.
+# Begin with `make demo` and `make test`. Each command makes its own virtual environment and needs only a package index.
 PYTHON ?= python3
 
 .PHONY: demo test test-full test-newest test-lowest test-browser test-thorough lint docs docs-serve clean
@@ -16,7 +16,8 @@ test-full: .venv-test/installed
 	.venv-test/bin/python -m pytest -n 2 --dist worksteal -m "full and not thorough and not browser"
 
 # What JAX, flax, optax, orbax and transformers can break, with the newest of each that fits: make test-newest PYTHON=python3.13.
-# PyTorch for Pythons after 3.11 is gigabytes: it is left out, and pytest lists the tests that were skipped for it.
+# Its virtual environment is made once: `make clean` before it for what has come out since. PyTorch is left out, to be sooner
+# done; pytest lists the tests that were skipped for it.
 NEWEST = $(addprefix tests/,test_sampling.py test_docstrings.py decoding/test_verification.py decoding/test_loop.py \
   evaluation/test_conformance.py models/test_checkpoint.py models/test_transformer.py models/narrow/test_weights.py \
   serving/test_engine.py training/test_loop.py)

@@ -8,7 +8,7 @@ from specjax.arguments import one_or_each
 from specjax.errors import InputError
 
 NO_NUMBERS = [
-    *("3", "hot", b"3", None, True, np.True_, 1j, {}, {1}, object()),
+    *("3", "hot", b"3", None, True, np.True_, 1j, {}, {1}, Ellipsis),
     *([0.5, "x"], [1, None], [True, 2], (np.False_,), [[1.0]], [1, [2]], [{}], [1j], 10**400),
     *(np.array("x"), np.array(["1"]), np.array([None]), np.array([True])),
 ]

@@ -1,6 +1,7 @@
 """The tools of the tests themselves: tiers, costs, and tests that never end."""
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -91,7 +92,7 @@ def test_costs_are_written_and_summed_by_folder(run, pytester) -> None:
 def test_the_promise_in_readme_is_found() -> None:
     """A run of `make test` prints both times, so a README without the number is an error."""
     line = costs.beside_readme(90.0, (ROOT / "README.md").read_text())
-    assert line == "make test took 1.5 minutes; README says 8 on two idle cores"
+    assert re.fullmatch(r"make test took 1\.5 minutes; README says \d+ on two idle cores", line)
     with pytest.raises(ValueError, match="README"):
         costs.beside_readme(90.0, "make test: some minutes")
 

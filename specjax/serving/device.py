@@ -31,9 +31,6 @@ MOST_READS = 2
 """Pieces of prompts that the device may be at: one that it computes, and one that waits, so that it never stands idle. A prompt
 that is cancelled keeps it for no longer."""
 
-LAST_STAGE = 6
-"""Of `Device.programs`."""
-
 _TIMED_STEPS = 4
 # A read has no result of its own to wait for: the state is given away to the next call, and the rest may be empty. So this
 # follows each read, and nobody else takes its result.
@@ -144,7 +141,9 @@ class Sizes:
 
 
 class Device:
-    """A state of `specjax.decoding.rows`, and the programs for it. Its methods only start the device, and do not wait for it.
+    """A state of `specjax.decoding.rows`, and the programs for it.
+
+    Its methods start the device without waiting for it, unless they say so.
 
     Attributes:
         drafters: to decode with, by number. All have one state.
@@ -209,7 +208,7 @@ class Device:
             self._marks.popleft().block_until_ready()
 
     def wait(self) -> None:
-        """Until it has done all that was asked for."""
+        """Wait until it has done all that was asked for."""
         jax.block_until_ready(self.state.lengths)
 
     def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
@@ -268,14 +267,14 @@ class Device:
 
         Args:
             settings: of a text, as `specjax.decoding.rows.Text` has them, without an end.
-            programs: to compile and to count; None: `programs`, and nobody asks how many.
+            programs: to compile, and to be asked how many are; None: `programs`, whose count is not needed.
 
         Returns:
             The seconds of a step, by number of rows and number of drafter.
         """
         table, words = self._made_up(settings)
         (programs or Programs(self.programs(settings), threading.Condition())).compile_stage(
-            LAST_STAGE, f"compiling, {self.sizes.rows} rows"
+            None, f"compiling, {self.sizes.rows} rows"
         )
         if sharding.spans_processes(self.target.mesh):
             meet("compiled")  # one may have found its programs compiled
@@ -356,7 +355,7 @@ class Device:
         return listed
 
     def time_decoding(self, settings: dict[str, Any], width: int, number: int) -> float:
-        """The seconds of a step, as `warm_up` finds them, while nobody has a row. What pages hold stays as it is."""
+        """Measure the seconds of a step, as `warm_up` does, and wait for it. Nobody may have a row; pages stay as they are."""
         table, words = self._made_up(settings)
         table = np.full_like(table, self.sizes.pages)  # no page: what is written goes nowhere
         self._begin_in_all_rows(words, table)

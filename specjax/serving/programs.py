@@ -89,9 +89,9 @@ class Programs:
             self._wake.wait_for(lambda: self.is_ready(kind, *key) or self._is_stopped or self.error is not None)
             return self.is_ready(kind, *key)
 
-    def compile_stage(self, last: int, message: str) -> None:
-        """Compile the programs of all stages up to ``last``, several at a time, and return when they are there."""
-        programs = [program for program in self._left if program.stage <= last]
+    def compile_stage(self, last: int | None, message: str) -> None:
+        """Compile the programs of all stages up to ``last``, of all where it is None, several at a time, and wait for them."""
+        programs = [program for program in self._left if last is None or program.stage <= last]
         if not programs:
             return
         threads = min(os.cpu_count() or 1, len(programs))

@@ -1,9 +1,9 @@
 """Who has a row, and which pages: the decisions of continuous batching, in plain Python.
 
 The scheduler computes nothing. It says what is to be read and how far rows may go, the engine does it on the device, and tells
-what came of it. First come, first served: requests have rows in the order in which they came, and where pages run out the
-newest request gives way. It loses no text: it waits, and is read again, with what it has generated so far as a part of its
-prompt.
+what came of it. First come, first served: requests have rows in the order in which they came, but for those that wait for a
+program to be compiled, which others pass. Where pages run out the newest request gives way. It loses no text: it waits, and is
+read again, with what it has generated so far as a part of its prompt.
 
 The prompts of those who have rows take turns, a piece at a time. The one with the fewest pieces left comes first, so that a
 short prompt does not wait for a long one. No prompt waits for ever: after `MOST_PASSED` pieces of others it is the oldest one's

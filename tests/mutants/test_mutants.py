@@ -12,7 +12,7 @@ import pytest
 from tests.mutants.__main__ import TABLE
 from tests.mutants.catalogue import CATALOGUE
 from tests.mutants.mutant import Mutant
-from tests.mutants.trial import ROOT, SLOWER, Copy, Outcome, table_of
+from tests.mutants.trial import NOT_IN_MAKE_TEST, ROOT, Copy, Outcome, table_of
 
 # --- the list ----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +56,9 @@ def test_the_named_tests_are_there_and_run_every_time() -> None:
             test = functions[file].get(name.partition("[")[0])
             assert test is not None, f"{mutant.name}: there is no {node}"
             marks = [ast.unparse(decorator) for decorator in test.decorator_list]
-            slower = [mark for mark in marks for slow in SLOWER if re.fullmatch(rf"pytest\.mark\.{slow}(\(.*\))?", mark)]
+            slower = [
+                mark for mark in marks for slow in NOT_IN_MAKE_TEST if re.fullmatch(rf"pytest\.mark\.{slow}(\(.*\))?", mark)
+            ]
             assert not slower, f"{mutant.name}: {node} is not among the tests of make test: {slower}"
 
 
@@ -68,8 +70,8 @@ def test_mutants_have_names_of_their_own_and_every_area_has_some() -> None:
 
 def test_the_table_is_of_these_mutants_and_has_no_survivor() -> None:
     rows = [line.split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
-    names = {row[0].removeprefix("| ") for row in rows}
-    assert names == {mutant.name for mutant in CATALOGUE}, "run python -m tests.mutants --write"
+    written = {(row[0].removeprefix("| "), row[1]) for row in rows}
+    assert written == {(mutant.name, mutant.breaks) for mutant in CATALOGUE}, "run python -m tests.mutants --write"
     assert all(row[3].startswith("`tests/") for row in rows)
 
 

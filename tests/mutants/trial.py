@@ -21,7 +21,7 @@ from tests.mutants.mutant import Mutant
 T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
-SLOWER = ("full", "thorough", "browser")
+NOT_IN_MAKE_TEST = ("full", "thorough", "browser")
 """Markers of tests that `make test` leaves out."""
 
 TIME_LIMIT = 300.0
@@ -82,7 +82,7 @@ class Copy:
         """The tests of `make test`, as an expression of pytest's markers: it refuses a marker that is not registered."""
         registered = tomllib.loads((self.path / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
         names = {line.partition(":")[0].strip() for line in registered}
-        return " and ".join(f"not {name}" for name in SLOWER if name in names)
+        return " and ".join(f"not {name}" for name in NOT_IN_MAKE_TEST if name in names)
 
     def run(self, tests: Sequence[str], keep_bytecode: bool = False) -> Outcome:
         """Run ``tests`` up to the first failure, on the copy as it stands."""
