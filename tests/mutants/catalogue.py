@@ -1087,8 +1087,8 @@ CATALOGUE = (
     Mutant(
         name="prefix-without-the-token-after-it",
         file="specjax/serving/pages.py",
-        old="prefix = known.get(tuple(tokens[end - chunk : end + 1]))",
-        new="prefix = next((p for key, p in known.items() if key[:chunk] == tuple(tokens[end - chunk : end])), None)",
+        old="prefix = known.get(chunk_key(tokens, end - chunk, end, salt))",
+        new="prefix = next((p for key, p in known.items() if key[:chunk] == chunk_key(tokens, end - chunk, end, salt)[:chunk]), None)",
         tests=("tests/serving/test_pages.py::test_a_chunk_is_known_by_its_tokens_and_the_one_after_it",),
         breaks="A chunk is shared though the token after it differs, which drafters have read with it.",
     ),
