@@ -23,9 +23,14 @@ HANGS = 60.0
 def start(*command: str, **variables: str) -> subprocess.Popen[str]:
     # Compiled programs are not kept: otherwise a second run has nothing left to be interrupted in.
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"} | variables
-    return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    # Where the tests run in the background of a shell they ignore SIGINT, and what they start would, too.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:

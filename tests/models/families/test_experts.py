@@ -10,10 +10,10 @@ from tests.conftest import MIXTURES, tiny_config
 FAULTS = [
     ("deepseek_v3", {"scoring_func": "softmax"}, "config.json: scoring_func='softmax': must be one of sigmoid"),
     ("deepseek_v3", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited_greedy': must be one of noaux_tc"),
-    ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act='gelu': must be one of silu"),
+    ("deepseek_v3", {"hidden_act": "tanh"}, "hidden_act='tanh': must be one of silu"),
     (
         "deepseek_v3",
-        {"rope_parameters": {"rope_type": "longrope"}},
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "longrope"}},
         "rope_parameters.rope_type='longrope': must be one of default",
     ),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2: must be a whole number from 1 to 1"),
