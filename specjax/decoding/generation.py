@@ -182,7 +182,7 @@ def start(
     tokens, lengths = check_prompts(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
     width = width if capacity is None else min(width, capacity)
-    checked = options.check(config, batch)
+    checked, keys = options.check(config, batch), options.row_keys(batch)
     drafter = NoDraft() if drafter is None else drafter
     check_is_pytree(drafter)
     drafter.draft_shape.check(config.vocab_size)
@@ -207,7 +207,7 @@ def start(
         jnp.asarray(padded),
         jnp.asarray(lengths),
         jnp.asarray(wanted.astype(np.int32)),
-        checked.keys,
+        keys,
         jnp.asarray(_padded(checked.eos)),
         replace(rows, **_ANY_SAMPLING),
         jnp.asarray((lengths + checked.least).astype(np.int32)),

@@ -73,7 +73,7 @@ class GenerationOptions:
                 f"min_new_tokens={self.min_new_tokens}: all {config.vocab_size} tokens of the vocabulary end the text, so that "
                 "none may come first: name fewer eos_token_ids, or give min_new_tokens=0"
             )
-        return CheckedOptions(limits=limits, least=least, keys=self._row_keys(batch), eos=eos)
+        return CheckedOptions(limits=limits, least=least, eos=eos)
 
     def rule_for(self, draft: DraftShape) -> Rule:
         """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
@@ -114,7 +114,17 @@ class GenerationOptions:
         width = max(1, *map(len, rows))  # 1: with and without end tokens the same program serves
         return np.array([row + [-1] * (width - len(row)) for row in rows], np.int32).reshape(batch, width)
 
-    def _row_keys(self, batch: int) -> jax.Array:
+    def row_keys(self, batch: int) -> jax.Array:
+        """Return the random keys ``[B]`` of ``batch`` rows.
+
+        Raises:
+            InputError: there are keys, and not one for each row.
+
+        Examples:
+            >>> from specjax.decoding import GenerationOptions
+            >>> GenerationOptions(key=jax.random.key(3)).row_keys(2).shape
+            (2,)
+        """
         key = as_key(self.key)
         if key.ndim == 0:
             return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
@@ -167,13 +177,11 @@ class CheckedOptions:
     Attributes:
         limits: ``[B]`` int64 most tokens to emit.
         least: ``[B]`` int64 tokens before which a row does not end.
-        keys: ``[B]`` random keys.
         eos: ``[B, E]`` int32 ids that end each row, filled up with -1, which is no token.
     """
 
     limits: np.ndarray
     least: np.ndarray
-    keys: jax.Array
     eos: np.ndarray
 
 

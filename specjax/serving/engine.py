@@ -888,6 +888,9 @@ class Engine:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
 
+_fold_in = jax.jit(jax.random.fold_in)  # one call of the device in place of many small ones, for every request
+
+
 class _ClosedError(Exception):
     """The engine was closed while its thread waited for a program."""
 
@@ -1005,7 +1008,7 @@ class _Setup:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
         # On the host, so that nothing waits for the device, and wherever a given key lies.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            own = jax.random.fold_in(as_key(options.key), choice) if key is None else as_key(key)
+            own = _fold_in(as_key(options.key), np.uint32(choice)) if key is None else as_key(key)
             if own.ndim:
                 raise InputError(f"key has shape {own.shape}: give one key")
             checked = options.check(self.target.config, 1)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ import pytest
 
 import specjax
 from specjax import sharding
+from specjax.decoding import GenerationOptions
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
-from specjax.serving.engine import Engine
+from specjax.serving.engine import Engine, _Setup
 from specjax.serving.handle import EngineError, Handle, News, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
 from tests.conftest import HYBRID, compilations, tiny_target
@@ -858,6 +860,14 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
         check_at_rest(engine)
 
 
+@pytest.mark.parametrize("choice", [0, 1, 2**31, 2**32 - 1])
+def test_a_choice_has_the_key_that_is_folded_from_its_number(target, choice) -> None:
+    sizes: dict[str, Any] = dict.fromkeys(("drafts", "capacity", "pages", "page", "chunk", "tokenizer", "widths", "clients"))
+    setup = _Setup.of(target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes)
+    found = setup.settings(GenerationOptions(key=jax.random.key(7)), prompt=2, choice=choice)["key"]
+    assert found.tolist() == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
+
+
 def test_a_key_may_lie_anywhere_and_compiles_nothing(target, plain) -> None:
     key = jax.random.key(7)
     request = {"max_new_tokens": 8, "temperature": 1.0, "eos_token_ids": ()}
@@ -898,7 +908,7 @@ def test_closing_cancels_what_is_under_way(target) -> None:
 
 
 LEFT_OPEN = """
-from specjax.serving.engine import Engine
+from specjax.serving.engine import Engine, _Setup
 from tests.conftest import tiny_target
 
 engine = Engine(tiny_target(), rows=2, widths=(2,), steps=1, page=8, chunk=16, capacity=512, pages=128)
