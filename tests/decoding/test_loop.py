@@ -325,7 +325,11 @@ def test_everything_that_is_kept_of_a_tree_is_of_the_accepted_path(target) -> No
     texts = outputs(specjax.generate(target, None, PROMPTS, LENGTHS, max_new_tokens=new))
     coming = np.stack([row[length:] for row, length in zip(texts, LENGTHS, strict=True)])
     drafter = RecorderOfDrafts()
+    # In one of many runs of all tests the state came without the recorder's arrays, as if from a program that was traced for
+    # plain decoding. Why is not known yet; nothing that was traced before is found here.
+    jax.clear_caches()
     _, state = decoding.start(target, drafter, PROMPTS, LENGTHS, GenerationOptions(max_new_tokens=new))
+    assert isinstance(state.drafter, dict), (type(state.drafter), drafter)
     depths = np.array([0, 1, 1, 2, 2, 3])
     tokens = np.where(depths > 0, (coming[:, depths - 1] + 1 + np.arange(6)) % 11, np.asarray(state.roots)[:, None])
     for row, path in enumerate(paths):

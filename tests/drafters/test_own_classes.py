@@ -1,6 +1,7 @@
 """Drafters of other packages: named by their class, or by an entry point; and what is said of those that break a rule."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -115,11 +116,18 @@ def test_the_librarys_own_methods_cannot_be_replaced(monkeypatch, tmp_path) -> N
 @pytest.mark.full
 def test_the_command_line_takes_a_class(tmp_path, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0])
-    Wizard.init(target, jax.random.key(3)).save_pretrained(tmp_path / "wizard", target="t")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "drafters.py").write_text(
+        "import specjax\nfrom flax import struct\n\n\n@struct.dataclass\nclass Mine(specjax.Eagle3):\n    pass\n"
+    )
+    specjax.Eagle3.init(target, jax.random.key(3)).save_pretrained(tmp_path / "drafter", target="t")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "specjax", "generate", "--target", tiny_pair[0], "--prompt", "x", "--max-new-tokens", "4"]
     texts = []
-    for drafter in ("none", f"{CLASS}@{tmp_path / 'wizard'}"):
-        done = subprocess.run([*command, "--drafter", drafter], capture_output=True, text=True, check=True)
+    for drafter in ("none", f"mine.drafters:Mine@{tmp_path / 'drafter'}"):
+        environment = os.environ | {"PYTHONPATH": path}
+        done = subprocess.run([*command, "--drafter", drafter], capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
     assert texts[0] == texts[1]
 

@@ -183,6 +183,7 @@ def damaged(rng: random.Random, files: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("cases", [800, pytest.param(60_000, marks=pytest.mark.thorough)])
+@pytest.mark.filterwarnings("ignore:.*the stored head is used")  # a flipped bit makes it differ from the embedding
 def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path, cases) -> None:
     loaded, reasons = 0, set()
     for case in range(cases):
