@@ -549,8 +549,14 @@ class TextStream:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
         self._tokenizer, self._skipped = tokenizer, _skipped_ids(tokenizer, tuple(getattr(tokenizer, "all_special_ids", ())))
         # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
-        self._tokens, self._ends_in_byte = [], False
-        self._append(prompt)
+        self._tokens, self._ends_in_byte = [token for token in map(int, prompt) if token not in self._skipped], False
+        # Only the end of a prompt is looked at token by token: its single bytes are not finished. A prompt may be long.
+        start = len(self._tokens)
+        while start and not self._is_text(self._tokens[start - 1]):
+            start -= 1
+        tail = self._tokens[start:]
+        del self._tokens[start:]
+        self._append(tail)
         # Tokens from `_context` on are decoded again with every piece: its cost does not grow with the text. What they say has
         # been given out as far as `_given`. The context may next begin at `_end`, where a piece ended.
         self._context, self._given = 0, self._decode(self._tokens)
@@ -587,7 +593,7 @@ class TextStream:
 
     def is_end_of_run(self, token: int) -> bool:
         """Return whether the tokens so far end in single bytes, and ``token`` is none and not skipped by decoding."""
-        return self._ends_in_byte and self._name(token) is not None and self.byte_of(token) is None
+        return self._ends_in_byte and self._is_text(token)
 
     def last_bytes(self, count: int) -> list[tuple[int, int]]:
         """Return the single bytes that the tokens so far end in, each beside ``count``."""
@@ -598,6 +604,11 @@ class TextStream:
         """Return the byte that a token stands for. None: it is text, or decoding skips it."""
         name = self._name(token)
         return int(name[3:5], 16) if name is not None and _BYTE.fullmatch(name) else None
+
+    def _is_text(self, token: int) -> bool:
+        """Return whether a token is neither a single byte nor skipped by decoding."""
+        name = self._name(token)
+        return name is not None and _BYTE.fullmatch(name) is None
 
     def _name(self, token: int) -> str | None:
         return None if token in self._skipped else self._tokenizer.convert_ids_to_tokens(token)

@@ -156,7 +156,7 @@ def ask_jax(timeout: float = LONGEST_WAIT) -> Devices:
         out, err = process.communicate()
         error = f"JAX did not start within {timeout:g} s; does another process hold the TPU, or is a host of several missing?"
     except BaseException:  # Ctrl-C, for example: what hangs would go on holding a TPU
-        os.killpg(process.pid, signal.SIGKILL)
+        end()
         raise
     answers: dict[str, Any] = {}
     for line in out.splitlines():

@@ -121,8 +121,8 @@ def run_serve(config: ServeConfig) -> int:
             )
         bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
         with run.starting(bound, bounds=bounds, tls=tls):
-            sizes, reason = engine_options(config)
-            engine = Engine(**sizes)
+            arguments, reason = engine_options(config)
+            engine = Engine(**arguments)
         with engine:
             options = AppOptions(
                 names=names,
