@@ -18,9 +18,26 @@ PAGE = 4
 TOLERANCE = 1e-4
 
 
+def rounding(target, tokens, expected) -> float:
+    """Return how far the logits move when each weight changes by its last bit, but at least `TOLERANCE`.
+
+    Some models of the zoo, whose weights are random, enlarge such a change a thousandfold. Two correct orders of the same sums
+    may then differ by more than `TOLERANCE`: which do depends on the machine.
+    """
+    rng = np.random.default_rng(5)
+
+    def change(weight):
+        if weight.dtype != np.float32:
+            return weight
+        return weight * (1 + np.finfo(np.float32).eps * rng.choice(np.float32([-1, 1]), weight.shape))
+
+    changed = (np.asarray(whole(jax.tree.map(change, target), tokens)) for _ in range(4))
+    return max(TOLERANCE, *(float(np.abs(logits - expected).max()) for logits in changed))
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """By name: a model of the zoo, a text, and the logits of the whole."""
+    """By name: a model of the zoo, a text, the logits of the whole, and how far others may be from them."""
 
     @cache
     def of(name: str):
@@ -28,7 +45,8 @@ def made(tmp_path_factory):
         zoo.save(name, directory)
         target = Target.from_pretrained(directory, dtype=np.float32)
         tokens = jnp.asarray(np.random.default_rng(3).integers(0, zoo.VOCABULARY, (2, LENGTH)))
-        return target, tokens, np.asarray(whole(target, tokens))
+        expected = np.asarray(whole(target, tokens))
+        return target, tokens, expected, rounding(target, tokens, expected)
 
     return of
 
@@ -62,21 +80,21 @@ def in_pages(target, capacity: int) -> PagedCache:
 @pytest.mark.full_except("phi3 turned in part", "seed_oss", "smollm3 with windows")
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_pieces_and_trees_are_as_the_whole(made, name) -> None:
-    target, tokens, expected = made(name)
+    target, tokens, expected, tolerance = made(name)
     found, cache = in_pieces(target, tokens, target.new_cache(2, LENGTH + 8), 3)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
-    check_tree(target, tokens, cache)
+    np.testing.assert_allclose(found, expected, atol=tolerance)
+    check_tree(target, tokens, cache, tolerance)
 
 
 @pytest.mark.parametrize("name", zoo.MODELS)
 @pytest.mark.represents("paged caches of every family")
 def test_one_by_one_in_pages_is_as_the_whole(made, name) -> None:
-    target, tokens, expected = made(name)
+    target, tokens, expected, tolerance = made(name)
     found, _ = in_pieces(target, tokens, in_pages(target, LENGTH), 1)
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(found, expected, atol=tolerance)
 
 
-def check_tree(target, tokens, cache) -> None:
+def check_tree(target, tokens, cache, tolerance: float) -> None:
     """Each node of a tree after the text, in one pass, has the logits of its path read alone."""
     paths = [[0]]
     for node, parent in enumerate(PARENTS[1:], start=1):
@@ -93,7 +111,7 @@ def check_tree(target, tokens, cache) -> None:
         texts[row * len(paths) + node, : len(text)] = text
     alone = np.asarray(whole(target, jnp.asarray(texts))).reshape(2, len(paths), *texts.shape[1:], -1)
     expected = alone[:, np.arange(len(paths)), LENGTH + depths]
-    np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(found, expected, atol=tolerance)
 
 
 @jax.jit
@@ -102,7 +120,7 @@ def score(target, tokens, cache, depths, mask):
 
 
 def test_layers_that_share_take_no_memory(made) -> None:
-    target, _, _ = made("gemma4 E2B")
+    target, *_ = made("gemma4 E2B")
     kept = [sum(part.nbytes for part in entry) for entry in target.new_cache(1, 16).layers]
     size = 16 * 4 * 2 * 2  # slots, float32, keys and values, heads
     assert kept == [size * 8, size * 8, size * 16, 0, 0, 0]

@@ -162,14 +162,14 @@ async def _client(
         body = _presentation(rng, request)
         how = rng.choices(["whole", "slow", "closed", "killed", "silent", "half"], [8, 2, 3, 3, 2, 2])[0]
         async with asyncio.timeout(PATIENCE):
-            answer = await _exchange(server, rng, json.dumps(body).encode(), how)
+            answer = await exchange(server, rng, json.dumps(body).encode(), how)
         if answer is None:
             seen.end(how)
         else:
             seen.answer(json.dumps(request), _texts(answer, body))
 
 
-async def _exchange(server: Server, rng: random.Random, body: bytes, how: str) -> bytes | None:
+async def exchange(server: Server, rng: random.Random, body: bytes, how: str) -> bytes | None:
     """One connection and what comes over it; None where the client did not stay."""
     made = socket.socket()
     made.setblocking(False)
