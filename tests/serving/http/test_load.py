@@ -1,10 +1,9 @@
-"""A thousand different requests to a busy server: each is answered as a server answers that does nothing else and drafts nothing."""
+"""A thousand mixed requests to a busy server: each is answered as by a server that does nothing else and drafts nothing."""
 
 import asyncio
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,18 +21,18 @@ LOGPROB_TOLERANCE = 2e-3
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory) -> Iterator[Server]:
     """A server with chains and trees, whose memory holds half of what its rows may ask for, so that texts lose their rows."""
-    pair = ("--target", "embedded", "--drafter", "embedded:eagle3", "--drafts", "none", "chain:3", "complete:2,2", "dynamic:3,3,6")
+    pair = ("--target", "embedded", "--drafter", "embedded:eagle3")
+    drafts = ("--drafts", "none", "chain:3", "complete:2,2", "dynamic:3,3,6")
     sizes = ("--rows", "4", "--capacity", str(CAPACITY), "--page", "16", "--cache-gb", "0.0033")
-    with serving(tmp_path_factory.mktemp("busy") / "log", *pair, *sizes) as running:
+    with serving(tmp_path_factory.mktemp("busy") / "log", *pair, *drafts, *sizes) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Iterator[Server]:
     """A server with one row that drafts nothing."""
-    with serving(
-        tmp_path_factory.mktemp("alone") / "log", "--target", "embedded", "--rows", "1", "--capacity", str(CAPACITY)
-    ) as running:
+    options = ("--target", "embedded", "--rows", "1", "--capacity", str(CAPACITY))
+    with serving(tmp_path_factory.mktemp("alone") / "log", *options) as running:
         yield running
 
 
