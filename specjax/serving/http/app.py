@@ -487,7 +487,7 @@ class _Generation:
             headers = service.ignored_header(asked.ignored)
             answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
             if asked.stream:
-                await _stream(answer, send, headers)
+                await _stream(service, answer, send, headers)
             else:
                 pieces = await together([_pieces(handle) for handle in handles])
                 # In a thread: with the log-probabilities of many texts it takes seconds.
@@ -501,7 +501,7 @@ async def _pieces(handle: Handle) -> list[Piece]:
     return [piece async for piece in handle]
 
 
-async def _stream(answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
+async def _stream(service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
     """Server-sent events. A chunk is sent when the one before has been taken: what a slow reader has not read is not kept."""
     more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *more]})
@@ -509,16 +509,24 @@ async def _stream(answer: responses.Answer, send: Send, headers: Mapping[str, st
     async def put(data: bytes) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": True})
 
+    async def put_first(index: int) -> None:
+        if answer.asked.echo:  # In a thread: the log-probabilities of a long prompt take a second.
+            chunk = await service.in_thread(lambda: _event_or_none(answer.first(index)))
+        else:
+            chunk = _event_or_none(answer.first(index))
+        if chunk is not None:
+            await put(chunk)
+
     async def put_choice(index: int) -> None:
         handle, is_first = answer.handles[index], True
         async for piece in handle:
-            if is_first and (chunk := answer.first(index)) is not None:
-                await put(responses.event(chunk))
+            if is_first:
+                await put_first(index)
             is_first = False
-            if (chunk := answer.piece(index, piece)) is not None:
-                await put(responses.event(chunk))
-        if is_first and (chunk := answer.first(index)) is not None:
-            await put(responses.event(chunk))
+            if (chunk := _event_or_none(answer.piece(index, piece))) is not None:
+                await put(chunk)
+        if is_first:
+            await put_first(index)
         await put(responses.event(answer.last(index)))
 
     try:
@@ -534,6 +542,10 @@ async def _stream(answer: responses.Answer, send: Send, headers: Mapping[str, st
         await put(responses.event(error_object(500, _UNEXPECTED)))
         raise  # for the log
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event_or_none(chunk: dict[str, Any] | None) -> bytes | None:
+    return None if chunk is None else responses.event(chunk)
 
 
 _EVENT_HEADERS = [

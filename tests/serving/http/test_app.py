@@ -243,15 +243,17 @@ def test_the_likelihood_of_a_prompt_alone() -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_a_whole_answer_is_not_made_where_everybody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, whole = [], responses.Answer.whole
+@pytest.mark.parametrize("part", ["whole", "first"])
+def test_what_is_told_of_a_long_prompt_is_not_made_where_everybody_waits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, make = [], getattr(responses.Answer, part)
 
-    def noted(answer: responses.Answer, pieces: Any) -> Any:
+    def noted(answer: responses.Answer, of: Any) -> Any:
         threads.append(threading.current_thread())
-        return whole(answer, pieces)
+        return make(answer, of)
 
-    monkeypatch.setattr(responses.Answer, "whole", noted)
-    assert ask(MadeUpEngine(), echo=True, logprobs=2, max_tokens=0).status_code == 200
+    monkeypatch.setattr(responses.Answer, part, noted)
+    answer = ask(MadeUpEngine(), echo=True, logprobs=2, max_tokens=0, stream=part == "first")
+    assert answer.status_code == 200
     assert threads and threading.current_thread() not in threads
 
 
