@@ -1,6 +1,7 @@
 """What a client tells of a text while it grows."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -8,6 +9,7 @@ class Committed:
     """Tokens that stay: the target's own text.
 
     Attributes:
+        kind: the name of such an event in reports.
         tokens: their ids.
         text: what they say; a token may be a part of a character, whose text comes with a later one.
         confirmed: so many of the tokens, the first ones, stood there as provisional already, and still do.
@@ -17,6 +19,8 @@ class Committed:
         >>> Committed(tokens=(702, 221), text="import ").confirmed
         0
     """
+
+    kind: ClassVar[Literal["committed"]] = "committed"
 
     tokens: tuple[int, ...]
     text: str
@@ -28,6 +32,7 @@ class Provisional:
     """Tokens that the drafter has written alone, because no answer came: they follow what there is, and may be retracted.
 
     Attributes:
+        kind: the name of such an event in reports.
         tokens: their ids.
         text: what they say.
 
@@ -36,6 +41,8 @@ class Provisional:
         >>> Provisional(tokens=(709,), text="os").text
         'os'
     """
+
+    kind: ClassVar[Literal["provisional"]] = "provisional"
 
     tokens: tuple[int, ...]
     text: str
@@ -46,6 +53,7 @@ class Retracted:
     """Provisional tokens that the target would not have written: the last ones, which are taken back.
 
     Attributes:
+        kind: the name of such an event in reports.
         tokens: their ids.
         text: what they said.
 
@@ -54,6 +62,8 @@ class Retracted:
         >>> Retracted(tokens=(709,), text="os").tokens
         (709,)
     """
+
+    kind: ClassVar[Literal["retracted"]] = "retracted"
 
     tokens: tuple[int, ...]
     text: str

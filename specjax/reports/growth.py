@@ -9,6 +9,8 @@ from specjax.reports import style
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from specjax.client.events import Event
+
 Kind = Literal["committed", "provisional", "retracted"]
 """What happened to tokens."""
 
@@ -36,10 +38,9 @@ class Moment:
     confirmed: int = 0
 
     @classmethod
-    def of(cls, event: object, seconds: float) -> "Moment":
-        """Of an event of `specjax.client`, whose class is called as its kind."""
-        kind: Kind = type(event).__name__.lower()  # pyright: ignore[reportAssignmentType]
-        return cls(seconds, kind, len(event.tokens), getattr(event, "confirmed", 0))  # pyright: ignore[reportAttributeAccessIssue]
+    def of(cls, event: "Event", seconds: float) -> "Moment":
+        """Make a moment of an event of `specjax.client`."""
+        return cls(seconds, event.kind, len(event.tokens), getattr(event, "confirmed", 0))
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Plain(msgspec.Struct, frozen=True, array_like=True):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
-class Admit(msgspec.Struct, frozen=True, tag=True):
+class Admit(msgspec.Struct, frozen=True, tag="Admit"):
     """`Device.admit`; ``border`` is the number of the read that it came out of, -1 where nothing has been read."""
 
     row: int
@@ -50,7 +50,7 @@ class Admit(msgspec.Struct, frozen=True, tag=True):
     group: int
 
 
-class Read(msgspec.Struct, frozen=True, tag=True):
+class Read(msgspec.Struct, frozen=True, tag="Read"):
     """`Device.read`, and the numbers of earlier ones whose borders nobody will ask for any more."""
 
     table: Plain
@@ -63,7 +63,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
     forget: list[int]
 
 
-class Verify(msgspec.Struct, frozen=True, tag=True):
+class Verify(msgspec.Struct, frozen=True, tag="Verify"):
     """`Device.verify`."""
 
     table: Plain
@@ -71,7 +71,7 @@ class Verify(msgspec.Struct, frozen=True, tag=True):
     drafts: list[tuple[Plain, Plain]]
 
 
-class Decode(msgspec.Struct, frozen=True, tag=True):
+class Decode(msgspec.Struct, frozen=True, tag="Decode"):
     """`Device.decode`."""
 
     number: int
@@ -83,13 +83,13 @@ class Decode(msgspec.Struct, frozen=True, tag=True):
     logprobs: bool
 
 
-class CatchUp(msgspec.Struct, frozen=True, tag=True):
+class CatchUp(msgspec.Struct, frozen=True, tag="CatchUp"):
     """`Device.catch_up`."""
 
     table: Plain
 
 
-class Rearrange(msgspec.Struct, frozen=True, tag=True):
+class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
     """`Device.rearrange`."""
 
     order: Plain

@@ -65,11 +65,11 @@ class FrameError(Exception):
         self.code, self.message = code, message
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """What all messages are."""
 
 
-class Open(_Message, frozen=True, kw_only=True):
+class Open(_Message, frozen=True, kw_only=True, tag="open"):
     """Up: begin a text, or go on with one that the server does not have.
 
     Attributes:
@@ -121,7 +121,7 @@ class Open(_Message, frozen=True, kw_only=True):
             raise ValueError("temperature, top_p, min_p: must be finite")
 
 
-class Draft(_Message, frozen=True, kw_only=True):
+class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
     """Up: a tree of tokens to verify.
 
     Attributes:
@@ -168,7 +168,7 @@ class Draft(_Message, frozen=True, kw_only=True):
             raise ValueError("parents: a parent comes before its children, and the root has none")
 
 
-class Resume(_Message, frozen=True, kw_only=True):
+class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
     """Up: go on with a text over this connection.
 
     Attributes:
@@ -191,7 +191,7 @@ class Resume(_Message, frozen=True, kw_only=True):
     known: _Count
 
 
-class Close(_Message, frozen=True, kw_only=True):
+class Close(_Message, frozen=True, kw_only=True, tag="close"):
     """Up: the text is not wanted any more.
 
     Attributes:
@@ -206,7 +206,7 @@ class Close(_Message, frozen=True, kw_only=True):
     session: _Id
 
 
-class Opened(_Message, frozen=True, kw_only=True):
+class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
     """Down: a text has begun.
 
     Attributes:
@@ -231,7 +231,7 @@ class Opened(_Message, frozen=True, kw_only=True):
     tells: Annotated[dict[_Name, Annotated[list[_Count], Meta(max_length=3)]], Meta(max_length=MOST_ARRAYS)]
 
 
-class Told(_Message, frozen=True, kw_only=True):
+class Told(_Message, frozen=True, kw_only=True, tag="told"):
     """Down: what the drafter must be told of tokens that the target has read.
 
     Attributes:
@@ -259,7 +259,7 @@ class Told(_Message, frozen=True, kw_only=True):
         _check_arrays(self.arrays, self.count)
 
 
-class Ready(_Message, frozen=True, kw_only=True):
+class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
     """Down: a draft may come.
 
     Attributes:
@@ -278,7 +278,7 @@ class Ready(_Message, frozen=True, kw_only=True):
     length: _Count
 
 
-class Verdict(_Message, frozen=True, kw_only=True):
+class Verdict(_Message, frozen=True, kw_only=True, tag="verdict"):
     """Down: what was accepted of a draft.
 
     Attributes:
@@ -312,7 +312,7 @@ class Verdict(_Message, frozen=True, kw_only=True):
         _check_arrays(self.arrays, 1 + len(self.accepted))
 
 
-class Resync(_Message, frozen=True, kw_only=True):
+class Resync(_Message, frozen=True, kw_only=True, tag="resync"):
     """Down: a draft was below another text than the server's.
 
     Attributes:
@@ -340,7 +340,7 @@ class Resync(_Message, frozen=True, kw_only=True):
             raise ValueError(f"tail: {self.tail.shape[0]} of {self.length} tokens")
 
 
-class Forgotten(_Message, frozen=True, kw_only=True):
+class Forgotten(_Message, frozen=True, kw_only=True, tag="forgotten"):
     """Down: the server does not have the text (any more). Open it with all that is committed.
 
     Attributes:
@@ -355,7 +355,7 @@ class Forgotten(_Message, frozen=True, kw_only=True):
     session: _Id
 
 
-class Refused(_Message, frozen=True, kw_only=True):
+class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     """Down: a message that was not followed. The connection stays.
 
     Attributes:

@@ -11,28 +11,12 @@ from specjax.models.cache import PagedCache
 from specjax.models.transformer import Target
 from specjax.planning.roofline import cache_bytes
 from tests.models.families import zoo
+from tests.rounding import moved_by_last_bits
 
 LENGTH = 24  # longer than the windows
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]  # of a tree's nodes
 PAGE = 4
 TOLERANCE = 1e-4
-
-
-def rounding(target, tokens, expected) -> float:
-    """Return how far the logits move when each weight changes by its last bit, but at least `TOLERANCE`.
-
-    Some models of the zoo, whose weights are random, enlarge such a change a thousandfold. Two correct orders of the same sums
-    may then differ by more than `TOLERANCE`: which do depends on the machine.
-    """
-    rng = np.random.default_rng(5)
-
-    def change(weight):
-        if weight.dtype != np.float32:
-            return weight
-        return weight * (1 + np.finfo(np.float32).eps * rng.choice(np.float32([-1, 1]), weight.shape))
-
-    changed = (np.asarray(whole(jax.tree.map(change, target), tokens)) for _ in range(4))
-    return max(TOLERANCE, *(float(np.abs(logits - expected).max()) for logits in changed))
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +30,7 @@ def made(tmp_path_factory):
         target = Target.from_pretrained(directory, dtype=np.float32)
         tokens = jnp.asarray(np.random.default_rng(3).integers(0, zoo.VOCABULARY, (2, LENGTH)))
         expected = np.asarray(whole(target, tokens))
-        return target, tokens, expected, rounding(target, tokens, expected)
+        return target, tokens, expected, max(TOLERANCE, moved_by_last_bits(lambda changed: whole(changed, tokens), target))
 
     return of
 
