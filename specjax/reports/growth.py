@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from specjax.reports import style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from specjax.client.events import Event
 
 Kind = Literal["committed", "provisional", "retracted"]
 """What happened to tokens."""
@@ -38,7 +36,7 @@ class Moment:
     confirmed: int = 0
 
     @classmethod
-    def of(cls, event: "Event", seconds: float) -> "Moment":
+    def of(cls, event: Any, seconds: float) -> "Moment":
         """Make a moment of an event of `specjax.client`."""
         return cls(seconds, event.kind, len(event.tokens), getattr(event, "confirmed", 0))
 
