@@ -6,9 +6,10 @@ import signal
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
+import tyro
 
 from specjax import decoding, pipeline
 from specjax.drafters import NoDraft
@@ -60,7 +61,10 @@ class ServeConfig:
         per_request_spec_decode_metrics: tell in each answer how its drafts fared.
         drain_seconds: that requests have to end after SIGTERM.
         reader_seconds: after which a client is dropped that takes nothing of what is sent to it.
-        max_connections: at a time.
+        max_connections: at a time; a quarter of them from one address. Four more may ask for /health and /metrics.
+        cors_origin: origin of web pages, such as https://chat.example, whose scripts may use the server from a browser; "*":
+            of all pages. May be given several times.
+        trusted_proxy: address of a proxy, or network of several, from which all connections may come.
         warm: compile every program before the first request is answered. Otherwise plain requests are answered as soon as
             their programs are compiled, and the others follow meanwhile; texts are the same.
     """
@@ -93,17 +97,22 @@ class ServeConfig:
     drain_seconds: float = 30.0
     reader_seconds: float = 60.0
     max_connections: int = 512
+    cors_origin: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    trusted_proxy: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     warm: bool = False
 
 
 def run_serve(config: ServeConfig) -> int:
     """``specjax serve``."""
     from specjax.serving.http import run  # what no other command needs
-    from specjax.serving.http.app import AppOptions, Service
+    from specjax.serving.http.app import AppOptions, Service, check_origins
+    from specjax.serving.http.places import networks
     from specjax.serving.http.protocol import Bounds
 
     check_numbers(config)
     read_drafts(config)
+    networks(config.trusted_proxy)  # refuses what is none
+    check_origins(config.cors_origin)
     keys = read_keys(config)
     run.check_tls(config.tls_cert, config.tls_key)
     tls = (config.tls_cert, config.tls_key) if config.tls_cert else None
@@ -119,7 +128,7 @@ def run_serve(config: ServeConfig) -> int:
             raise InputError(
                 f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
             )
-        bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections)
+        bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections, trusted=config.trusted_proxy)
         with run.starting(bound, bounds=bounds, tls=tls):
             arguments, reason = engine_options(config)
             engine = Engine(**arguments)
@@ -130,6 +139,7 @@ def run_serve(config: ServeConfig) -> int:
                 only_loopback=local and not keys,
                 max_texts=config.rows + config.max_queue,
                 with_acceptance=config.per_request_spec_decode_metrics,
+                cors_origins=config.cors_origin,
             )
             where = run.address(bound, tls is not None)
             message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"

@@ -173,3 +173,17 @@ def test_a_key_that_is_not_there_or_not_wanted(tmp_path, capsys) -> None:
 )
 def test_numbers_out_of_range(option: str, value: str, capsys) -> None:
     assert f"{option.replace('-', '_')}=" in refusal(capsys, f"--{option}", value)
+
+
+@pytest.mark.parametrize("given", ["proxy", "10.0.0.1/8", "10.0.0.0/33", ""])
+def test_proxies_that_are_none(given: str, capsys) -> None:
+    said = refusal(capsys, "--trusted-proxy", "127.0.0.1", "--trusted-proxy", given)
+    assert f"trusted_proxy={given!r}" in said
+    assert "10.0.0.7" in said
+
+
+@pytest.mark.parametrize("given", ["chat.example", "https://chat.example/", "https://Chat.example", ""])
+def test_origins_that_no_browser_sends(given: str, capsys) -> None:
+    said = refusal(capsys, "--cors-origin", "https://chat.example", "--cors-origin", given)
+    assert f"cors_origin={given!r}" in said
+    assert "http://localhost:3000" in said

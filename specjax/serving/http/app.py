@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
@@ -75,6 +76,8 @@ class AppOptions:
         max_body: bytes of a request's body.
         body_seconds: in which a body must be there.
         with_acceptance: tell in answers how the drafts of their texts fared.
+        cors_origins: origins of web pages, such as ``https://chat.example``, whose scripts may send requests and read the
+            answers; ``*``: all pages.
 
     Examples:
         >>> from specjax.serving.http.app import AppOptions
@@ -89,6 +92,7 @@ class AppOptions:
     max_body: int = 4 * 2**20
     body_seconds: float = 30.0
     with_acceptance: bool = False
+    cors_origins: tuple[str, ...] = ()
 
 
 class Service:
@@ -418,7 +422,7 @@ def make_app(service: Service) -> ASGIApp:
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
         ],
-        middleware=[Middleware(_Guard, service=service)],
+        middleware=[*_cors(service.options), Middleware(_Guard, service=service)],
         exception_handlers={
             RequestError: _answer_error,
             HTTPException: _answer_http_error,
@@ -430,6 +434,14 @@ def make_app(service: Service) -> ASGIApp:
     )
     app.router.redirect_slashes = False  # a path with a slash more is none
     return app
+
+
+def _cors(options: AppOptions) -> list[Middleware]:
+    """Return what answers preflight requests, which carry no key, and lets the pages of some origins read answers."""
+    if not options.cors_origins:
+        return []
+    what = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": [IGNORED_HEADER, "Retry-After"]}
+    return [Middleware(CORSMiddleware, allow_origins=options.cors_origins, **what)]
 
 
 async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -610,7 +622,7 @@ class _Guard:
             message = "Host: this server is for this machine alone, under the names localhost and 127.0.0.1"
             return RequestError(403, message, code="host_not_allowed")
         origins = [value.decode("latin-1") for name, value in scope["headers"] if name == b"origin"]
-        if is_socket and not all(_is_of(origin, host) for origin in origins):
+        if is_socket and not all(_is_of(origin, host) or _is_among(origin, options.cors_origins) for origin in origins):
             return RequestError(403, "Origin: pages of other sites may not open a WebSocket here", code="origin_not_allowed")
         if scope["path"] not in _OPEN_PATHS:
             key = _key(headers.get(b"authorization", b""), options.api_keys)
@@ -631,6 +643,31 @@ def _is_of(origin: str, host: str) -> bool:
     scheme, _, site = origin.lower().partition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")
     return bool(port and site) and site.removesuffix(port) == host.lower().removesuffix(port)
+
+
+def _is_among(origin: str, origins: Sequence[str]) -> bool:
+    return origin in origins or "*" in origins
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Refuse what is no origin of web pages.
+
+    Raises:
+        InputError: an origin is not of the form that browsers send.
+
+    Examples:
+        >>> from specjax.serving.http.app import check_origins
+        >>> check_origins(["http://localhost:3000", "https://chat.example"])
+    """
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise InputError(
+                f"cors_origin={origin!r}: must be as browsers send it, such as http://localhost:3000 or https://chat.example, "
+                "in small letters and without a path; or * for all pages"
+            )
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?|null")
 
 
 def _draining() -> RequestError:

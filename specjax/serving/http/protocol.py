@@ -1,13 +1,15 @@
 """HTTP/1.1 by uvicorn and h11, and WebSockets by websockets, with bounds on what a client may leave undone.
 
-uvicorn waits for ever for the rest of a request's head, and for a reader that has stopped reading. Here both have deadlines,
-and there are only so many connections. What is no HTTP at all is answered with an error object, too.
+uvicorn waits for ever for the rest of a request's head, and for a reader that has stopped reading; it counts and times no
+handshake of TLS. Here all of them have deadlines, and there are only so many connections (`specjax.serving.http.places`). What
+is no HTTP at all is answered with an error object, too.
 """
 
 import asyncio
 import base64
 import binascii
 import socket
+import ssl
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from specjax.serving.http.errors import error_object
+from specjax.serving.http.places import PROBES, Place, Places
 from specjax.serving.http.responses import encode
 from specjax.wire import PATH
 
@@ -32,7 +35,10 @@ class Bounds:
         request_seconds: in which a request has to be there, its body included. More than the application waits for a body, so
             that its answer comes first.
         reader_seconds: after which a reader that has taken nothing is dropped.
-        connections: at a time.
+        connections: at a time; a quarter of them may be of one address.
+        trusted: addresses or networks of which more may be.
+        handshake_seconds: in which TLS has to be agreed on, and as long for its end.
+        probe_seconds: in place of ``request_seconds``, where nothing but a probe is answered.
 
     Examples:
         >>> from specjax.serving.http.protocol import Bounds
@@ -43,6 +49,9 @@ class Bounds:
     request_seconds: float = 45.0
     reader_seconds: float = 60.0
     connections: int = 512  # below the 1024 files that a process may often have open
+    trusted: tuple[str, ...] = ()
+    handshake_seconds: float = 10.0
+    probe_seconds: float = 5.0
 
 
 MOST_PARTS = 1024
@@ -56,12 +65,14 @@ class _Watched(asyncio.Protocol):
     """A connection whose reader has to take something now and then."""
 
     _bounds: Bounds
+    _place: Place
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
+        self._place.leave()
         self._reader_timer = _cancelled(self._reader_timer)
         super().connection_lost(exc)
 
@@ -95,11 +106,13 @@ class _Watched(asyncio.Protocol):
 class Protocol(_Watched, H11Protocol):
     """A connection."""
 
-    def __init__(self, bounds: Bounds, **given: Any) -> None:
+    def __init__(self, bounds: Bounds, place: Place, **given: Any) -> None:
         """``given``: what uvicorn gives to a protocol."""
         super().__init__(**given)
-        self._bounds = bounds
+        self._bounds, self._place = bounds, place
         self._request_timer: asyncio.TimerHandle | None = None
+        if place.refusal:
+            self.app = _OnlyProbes(self.app, place)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """A client has connected."""
@@ -107,10 +120,8 @@ class Protocol(_Watched, H11Protocol):
         # Writing pauses until the reader has taken everything: so it is known whether it takes anything at all. (With TLS a
         # limit of 0 would pause it for ever.)
         transport.set_write_buffer_limits(high=1, low=0)
-        if len(self.connections) > self._bounds.connections:
-            self._refuse(503, "too many connections; try again later", ("retry-after", "1"))
-        else:
-            self._await_request()
+        self._place.on_give_way(self._give_way)
+        self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -127,6 +138,8 @@ class Protocol(_Watched, H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE and self.conn.their_state is not h11.SEND_BODY:
             self._request_timer = _cancelled(self._request_timer)
+        if self._is_answering and self._place.refusal:
+            self.cycle.keep_alive = False  # the place is for the next one
         if self._is_answered_first and self.conn.trailing_data[0]:
             self.cycle.keep_alive = False
             self.flow.resume_reading()
@@ -136,6 +149,9 @@ class Protocol(_Watched, H11Protocol):
         self._request_timer = _cancelled(self._request_timer)
         self._reader_timer = _cancelled(self._reader_timer)  # the other one is told when everything has been taken
         super().handle_websocket_upgrade(event)
+        protocol = self.transport.get_protocol()
+        assert isinstance(protocol, SocketProtocol)
+        protocol.keep(self._place)
 
     def _should_upgrade(self) -> bool:
         """Whether a request begins a WebSocket. Elsewhere than where there is one it is a request like others, whatever it says
@@ -143,7 +159,7 @@ class Protocol(_Watched, H11Protocol):
         is_asked = self.scope["path"] == PATH and _is_handshake(self.scope["method"], self.headers)
         # Before the first answer there may be TLS's own: tickets, where the end of its handshake and the request come together.
         is_unread = self.cycle is not None and self.transport.get_write_buffer_size() > 0
-        return is_asked and super()._should_upgrade() and not is_unread
+        return is_asked and super()._should_upgrade() and not is_unread and not self._place.refusal
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP."""
@@ -161,7 +177,16 @@ class Protocol(_Watched, H11Protocol):
         return self._is_answering and self.conn.their_state is h11.DONE
 
     def _await_request(self) -> None:
-        self._request_timer = self.loop.call_later(self._bounds.request_seconds, self._drop)
+        bounds = self._bounds
+        seconds = min(bounds.request_seconds, bounds.probe_seconds) if self._place.refusal else bounds.request_seconds
+        self._request_timer = self.loop.call_later(seconds, self._give_way if self._place.refusal else self._drop)
+
+    def _give_way(self) -> None:
+        """Close, for others; with a word to who has asked for nothing yet and takes it at once."""
+        if self._place.is_silent and self.scheme == "http":
+            self._refuse(503, self._place.refusal, ("retry-after", "1"))
+        else:
+            self._drop()
 
     def _refuse(self, status: int, message: str, *headers: tuple[str, str]) -> None:
         """Answer with an error, if nothing has been answered yet, and close."""
@@ -178,6 +203,94 @@ class Protocol(_Watched, H11Protocol):
         self.transport.close()
 
 
+class _OnlyProbes:
+    """An application that answers probes alone, and says ``Connection: close``."""
+
+    def __init__(self, app: Any, place: Place) -> None:
+        self._app, self._place = app, place
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._place.is_silent = False
+
+        async def send_last(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send_last)
+            return
+        body = encode(error_object(503, self._place.refusal))
+        head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), (b"retry-after", b"1")]
+        await send_last({"type": "http.response.start", "status": 503, "headers": head})
+        await send_last({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Door(asyncio.Protocol):
+    """A connection that has just been accepted: it is counted, agrees on TLS in the time that there is for it, and goes on as a
+    `Protocol`."""
+
+    def __init__(self, bounds: Bounds, places: Places, security: ssl.SSLContext | None, **given: Any) -> None:
+        """``given``: what uvicorn gives to a protocol."""
+        self._bounds, self._places, self._security, self._given = bounds, places, security, given
+        self._connections: set[Any] = given["server_state"].connections  # uvicorn waits at the end until it is empty
+        self._early: list[bytes] = []
+        self._agreeing: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A client has connected."""
+        peer = transport.get_extra_info("peername")
+        self._transport, self._place = transport, self._places.take(peer[0] if peer else "")
+        if self._security is None:
+            self._go_in(transport)
+            return
+        self._connections.add(self)
+        self._place.on_give_way(transport.abort)
+        transport.pause_reading()  # until TLS reads
+        self._agreeing = asyncio.get_running_loop().create_task(self._agree(transport, self._security))
+
+    def data_received(self, data: bytes) -> None:
+        """What came with the end of the handshake."""
+        self._early.append(data)
+
+    def shutdown(self) -> None:
+        """The server ends."""
+        self._transport.abort()
+
+    async def _agree(self, transport: asyncio.Transport, security: ssl.SSLContext) -> None:
+        """The handshake of TLS. asyncio would count nothing before its end."""
+        secure: asyncio.Transport | None = None
+        try:
+            if transport.is_closing():
+                return
+            secure = await asyncio.get_running_loop().start_tls(
+                transport,
+                self,
+                security,
+                server_side=True,
+                ssl_handshake_timeout=self._bounds.handshake_seconds,
+                ssl_shutdown_timeout=self._bounds.handshake_seconds,
+            )
+        except OSError:  # it does not speak TLS, takes too long, or has gone: nobody is to be told
+            pass
+        finally:
+            self._connections.discard(self)
+            if secure is None:
+                transport.abort()
+                self._place.leave()
+        if secure is not None:
+            self._go_in(secure)
+
+    def _go_in(self, transport: asyncio.Transport) -> None:
+        protocol = Protocol(self._bounds, self._place, **self._given)
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        for data in self._early:
+            reader: Any = transport.get_protocol()  # a WebSocket by now, perhaps
+            if not transport.is_closing():
+                reader.data_received(data)
+
+
 class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
     """A connection that has become a WebSocket."""
 
@@ -185,6 +298,10 @@ class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
         """``given``: what uvicorn gives to a protocol."""
         super().__init__(**given)
         self._bounds = bounds
+
+    def keep(self, place: Place) -> None:
+        """It goes on as the connection that has this ``place``."""
+        self._place = place
 
     def data_received(self, data: bytes) -> None:
         """It has sent something."""

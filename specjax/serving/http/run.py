@@ -17,10 +17,17 @@ from starlette.types import ASGIApp
 from specjax.errors import InputError
 from specjax.serving.http.app import Service, answer_starting, make_app
 from specjax.serving.http.drafts import Drafts
-from specjax.serving.http.protocol import Bounds, Protocol, SocketProtocol
+from specjax.serving.http.places import Places
+from specjax.serving.http.protocol import Bounds, Door, SocketProtocol
 
 PING_SECONDS = 20.0
 """After so long without a word clients that draft are asked whether they are there; they have as long to say so."""
+
+ACCEPTED = 64
+"""Connections that are accepted at once, before they are counted: each has a file, and a process may often have 1024."""
+
+WAITING = 2048
+"""Connections that wait to be accepted."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -131,7 +138,7 @@ def starting(bound: socket.socket, *, bounds: Bounds = Bounds(), tls: tuple[str,
         ...         error.code
         503
     """
-    server = uvicorn.Server(_config(answer_starting, bounds, tls))
+    server = _Listening(_config(answer_starting, bounds, tls))
     # uvicorn closes the socket that it is given. Connections that come meanwhile wait at the other one.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound.dup()]}, name="specjax-starting", daemon=True)
     bound.listen()
@@ -171,17 +178,20 @@ def serve(
 
 
 def _config(app: ASGIApp, bounds: Bounds, tls: tuple[str, str] | None, drafts: Drafts | None = None) -> uvicorn.Config:
-    certificate, key = tls or (None, None)
+    security = None
+    if tls is not None:
+        security = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        security.load_cert_chain(*tls)
+    door = partial(Door, bounds, Places(bounds.connections, bounds.trusted), security)
     return uvicorn.Config(
         app,
-        http=partial(Protocol, bounds),  # pyright: ignore[reportArgumentType] - it makes one, as the class does
+        http=door,  # pyright: ignore[reportArgumentType] - it makes one, as the class does
         ws=partial(SocketProtocol, bounds) if drafts is not None else "none",  # pyright: ignore[reportArgumentType] - likewise
         ws_max_size=drafts.most_up if drafts is not None else 0,
         ws_per_message_deflate=False,  # tokens and hidden states hardly get smaller, and what unpacks may be far larger
         ws_ping_interval=PING_SECONDS,
         ws_ping_timeout=PING_SECONDS,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
+        backlog=ACCEPTED,
         loop="asyncio",
         lifespan="off",
         log_config=None,
@@ -194,7 +204,17 @@ def _config(app: ASGIApp, bounds: Bounds, tls: tuple[str, str] | None, drafts: D
     )
 
 
-class _Server(uvicorn.Server):
+class _Listening(uvicorn.Server):
+    """Has more connections wait than it accepts at once; for asyncio both are one number."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """It listens."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(WAITING)
+
+
+class _Server(_Listening):
     """Keeps listening while it drains, so that whoever comes is told; uvicorn would close the door at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float, message: str) -> None:

@@ -429,6 +429,35 @@ def test_with_a_key_nothing_is_answered_without_it() -> None:
         assert ask(service, path, "GET").status_code == 200
 
 
+ORIGIN = "https://chat.example"
+PREFLIGHT = [("Origin", ORIGIN), ("Access-Control-Request-Method", "POST")]
+PREFLIGHT += [("Access-Control-Request-Headers", "authorization,content-type")]
+
+
+@pytest.mark.parametrize("origins", [(ORIGIN,), ("http://localhost:3000", ORIGIN), ("*",)])
+def test_pages_of_an_origin_that_is_let_in_may_use_the_server_with_a_key(origins: tuple[str, ...]) -> None:
+    service = service_of(MadeUpEngine(), cors_origins=origins, api_keys=("key",))
+    preflight = ask(service, method="OPTIONS", headers=PREFLIGHT)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] in (ORIGIN, "*")
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    for headers in ([("Origin", ORIGIN)], [("Origin", ORIGIN), ("Authorization", "Bearer key")]):
+        answer = ask(service, headers=headers, whatever=1)
+        assert answer.headers["access-control-allow-origin"] in (ORIGIN, "*")
+        assert answer.status_code == (200 if len(headers) > 1 else 401)
+        assert "x-specjax-ignored" in answer.headers["access-control-expose-headers"].lower()
+
+
+@pytest.mark.parametrize("origins", [(), ("http://localhost:3000",)])
+def test_pages_of_other_origins_read_no_answers(origins: tuple[str, ...]) -> None:
+    service = service_of(MadeUpEngine(), cors_origins=origins)
+    preflight = ask(service, method="OPTIONS", headers=PREFLIGHT)
+    assert preflight.status_code >= 400
+    assert "access-control-allow-origin" not in preflight.headers
+    assert "access-control-allow-origin" not in ask(service, headers=[("Origin", ORIGIN)]).headers
+
+
 def test_health_says_how_many_programs_are_compiled() -> None:
     answer = ask(MadeUpEngine(), "/health", "GET")
     assert answer.json() == {"status": "ok", "programs": {"compiled": 3, "of": 5}}
@@ -840,9 +869,11 @@ def test_what_is_no_http(sent: bytes) -> None:
 
 
 def test_there_are_only_so_many_connections() -> None:
-    with serving(MadeUpEngine(), Bounds(connections=2)) as address, connected(address), connected(address):
+    bounds = Bounds(connections=2, trusted=("127.0.0.1",))
+    with serving(MadeUpEngine(), bounds) as address, connected(address), connected(address):
         time.sleep(0.1)
         with connected(address) as third:
+            third.sendall(request())
             said = read_all(third)
         assert said.startswith(b"HTTP/1.1 503")
         assert b"too many connections" in said

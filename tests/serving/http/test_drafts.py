@@ -199,6 +199,10 @@ def test_no_page_of_another_site():
             )
             for origin in (*others, "null", f"127.0.0.1:{port}", ""):
                 assert refusal(address, origin=origin) == (403, "origin_not_allowed"), origin
+    with serving(cors_origins=("https://chat.example",)) as (_, address):
+        with line(address, origin="https://chat.example") as made:  # pyright: ignore[reportArgumentType]
+            open_session(made)
+        assert refusal(address, origin="https://evil.example") == (403, "origin_not_allowed")
 
 
 @pytest.mark.parametrize(
@@ -373,7 +377,7 @@ def test_a_message_in_too_many_parts(monkeypatch):
 
 
 def test_connections_are_counted():
-    with serving(bounds=Bounds(connections=2)) as (_, address):
+    with serving(bounds=Bounds(connections=2, trusted=("127.0.0.1",))) as (_, address):
         with line(address) as first, line(address):
             # 503, which is not always read before the connection ends; the library of the test may then stumble over itself.
             with pytest.raises((WebSocketException, AssertionError)), line(address):
