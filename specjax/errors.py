@@ -2,12 +2,40 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
 class InputError(ValueError):
     """An argument, file or setting that cannot be used. The message names it, its value, and what to do."""
+
+
+class LogitsError(RuntimeError):
+    """The target's logits of some rows were NaN or +inf, or all -inf: no token can be drawn from them. Usually its weights are
+    broken, or numbers became too large for their type.
+
+    Attributes:
+        rows: numbers of those rows in the batch.
+        positions: of each, that of the token which could not be drawn, counted from the beginning of its text.
+        result: what all rows have come to, where there are several: those without an error are complete, the others end before
+            that position. None: the error is of one text alone, whose tokens are told elsewhere.
+
+    Examples:
+        >>> from specjax.errors import LogitsError
+        >>> print(LogitsError([1], [12]))
+        row 1: the target's logits for position 12 are no numbers to draw from (NaN, +inf, or -inf for every token): check its
+        weights, or load it with dtype="float32"
+    """
+
+    def __init__(self, rows: Sequence[int], positions: Sequence[int], result: Any = None) -> None:
+        self.rows, self.positions, self.result = tuple(rows), tuple(positions), result
+        places = ", ".join(
+            f"row {row}: the target's logits for position {place}" for row, place in zip(rows, positions, strict=True)
+        )
+        super().__init__(
+            f"{places} are no numbers to draw from (NaN, +inf, or -inf for every token): check its weights, or load it with "
+            'dtype="float32"'
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

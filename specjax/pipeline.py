@@ -20,7 +20,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
-from specjax.errors import InputError, check_options
+from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.models import huggingface
 from specjax.models.narrow import schemes
@@ -168,6 +168,7 @@ class TextGenerator(OneLine):
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
+            LogitsError: the target's logits were NaN or +inf in some rows; its ``result`` has the tokens of all rows.
         """
         prompts, is_list = _prompts(prompt)
         stop, made = _split_options(options)
@@ -215,6 +216,9 @@ class TextGenerator(OneLine):
 class Run:
     """A batch that is being generated. Iterating over it goes on with it, and yields for each row the text that came in.
 
+    Iterating ends with a `specjax.errors.LogitsError` where no token can be drawn from the target's logits in a row. By then
+    ``generations`` has what each row has come to.
+
     Attributes:
         generations: when it is over, each row's.
         statistics: when it is over, of all rows together.
@@ -236,12 +240,16 @@ class Run:
 
     def __iter__(self) -> Iterator[list[str]]:
         """The pieces, until every row is done or has met a stop string."""
-        result = None
-        for result in self._results:
-            lengths = result.lengths.tolist()
-            yield [row.push(result.tokens[i, row.length : lengths[i]].tolist()) for i, row in enumerate(self._rows)]
-            if all(row.stopped for row in self._rows):
-                break
+        result, failure = None, None
+        try:
+            for result in self._results:
+                lengths = result.lengths.tolist()
+                yield [row.push(result.tokens[i, row.length : lengths[i]].tolist()) for i, row in enumerate(self._rows)]
+                if all(row.stopped for row in self._rows):
+                    break
+        except LogitsError as error:  # after the last result
+            is_over = all(self._rows[row].stopped for row in error.rows)  # before what went wrong
+            failure = None if is_over else error
         yield [row.finish() for row in self._rows]
         assert result is not None
         self.statistics = metrics.summarise(result.stats)
@@ -249,6 +257,8 @@ class Run:
             Generation("".join(row.pieces), tuple(row.tokens), metrics.summarise(result.stats, i))
             for i, row in enumerate(self._rows)
         ]
+        if failure is not None:
+            raise failure
 
 
 def settings(

@@ -205,7 +205,7 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     logits = logits.astype(jnp.float32)
     temperature = _by_row(sampling.temperature, logits)
     # The largest is moved to 0, so that a small temperature cannot carry it to infinity.
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / jnp.where(temperature == 0, 1.0, temperature)
+    scaled = (logits - _top(logits)[..., None]) / jnp.where(temperature == 0, 1.0, temperature)
     if not sampling.truncated:
         return scaled
     # Where a pass costs more than what is worked out in it, fewer passes that try more numbers at once.
@@ -335,8 +335,31 @@ def argmax(logits: jax.Array) -> jax.Array:
     Two plain reductions: XLA's CPU backend takes several times as long for its own argmax, which reduces pairs.
     """
     vocab = logits.shape[-1]
-    is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+    is_best = logits == _top(logits)[..., None]
     return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+
+
+def can_be_drawn(logits: jax.Array) -> jax.Array:
+    """``[...]`` bool, whether ``logits [..., V]`` stand for a distribution: none is NaN or +inf, and some are above -inf.
+
+    One reduction, and the same one that `argmax` and every distribution begin with: where these are computed, too, the compiler
+    makes one of them.
+
+    Examples:
+        >>> from specjax.sampling import can_be_drawn
+        >>> inf, nan = np.inf, np.nan
+        >>> can_be_drawn(jnp.array([[0, -inf], [0, nan], [-inf, inf], [-inf, -inf]])).tolist()
+        [True, False, False, False]
+    """
+    return jnp.isfinite(_top(logits.astype(jnp.float32)))
+
+
+def _top(logits: jax.Array) -> jax.Array:
+    """``[...]`` the largest of ``logits [..., V]``; +inf where one is NaN.
+
+    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side: so NaN is compared as +inf.
+    """
+    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specjax.cli import interrupts
-from specjax.errors import InputError, did_you_mean
+from specjax.errors import InputError, LogitsError, did_you_mean
 
 if TYPE_CHECKING:
     from specjax.processes import Place
@@ -189,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _run(name, command, options)
         interrupts.hold_if_ending()
         return status
-    except (InputError, OSError) as error:  # OSError: a path that was named is too long, or may not be read; a full disk
+    # OSError: a path that was named is too long, or may not be read; a full disk.
+    except (InputError, LogitsError, OSError) as error:
         interrupts.hold_if_ending()
         print(f"specjax: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

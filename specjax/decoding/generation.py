@@ -19,7 +19,7 @@ from specjax.decoding.options import GenerationOptions, bucket, check_prompts
 from specjax.decoding.state import DecodeState, prefill
 from specjax.decoding.stats import Stats
 from specjax.drafters.base import Drafter, NoDraft, check_is_pytree
-from specjax.errors import InputError
+from specjax.errors import InputError, LogitsError
 from specjax.models.transformer import Target
 from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling
@@ -82,6 +82,8 @@ def generate(
 
     Raises:
         InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
+        LogitsError: the target's logits were NaN or +inf in some rows; names them. What all rows have come to is the error's
+            ``result``, in which the other rows are complete.
 
     Examples:
         >>> drafter = specjax.PromptLookup(draft=2)
@@ -100,7 +102,9 @@ def generate(
     options = GenerationOptions(max_new_tokens, sampling, key, eos_token_ids, rule, min_new_tokens)
     drafter, state = start(target, drafter, tokens, lengths, options)
     state = decode(target, drafter, state, jnp.iinfo(jnp.int32).max)
-    return _result(target, state, _width(tokens, max_new_tokens))
+    result = _result(target, state, _width(tokens, max_new_tokens))
+    raise_if_failed(target, state, result)
+    return result
 
 
 def stream(
@@ -119,7 +123,8 @@ def stream(
 ) -> Iterator[Result]:
     """As `generate`, yielding what there is after every ``steps`` steps; the last one is the complete `Result`.
 
-    Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for.
+    Raises InputError as `generate`, and for ``steps`` below 1, before the first is asked for; and `specjax.errors.LogitsError`
+    after the last one.
 
     Examples:
         >>> for result in specjax.stream(target, None, prompts, max_new_tokens=8, steps=4):
@@ -137,9 +142,9 @@ def stream(
         while True:
             state = decode(target, drafter, state, steps)
             done = sharding.to_host(state.done, target.mesh).all()
-            yield _result(target, state, width)
+            yield (result := _result(target, state, width))
             if done:
-                return
+                return raise_if_failed(target, state, result)
 
     return results(*started)
 
@@ -260,3 +265,14 @@ def _result(target: Target, state: DecodeState, width: int) -> Result:
     tokens, lengths, stats = sharding.to_host((state.tokens, state.lengths, state.stats), target.mesh)
     missing = max(0, width - tokens.shape[1])
     return Result(tokens=np.pad(tokens, ((0, 0), (0, missing)))[:, :width], lengths=lengths, stats=stats)
+
+
+def raise_if_failed(target: Target, state: DecodeState, result: Any = None) -> None:
+    """Raise a `specjax.errors.LogitsError` with the ``result`` where the target's logits were none in some rows.
+
+    Every process that the target's mesh spans must call this.
+    """
+    failed, lengths = sharding.to_host((state.failed, state.lengths), target.mesh)
+    if failed.any():
+        rows = np.flatnonzero(failed)
+        raise LogitsError(rows.tolist(), lengths[rows].tolist(), result)

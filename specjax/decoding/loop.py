@@ -137,7 +137,7 @@ def advance(
     keys, _, verify_keys = _keys_of_step(state, draft.depth)
     scored = _score(target, drafter, draft, state, verify_keys, logprobs)
     accepted = scored.verdict.count - 1
-    verdict, done = _cut(scored.verdict, scored.emitted, state)
+    verdict, done, failed = _cut(scored.verdict, scored.emitted, state)
     cache = state.cache.append(scored.entries, verdict.count, after=scored.output.hidden)
     committed = Committed(
         tokens=jnp.take_along_axis(draft.tokens, verdict.path, axis=1),
@@ -164,6 +164,7 @@ def advance(
         tokens=append_tokens(state.tokens, state.lengths, scored.emitted, verdict.count),
         lengths=state.lengths + verdict.count,
         done=done,
+        failed=state.failed | failed,
         keys=keys,
         cache=cache,
         drafter=drafter.update(target, state.drafter, draft, verdict, committed),
@@ -244,20 +245,24 @@ def _pad(values: jax.Array, size: int, axis: int = 1) -> jax.Array:
     return jnp.pad(values, [(0, missing if i == axis else 0) for i in range(values.ndim)]) if missing else values
 
 
-def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array]:
-    """End each row at its first end-of-sequence token or at its limit, also in the middle of an accepted path.
+def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verdict, jax.Array, jax.Array]:
+    """End each row at its first end-of-sequence token or at its limit, also in the middle of an accepted path, or else before
+    the token that could not be drawn.
 
     Returns:
-        The shortened verdict (count 0 for rows that were done already), and ``done [B]``.
+        The shortened verdict (count 0 for rows that were done already), ``done [B]``, and which rows end for want of a token.
     """
+    bad = jnp.zeros(verdict.count.shape, bool) if verdict.bad is None else verdict.bad
+    drawn = verdict.count - bad
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < verdict.count[:, None])
+    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < drawn[:, None])
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
-    count = jnp.minimum(verdict.count, jnp.minimum(until_end, state.limits - state.lengths))
+    count = jnp.minimum(drawn, jnp.minimum(until_end, state.limits - state.lengths))
     count = jnp.where(state.done, 0, count)
     done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
+    failed = bad & ~done
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return replace(verdict, count=count, token=last), done
+    return replace(verdict, count=count, token=last), done | failed, failed
 
 
 def rows_of_pass(drafter: Drafter, state: DecodeState, **_: Any) -> int:

@@ -88,21 +88,27 @@ class Text:
 
 @struct.dataclass
 class Progress:
-    """What rows have come to: a copy for the host, which outlives the state.
+    """What a call of `decode_rows` has added to each row: a copy for the host, which outlives the state.
+
+    It is as large as what a call can add, and not as what a row can hold: a host that asks for it waits for every byte.
 
     Attributes:
-        tokens: ``[B, S]`` as `DecodeState.tokens`.
-        lengths: ``[B]``.
+        tokens: ``[B, R]`` the tokens that the call emitted, ``lengths - starts`` of them; the rest means nothing.
+        starts: ``[B]`` how many tokens each row had before the call.
+        lengths: ``[B]`` how many it has now.
         done: ``[B]``.
+        failed: ``[B]`` as `DecodeState.failed`.
         stats: since each row's text was admitted.
-        accepted: ``[B, S]`` as `DecodeState.accepted`.
+        accepted: ``[B, R]`` bool, which of ``tokens`` were drafted and accepted.
         matched: ``[B]`` tokens that came as predicted since each row's text was admitted; None: no drafter looks for that.
-        logprobs: of the tokens that this call emitted, ``[width, R]``, where they were asked for.
+        logprobs: of ``tokens``, ``[width, R]``, where they were asked for.
     """
 
     tokens: jax.Array
+    starts: jax.Array
     lengths: jax.Array
     done: jax.Array
+    failed: jax.Array
     stats: Stats
     accepted: jax.Array
     matched: jax.Array | None
@@ -167,6 +173,7 @@ def empty(
         drafter=own,
         stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
         accepted=jnp.zeros((rows, capacity), bool),
+        failed=jnp.zeros(rows, bool),
         min_lengths=jnp.zeros(rows, jnp.int32),
     )
     return place_rows(state, target)
@@ -272,6 +279,7 @@ def admit(
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
         accepted=jnp.zeros(capacity, bool),
+        failed=jnp.zeros((), bool),
         min_lengths=text.min_length,
     )
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
@@ -438,8 +446,8 @@ def decode_rows(
     until_any_done: ArrayLike,
     *,
     width: int,
+    most_steps: int,
     logprobs: int | None = None,
-    most_steps: int = 0,
 ) -> tuple[DecodeState, Progress]:
     """`decode` the first rows of a state.
 
@@ -452,12 +460,13 @@ def decode_rows(
         max_steps: scalar.
         until_any_done: scalar bool: end when a row is done.
         width: how many rows. The others stay as they are. Fewer rows take less time.
+        most_steps: what ``max_steps`` is at most: there is room to report R = most_steps * (D + 1) tokens. With more steps than
+            that the state has all tokens, and the report has the first R.
         logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place. It is
             another program.
-        most_steps: what ``max_steps`` is at most; read where there are ``logprobs``, which need room.
 
     Returns:
-        The state, and what its rows have come to.
+        The state, and what this call has added to its rows.
 
     Examples:
         >>> from specjax.decoding import rows
@@ -485,19 +494,29 @@ def decode_rows(
         ... )
         >>> free = np.array([True, False, True, True])
         >>> state, progress = rows.decode_rows(
-        ...     target, drafter, state, table, free, np.int32(99), np.bool_(False), width=2
+        ...     target, drafter, state, table, free, np.int32(8), np.bool_(False), width=2, most_steps=8
         ... )
-        >>> progress.tokens[1, :14].tolist() == plain.tokens[0].tolist()
+        >>> progress.tokens[1, :8].tolist() == plain.tokens[0, 6:].tolist()
         True
     """
     state = retire(with_table(state, table), free)
-    said = None
-    if logprobs is not None:
-        said = Logprobs.zeros(width, most_steps * (drafter.draft_shape.depth + 1), logprobs)
+    starts, most_tokens = state.lengths, most_steps * (drafter.draft_shape.depth + 1)
+    said = None if logprobs is None else Logprobs.zeros(width, most_tokens, logprobs)
     part, said = run_steps(target, drafter, _first_rows(state, width), max_steps, until_any_done, said)
     state = put_rows(state, part, _put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
-    progress = Progress(state.tokens, state.lengths, state.done, state.stats, state.accepted, matched, said)
+    emitted = jnp.minimum(starts[:, None] + jnp.arange(most_tokens), state.tokens.shape[1] - 1)
+    progress = Progress(
+        tokens=jnp.take_along_axis(state.tokens, emitted, axis=1),
+        starts=starts,
+        lengths=state.lengths,
+        done=state.done,
+        failed=state.failed,
+        stats=state.stats,
+        accepted=jnp.take_along_axis(state.accepted, emitted, axis=1),
+        matched=matched,
+        logprobs=said,
+    )
     return place_rows(state, target), progress
 
 
@@ -511,6 +530,7 @@ class Checked:
         count: ``[W]`` how many of both count; 0 where no row was asked for.
         accepted: ``[W]`` how many of the emitted tokens were drafted.
         done: ``[W]`` bool, the text is over.
+        failed: ``[W]`` bool, because the target's logits after the last of the tokens were none.
         told: of each node of the path, what `Drafter.tell` gives, ``[W, D+1, …]``.
     """
 
@@ -519,6 +539,7 @@ class Checked:
     count: jax.Array
     accepted: jax.Array
     done: jax.Array
+    failed: jax.Array
     told: dict[str, jax.Array]
 
 
@@ -627,6 +648,7 @@ def verify_rows(
         count=info.emitted,
         accepted=info.accepted,
         done=after.done,
+        failed=after.failed,
         told=after.drafter,
     )
     after = replace(after, drafter=(), done=jnp.ones_like(after.done))

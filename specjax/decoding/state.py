@@ -35,6 +35,7 @@ class DecodeState:
         drafter: the drafter's own state.
         stats: so far.
         accepted: ``[B, S]`` bool, the tokens that were drafted and accepted.
+        failed: ``[B]`` bool, rows that are done because the target's logits were none: no token ``lengths`` could be drawn.
         min_lengths: ``[B]`` committed tokens before which a row must not end; None: no row may ask for that.
 
     Examples:
@@ -55,6 +56,7 @@ class DecodeState:
     drafter: Any
     stats: Stats
     accepted: jax.Array
+    failed: jax.Array
     min_lengths: jax.Array | None = None
 
     @property
@@ -120,6 +122,7 @@ def prefill(
         drafter=drafter_state,
         stats=Stats.zeros(batch, drafter.draft_shape.depth),
         accepted=jnp.zeros((batch, capacity), bool),
+        failed=jnp.zeros(batch, bool),
         min_lengths=min_lengths,
     )
     return place_rows(state, target)

@@ -16,7 +16,17 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import RowSampling, argmax, draw, noise_of_rows, perturbed, probabilities, split_keys, without_ends
+from specjax.sampling import (
+    RowSampling,
+    argmax,
+    can_be_drawn,
+    draw,
+    noise_of_rows,
+    perturbed,
+    probabilities,
+    split_keys,
+    without_ends,
+)
 from specjax.shape_checks import shape_checked
 
 NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -30,6 +40,10 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     With coupled sampling, by `coupled`, whatever the draft. Otherwise by what the draft says of itself: a chain of drawn tokens
     by `block`, or by what ``sampling.rule`` names, drawn siblings by `recursive_rejection`, and chosen tokens by `matching`.
 
+    A node ends its path where no token can be drawn from its logits (`specjax.sampling.can_be_drawn`), as if nothing had been
+    drafted below it. A row whose path ends there draws no token: `Verdict.bad`. Whether a row comes there, and by which tokens,
+    is decided as the target alone would. A token whose own q is NaN was drawn from nothing, and counts as not drafted.
+
     Args:
         draft: a tree of N nodes.
         logits: ``[B, N, V]`` the target's at every node.
@@ -37,39 +51,52 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         keys: ``[B]``; where ``sampling.coupled``, ``[D + 1, B]`` those of the positions below nodes of each depth.
     """
     if sampling.greedy:
-        return follow_argmax(draft, argmax(without_ends(logits, sampling, draft.depths)))
+        allowed = without_ends(logits, sampling, draft.depths)
+        return follow_argmax(draft, argmax(allowed), can_be_drawn(allowed))
     if sampling.coupled:
         return coupled(draft, logits, sampling, keys)
     if draft.q is None:
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    p = probabilities(without_ends(logits, sampling, draft.depths), sampling)
-    x, drafted = draft.tokens[:, 1:], jnp.cumprod(draft.drafted, axis=1).astype(bool)
+    allowed = without_ends(logits, sampling, draft.depths)
+    p, good, x = probabilities(allowed, sampling), can_be_drawn(allowed), draft.tokens[:, 1:]
+    # A drafter's q is NaN for all tokens or for none. What depends on q(x) being a number does not depend on x.
+    drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
+    drafted = jnp.cumprod(drafted, axis=1).astype(bool)
     # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
     # max(0, p - q) is p itself there, and the bonus token falls out of it.
     q = jnp.where(jnp.pad(drafted, ((0, 0), (0, 1)))[..., None], draft.q, 0.0)
+    # Nor do they for a node without logits: it is the end of a chain, and any distribution may stand there.
+    p = jnp.where(good[..., None], p, jax.nn.one_hot(0, p.shape[-1], dtype=p.dtype))
     accepted, token = CHAIN_RULES.get(sampling.rule, block)(p, q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
-    return Verdict(path=path, count=accepted + 1, token=token)
+    return Verdict(path=path, count=accepted + 1, token=token, bad=~_at(good, accepted))
 
 
-def follow_argmax(draft: Draft, best: jax.Array) -> Verdict:
+def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     """Descend while a child is the target's likeliest token: all rows are greedy, and no distribution is formed.
 
     Args:
         draft: a tree of N nodes.
         best: ``[B, N]`` the target's likeliest token after each node.
+        good: ``[B, N]`` bool, whether there is one.
     """
     batch, nodes = draft.tokens.shape
     parents = jnp.broadcast_to(jnp.asarray(draft.parents), (batch, nodes))
-    wanted = jnp.take_along_axis(best, parents[:, 1:], axis=1)
-    matches = jnp.pad((draft.tokens[:, 1:] == wanted) & draft.drafted, ((0, 0), (1, 0)), constant_values=True)
+    wanted, is_wanted = (jnp.take_along_axis(each, parents[:, 1:], axis=1) for each in (best, good))
+    matches = (draft.tokens[:, 1:] == wanted) & is_wanted & draft.drafted
+    matches = jnp.pad(matches, ((0, 0), (1, 0)), constant_values=True)
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
     paths = jnp.broadcast_to(tree.paths(draft.parents, draft.depth), (batch, nodes, draft.depth + 1))
     depth = _at(jnp.broadcast_to(draft.depths, (batch, nodes)), last)
-    return Verdict(path=_at(paths, last).astype(jnp.int32), count=depth.astype(jnp.int32) + 1, token=_at(best, last))
+    return Verdict(
+        path=_at(paths, last).astype(jnp.int32),
+        count=depth.astype(jnp.int32) + 1,
+        token=_at(best, last),
+        bad=~_at(good, last),
+    )
 
 
 def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
@@ -88,10 +115,10 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
         keys: ``[D + 1, B]``, from `position_keys`.
     """
 
-    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
         allowed = without_ends(_at(logits, node), sampling, depth)
-        return _holding(draft, node, argmax(perturbed(allowed, sampling, noise)))
+        return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(allowed)
 
     return descend(draft, visit)
 
@@ -111,9 +138,9 @@ class _Descent:
     verdict: Verdict
 
 
-Visit = Callable[[Draft, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""``(draft, node [B], depth) -> (child [B], token [B])``: which child of the node, of that depth, is accepted, or -1 and the
-token that comes instead."""
+Visit = Callable[[Draft, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+"""``(draft, node [B], depth) -> (child [B], token [B], good [B])``: which child of the node, of that depth, is accepted, or -1
+and the token that comes instead; and whether a token can be drawn there at all."""
 
 
 def descend(draft: Draft, visit: Visit) -> Verdict:
@@ -130,10 +157,16 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
     def go(descent: _Descent) -> _Descent:
         depth, going, so_far = descent.depth, descent.going, descent.verdict
         below = replace(draft, valid=_drafted(draft) & going[:, None])
-        child, token = visit(below, so_far.path[:, depth], depth)
-        accepted = child >= 0
+        child, token, good = visit(below, so_far.path[:, depth], depth)
+        assert so_far.bad is not None
+        accepted = (child >= 0) & good
         path = so_far.path.at[:, depth + 1].set(jnp.maximum(child, 0), mode="drop")
-        verdict = Verdict(path=path, count=so_far.count + accepted, token=jnp.where(going, token, so_far.token))
+        verdict = Verdict(
+            path=path,
+            count=so_far.count + accepted,
+            token=jnp.where(going, token, so_far.token),
+            bad=so_far.bad | (going & ~good),
+        )
         return _Descent(depth=depth + 1, going=accepted, verdict=verdict)
 
     batch = draft.tokens.shape[0]
@@ -141,6 +174,7 @@ def descend(draft: Draft, visit: Visit) -> Verdict:
         path=jnp.zeros((batch, draft.depth + 1), jnp.int32),
         count=jnp.ones(batch, jnp.int32),
         token=jnp.zeros(batch, jnp.int32),
+        bad=jnp.zeros(batch, bool),
     )
     start = _Descent(depth=jnp.zeros((), jnp.int32), going=jnp.ones(batch, bool), verdict=root)
     if draft.depth == 0:  # plain decoding: one visit, and no loop for a device to ask its host about
@@ -155,9 +189,10 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     are. A greedy row's p is one-hot, so that it too goes where its argmax is.
     """
 
-    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array]:
-        p = probabilities(without_ends(_at(logits, node), sampling, depth), sampling)
-        return rule(draft, node, p, _fold_in(keys, depth))
+    def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        allowed = without_ends(_at(logits, node), sampling, depth)
+        p = probabilities(allowed, sampling)
+        return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(allowed)
 
     return visit
 

@@ -140,6 +140,8 @@ class Verdict:
         count: ``[B]`` int32 nodes on that path, the root included. One node, one emitted token: the accepted drafts and then
             ``token``, so this is also the number of tokens emitted. 0 where the row has finished and emits nothing.
         token: ``[B]`` int32, the last emitted token: the bonus that the target adds after the accepted path.
+        bad: ``[B]`` bool, no token can be drawn from the target's logits at the end of the path
+            (`specjax.sampling.can_be_drawn`), and ``token`` means nothing. None: none are.
 
     Examples:
         >>> from specjax.drafters import Draft, Verdict
@@ -154,6 +156,7 @@ class Verdict:
     path: jax.Array
     count: jax.Array
     token: jax.Array
+    bad: jax.Array | None = None
 
     def emitted(self, draft: Draft) -> jax.Array:
         """``[B, D+1]`` the emitted tokens in order; meaningful below ``count``."""

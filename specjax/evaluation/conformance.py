@@ -392,10 +392,11 @@ class _PagedRows:
         free = np.tile([row not in self.whose for row in range(_PAGED_ROWS)], self.groups)
         given = free, np.int32(steps), np.bool_(False)
         table = self._full_table()
-        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free))
+        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free), most_steps=1)
+        tokens = sharding.to_host(self.state.tokens, self.target.mesh)
         progress = sharding.to_host(progress, self.target.mesh)
         for row in [row for row in self.whose if progress.done[row]]:
-            text = progress.tokens[row, : progress.lengths[row]].tolist()
+            text = tokens[row, : progress.lengths[row]].tolist()
             self.found[self.whose.pop(row)] = text, metrics.summarise(progress.stats, row)
             left, self.table[row] = self.table[row].tolist(), self.pages
             self.free += sorted({page for page in left if page not in self.table})

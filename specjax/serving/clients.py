@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.decoding import rows as device_rows
 from specjax.drafts import tree
-from specjax.errors import InputError
+from specjax.errors import InputError, LogitsError
 from specjax.serving.device import Device
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 
@@ -400,6 +400,8 @@ class Clients:
         count, done, ticket = int(checked.count[place]), bool(checked.done[place]), row.ticket
         if ticket.state != "held" or ticket.row is None:  # closed meanwhile
             return
+        if checked.failed[place]:
+            raise LogitsError([ticket.row], [len(ticket.tokens) + count])
         row.draft = None
         tokens = checked.tokens[place, :count].tolist()
         self._scheduler.decoded(ticket.row, tokens, done)
@@ -448,7 +450,8 @@ class Clients:
         _LOGGER.error("a client's row ends with an error; the others go on", exc_info=error)
         self.rows.pop(row.ticket, None)
         self._events = [(other, event) for other, event in self._events if other is not row]
-        self._events.append((row, Dropped("an error of the server; its log says more")))
+        reason = str(error) if isinstance(error, LogitsError) else "an error of the server; its log says more"
+        self._events.append((row, Dropped(reason)))
         row.draft = None
         self._scheduler.cancel(row.ticket)
         self._scheduler.check()

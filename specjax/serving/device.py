@@ -248,7 +248,9 @@ class Device:
     ) -> device_rows.Progress:
         """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
         given = table, free, np.int32(steps), np.bool_(until_any_done)
-        self.state, progress = device_rows.decode_rows(*self._with(number), *given, width=width, **self._asked(logprobs))
+        self.state, progress = device_rows.decode_rows(
+            *self._with(number), *given, width=width, most_steps=self.sizes.steps, logprobs=self._top(logprobs)
+        )
         return sharding.everywhere(progress, self.target.mesh)
 
     def catch_up(self, table: np.ndarray) -> None:
@@ -370,7 +372,9 @@ class Device:
 
     def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
         given = table, self._none(), np.int32(1), np.bool_(False)
-        return device_rows.decode_rows.lower(*self._with(number), *given, width=width, **self._asked(logprobs))
+        return device_rows.decode_rows.lower(
+            *self._with(number), *given, width=width, most_steps=self.sizes.steps, logprobs=self._top(logprobs)
+        )
 
     @property
     def _own(self) -> tuple[Target, Drafter, Any]:
@@ -380,8 +384,8 @@ class Device:
     def _with(self, number: int) -> tuple[Target, Drafter, Any]:
         return self.target, self.drafters[number], self.state
 
-    def _asked(self, logprobs: bool) -> dict[str, int]:
-        return {"logprobs": self.sizes.max_logprobs, "most_steps": self.sizes.steps} if logprobs else {}
+    def _top(self, logprobs: bool) -> int | None:
+        return self.sizes.max_logprobs if logprobs else None
 
     def _none(self) -> np.ndarray:
         return np.zeros(self.sizes.rows, bool)

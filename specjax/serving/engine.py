@@ -27,7 +27,7 @@ from specjax.drafters.pausable import ROOM, Pausable
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape
-from specjax.errors import InputError, check_options
+from specjax.errors import InputError, LogitsError, check_options
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.serving import over_hosts
@@ -657,7 +657,7 @@ class Engine:
         _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
         self._handles.pop(ticket, None)
         if owner is not None:
-            owner.end("error", error, "this text could not go on")
+            owner.end("error", error, f"this text could not go on{f': {error}' if isinstance(error, LogitsError) else ''}")
         self._scheduler.cancel(ticket)
         self._scheduler.check()
 
@@ -829,12 +829,17 @@ class Engine:
             raise RuntimeError(
                 f"row {row}: the device has {length} tokens of a text that had {start} before and may have {ticket.limit}"
             )
-        new = slice(start, length)
-        tokens, logprobs = progress.tokens[row, new].tolist(), ()
+        if progress.starts[row] != start:
+            raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
+        count = length - start
+        tokens, logprobs = progress.tokens[row, :count].tolist(), ()
         if handle.wanted.logprobs is not None and progress.logprobs is not None:
             said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
             logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
-        return News(tokens, progress.accepted[row, new].tolist(), logprobs, bool(progress.done[row]))
+        error = LogitsError([row], [length]) if progress.failed[row] else None
+        if error is not None:
+            _LOGGER.error("request %d: %s; the others go on", ticket.number, error)
+        return News(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
         """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
@@ -843,6 +848,7 @@ class Engine:
             handle, read, group, said = self._unread.pop(0)
             try:
                 places = [np.asarray(each)[group] for each in vars(said).values()]
+                _check_said(read, places[0][: read.count])
                 tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
                 handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
             except Exception as error:  # this text's: the others go on
@@ -886,6 +892,12 @@ class Engine:
             raise InputError("spans: parts of the text, and an engine without a tokenizer has none; give tokenizer=...")
         if max_new_tokens < 1 and not (echo and max_new_tokens == 0):
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
+
+
+def _check_said(read: Read, chosen: np.ndarray) -> None:
+    """Refuse log-probabilities of a prompt's tokens that are NaN: the target's logits were none."""
+    if np.isnan(chosen).any():
+        raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
 
 
 _fold_in = jax.jit(jax.random.fold_in)  # one call of the device in place of many small ones, for every request

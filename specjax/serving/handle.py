@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from specjax.decoding.stats import Stats
+from specjax.errors import LogitsError
 from specjax.evaluation import metrics
 from specjax.pipeline import Generation
 from specjax.serving.scheduler import Ticket
@@ -103,12 +104,14 @@ class News:
         accepted: for each, whether it was drafted and accepted.
         logprobs: of each, where they were asked for.
         done: whether the text is over.
+        error: with which it is over, after these tokens; None: it is not, or as it should be.
     """
 
     tokens: Sequence[int] = ()
     accepted: Sequence[bool] = ()
     logprobs: Sequence[TokenLogprobs] = ()
     done: bool = False
+    error: LogitsError | None = None
 
 
 def token_logprobs(
@@ -319,6 +322,8 @@ class Handle:
         reason: FinishReason | None = None
         if stopped:
             reason = "stop"
+        elif news.error is not None:
+            reason = "error"
         elif news.done:
             reason = "stop" if news.tokens and news.tokens[-1] in self.settings["eos"] else "length"
         count = len(new)
@@ -331,6 +336,7 @@ class Handle:
                 spans=tuple(span for span in spans if span[0]) if self.wanted.spans else (),
             ),
             reason,
+            news.error,
         )
         return not stopped
 
@@ -343,7 +349,7 @@ class Handle:
                 self._error, self._message = error, message
                 self._finish(reason)
 
-    def _add(self, piece: Piece, reason: FinishReason | None) -> None:
+    def _add(self, piece: Piece, reason: FinishReason | None, error: LogitsError | None) -> None:
         with self._changed:
             if self.finish_reason is not None:
                 return
@@ -353,6 +359,8 @@ class Handle:
             self._tokens += piece.tokens
             if self._growing is not None and reason is not None:  # a stop string may have taken tokens back
                 self._tokens = list(self._growing.tokens)
+            if reason == "error":
+                self._error, self._message = error, f"this text could not go on: {error}"
             if reason is not None:
                 self._finish(reason)
             else:

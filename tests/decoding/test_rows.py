@@ -29,6 +29,8 @@ from tests.conftest import SHAPES, compilations, outputs, tiny_target
 
 ROWS, CAPACITY, PAGE, CHUNK = 4, 48, 8, 16
 KEY = jax.random.key(5)
+MOST_STEPS = 20
+"""Of a call whose tokens are all reported; some of the calls below take more."""
 ENDS = np.full(8, -1, np.int32)
 TARGET = tiny_target()
 KINDS = {
@@ -163,8 +165,12 @@ class Host:
             np.int32(steps),
             np.bool_(until_any_done),
             width=width or len(self.table),
+            most_steps=MOST_STEPS,
         )
-        return sharding.to_host(progress, self.target.mesh)
+        tokens, accepted = self.state.tokens, self.state.accepted
+        progress, tokens, accepted = sharding.to_host((progress, tokens, accepted), self.target.mesh)
+        check_report(progress, tokens, accepted)
+        return progress.replace(tokens=tokens, accepted=accepted)
 
     def catch_up(self) -> None:
         self.state = rows.catch_up(self.target, self.drafter, self.state, self.table, width=len(self.table))
@@ -181,6 +187,14 @@ class Host:
         self.state = rows.rearrange(self.state, np.array(order, np.int32))
         self.table = self.table[order]
         self.texts = {row: self.texts[old] for row, old in enumerate(order) if old in self.texts}
+
+
+def check_report(progress: rows.Progress, tokens: np.ndarray, accepted: np.ndarray) -> None:
+    """What a call reports is what it has added to the state, as far as there is room."""
+    for row, (start, length) in enumerate(zip(progress.starts, progress.lengths, strict=True)):
+        end = min(length, start + progress.tokens.shape[1])
+        np.testing.assert_array_equal(progress.tokens[row, : end - start], tokens[row, start:end])
+        np.testing.assert_array_equal(progress.accepted[row, : end - start], accepted[row, start:end])
 
 
 def row_of(progress, row: int) -> list[int]:

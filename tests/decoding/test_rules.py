@@ -169,7 +169,7 @@ def test_chosen_children_are_accepted_where_the_target_goes(rule) -> None:
     best = shown.argmax(axis=-1)
     draft, tokens, valid = a_tree(rng, ROWS, best)
     if rule == "argmax":
-        verdict = follow_argmax(draft, jnp.asarray(best, jnp.int32))
+        verdict = follow_argmax(draft, jnp.asarray(best, jnp.int32), jnp.ones(best.shape, bool))
     elif rule == "coupled":
         verdict = verify(draft, jnp.asarray(logits), sampling, keys)
     else:  # whatever is drawn, it is the only token with a chance
@@ -260,7 +260,8 @@ def test_a_row_ends_with_its_first_end_token_or_at_its_limit() -> None:
         eos=jnp.asarray(ends), lengths=jnp.full(200, 5), limits=jnp.asarray(5 + room), done=jnp.asarray(done)
     )
     verdict = Verdict(path=jnp.zeros((200, 4), jnp.int32), count=jnp.asarray(count), token=jnp.zeros(200, jnp.int32))
-    shorter, is_done = _cut(verdict, jnp.asarray(emitted), state)
+    shorter, is_done, has_failed = _cut(verdict, jnp.asarray(emitted), state)
+    assert not has_failed.any()
     for row in range(200):
         expected = cut(emitted[row].tolist(), count[row], ends[row].tolist(), room[row], done[row])
         assert (shorter.count[row], is_done[row]) == expected, row

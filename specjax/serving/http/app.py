@@ -30,7 +30,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from specjax.errors import InputError
+from specjax.errors import InputError, LogitsError
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import requests, responses
@@ -440,8 +440,14 @@ def _cors(options: AppOptions) -> list[Middleware]:
     """Return what answers preflight requests, which carry no key, and lets the pages of some origins read answers."""
     if not options.cors_origins:
         return []
-    what = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": [IGNORED_HEADER, "Retry-After"]}
-    return [Middleware(CORSMiddleware, allow_origins=options.cors_origins, **what)]
+    middleware = Middleware(
+        CORSMiddleware,
+        allow_origins=options.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=[IGNORED_HEADER, "Retry-After"],
+    )
+    return [middleware]
 
 
 async def answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -749,7 +755,9 @@ _UNEXPECTED = "an error of the server; its log says more"
 
 
 def _engine_message(error: EngineError) -> str:
-    return f"{error}: {type(error.__cause__).__name__}" if error.__cause__ else str(error)
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):  # whose message says it all
+        return str(error)
+    return f"{error}: {type(error.__cause__).__name__}"
 
 
 async def _answer_engine_error(request: Request, error: Any) -> Response:
