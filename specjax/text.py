@@ -17,10 +17,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.progress import waiting
-
-Messages = Sequence[Mapping[str, Any]]
-"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first. A message may have more for the model's
-template to read, as OpenAI's interface has it: ``tool_calls``, ``tool_call_id``, ``reasoning_content``."""
+from specjax.templates import Messages, Render, Settings, read_settings, renderer, settings_of, without_settings
 
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
@@ -171,8 +168,8 @@ def _shown(token: str | None) -> str:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
+def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
+    """Token ids of a prompt; with ``chat``, as the user's turn in the model's chat template, see `encode_chat`.
 
     No token that begins a text is put before a prompt that begins with it.
 
@@ -189,7 +186,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     if not prompt:
         raise InputError("prompt='': empty; give at least one character")
     if chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
     tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
     begin = getattr(tokenizer, "bos_token_id", None)
@@ -214,14 +211,15 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
-    """Token ids of a chat in the model's own template, up to where its answer begins.
+def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None) -> list[int]:
+    """Token ids of a chat in the model's template, up to where its answer begins.
 
-    The messages of a ``developer`` are a system's where the template knows no developer.
+    The messages of a ``developer`` are a system's where the template knows no developer. What the template is given beside the
+    messages, ``chat_template_kwargs``, goes over what the tokenizer has for all chats (`specjax.templates.with_template`).
 
     Raises:
         InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages or leaves one
-            of them out.
+            of them out, or does so with what it is given beside them.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -238,24 +236,43 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
         raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
-    text = _chat_text(tokenizer, messages)
+    text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}))
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _chat_text(tokenizer: Any, messages: Messages) -> str:
+def _chat_with(tokenizer: Any, messages: Messages, given: Settings) -> str:
+    """Return the text of a chat with what its template is ``given``; an error says so where that is its cause."""
+    try:
+        return _chat_text(renderer(tokenizer, given), messages)
+    except InputError as error:
+        settings = dict(given) or settings_of(tokenizer)
+        if not settings or not _can_write(renderer(tokenizer) if given else renderer(without_settings(tokenizer)), messages):
+            raise
+        raise InputError(f"chat_template_kwargs: without {_shortened(str(settings))} it would do, but: {error}") from None
+
+
+def _can_write(render: Render, messages: Messages) -> bool:
+    try:
+        _chat_text(render, messages)
+    except InputError:
+        return False
+    return True
+
+
+def _chat_text(render: Render, messages: Messages) -> str:
     """Return the text of a chat, in which a developer is the system where the template knows no developer."""
     try:
-        return _render_chat(tokenizer, messages)
+        return _render_chat(render, messages)
     except InputError:
         as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         if as_system != list(messages):
             with suppress(InputError):  # the first error is about what was given
-                return _render_chat(tokenizer, as_system)
+                return _render_chat(render, as_system)
         raise
 
 
-def _render_chat(tokenizer: Any, messages: Messages) -> str:
+def _render_chat(render: Render, messages: Messages) -> str:
     """Return the text of a chat, in the first form of its messages that the model's template reads all of.
 
     Calls of tools are a part of that, where there is a form in which the template reads them. Otherwise they are ignored.
@@ -263,15 +280,15 @@ def _render_chat(tokenizer: Any, messages: Messages) -> str:
     refusal, left_out, without_calls = None, None, None
     for form, with_text in _template_forms(messages):
         try:
-            text = _apply_template(tokenizer, form)
-            if with_text is not None and text.count("None") > _apply_template(tokenizer, with_text).count("None"):
+            text = render(form)
+            if with_text is not None and text.count("None") > render(with_text).count("None"):
                 continue  # it writes the None of a content
         except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
             refusal = refusal or error
             continue
-        if _first_left_out(tokenizer, form) is None:
+        if _first_left_out(render, form) is None:
             return text
-        number = _first_left_out(tokenizer, form, with_calls=False)
+        number = _first_left_out(render, form, with_calls=False)
         if number is not None:
             left_out = number if left_out is None else left_out
         elif without_calls is None:
@@ -284,17 +301,6 @@ def _render_chat(tokenizer: Any, messages: Messages) -> str:
         f"messages[{left_out}]: the model's chat template leaves out this message, of the role "
         f"{_short(str(messages[left_out].get('role')))}; give it another role, or leave it out"
     )
-
-
-def _apply_template(tokenizer: Any, messages: Messages) -> str:
-    if all(value is not None for each in messages for value in each.values()):
-        return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
-    from transformers.utils.chat_template_utils import render_jinja_template  # the other one drops what is None
-
-    template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-    chats = [[dict(each) for each in messages]]
-    rendered, _ = render_jinja_template(conversations=chats, chat_template=template, add_generation_prompt=True, **tokens)
-    return rendered[0]
 
 
 # Under each of these names some template reads what a model has thought before its answer.
@@ -351,7 +357,7 @@ def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, A
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _first_left_out(tokenizer: Any, messages: Messages, with_calls: bool = True) -> int | None:
+def _first_left_out(render: Render, messages: Messages, with_calls: bool = True) -> int | None:
     """Return the number of the first message of which a template writes nothing, None: there is none.
 
     A message is left out where the text lacks a mark that stands in place of its content. What the template does with a
@@ -366,7 +372,7 @@ def _first_left_out(tokenizer: Any, messages: Messages, with_calls: bool = True)
             _marked(each, marks[number], with_calls) if number in marked else each for number, each in enumerate(messages)
         ]
         try:
-            return _apply_template(tokenizer, chosen).lower()
+            return render(chosen).lower()
         except Exception:
             return None
 
@@ -506,7 +512,11 @@ def _text(value: Any) -> str:
 
 
 def _short(name: str) -> str:
-    return repr(name if len(name) <= 80 else f"{name[:77]}…")
+    return repr(_shortened(name))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 # --- text that grows -------------------------------------------------------------------------------------------------

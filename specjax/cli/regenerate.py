@@ -25,7 +25,7 @@ from specjax.sampling import named_key
 from specjax.serving.engine import Engine
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
-from specjax.training import chat, fingerprint
+from specjax.training import fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
 from specjax.training.written import NOTE, WrittenTokens
 
@@ -64,6 +64,7 @@ class RegenerateConfig:
         top_p: in (0, 1].
         seed: of the random draws.
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         stop: strings before the first of which an answer of a conversation ends, where the model has no token for it.
         mesh: devices by axis, data and model.
     """
@@ -84,6 +85,7 @@ class RegenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     chat_template: str = ""
+    chat_template_kwargs: str = ""
     stop: tuple[str, ...] = ()
     mesh: tuple[int, int] = (1, 1)
 
@@ -106,8 +108,14 @@ def run_regenerate(config: RegenerateConfig) -> int:
     missing = [each for each in wanted if each.label not in done]
     mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
-    generator = pipeline.load(config.target, drafter=drafter, draft=config.draft or None, mesh=mesh)
-    chat.with_template(generator.tokenizer, config.chat_template)
+    generator = pipeline.load(
+        config.target,
+        drafter=drafter,
+        draft=config.draft or None,
+        mesh=mesh,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
     claim = _claim(config, generator)
     _refuse_other_model(output, config, claim)
     written = 0

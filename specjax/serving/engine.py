@@ -39,6 +39,7 @@ from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 from specjax.serving.totals import Totals
+from specjax.templates import Settings
 
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
@@ -387,14 +388,15 @@ class Engine:
         """What drafts may come from clients; None: there are no clients."""
         return self._device.clients
 
-    def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
-        """The token ids of what `submit` takes as a prompt.
+    def encode(self, prompt: str | text.Messages | Sequence[int], chat_template_kwargs: Settings | None = None) -> list[int]:
+        """The token ids of what `submit` takes as a prompt; with ``chat_template_kwargs`` as in `specjax.text.encode_chat`.
 
         Raises:
             InputError: it cannot be used; says why.
         """
         if not _is_tokens(prompt):
-            return pipeline.TextGenerator(self.target, self.tokenizer).encode(prompt)  # pyright: ignore[reportArgumentType]
+            generator = pipeline.TextGenerator(self.target, self.tokenizer)
+            return generator.encode(prompt, chat_template_kwargs=chat_template_kwargs)  # pyright: ignore[reportArgumentType]
         tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         check_prompts([tokens], None, self.target.config.vocab_size)
         return tokens

@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from specjax.errors import InputError
 from specjax.serving.http import app, requests, responses, run
 from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
@@ -127,7 +128,7 @@ def test_what_the_engine_is_given() -> None:
 def test_a_prompt_may_come_without_special_tokens() -> None:
     engine = MadeUpEngine()
     encoded = []
-    engine.encode = lambda prompt: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
+    engine.encode = lambda prompt, _=None: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
     ask(engine, prompt="ab", add_special_tokens=False)
     ask(engine, prompt="ab", add_special_tokens=True)
     ask(engine, "/tokenize", content='{"prompt": "ab", "add_special_tokens": false}')
@@ -657,6 +658,30 @@ def test_what_the_chat_template_refuses() -> None:
     assert error["param"] == "messages"
 
 
+def test_a_request_gives_settings_to_the_chat_template() -> None:
+    engine = MadeUpEngine()
+    assert chat(engine, chat_template_kwargs={"mood": "good"}).status_code == 200
+    assert chat(engine).status_code == 200
+    first, second = ("".join(map(chr, each.prompt)) for each in engine.submitted)
+    assert first == second + "mood=good\n"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "good"}}
+    tokens = ask(engine, "/tokenize", content=json.dumps(body)).json()["tokens"]
+    assert "".join(map(chr, tokens)) == first
+    far_too_long = "a" * (6 * CAPACITY + 1)
+    for given in ({"mood": far_too_long}, {far_too_long: 1}):
+        assert refused(chat(engine, chat_template_kwargs=given), 400)["code"] == "context_length_exceeded"
+
+
+def test_an_error_about_settings_of_the_template_names_them() -> None:
+    engine = MadeUpEngine()
+
+    def encode(prompt: Any, settings: Any) -> list[int]:
+        raise InputError("chat_template_kwargs: without {'mood': 1} it would do, but: messages: no such mood")
+
+    engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
+    assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"
+
+
 def test_an_engine_that_fails() -> None:
     engine = MadeUpEngine()
     service = service_of(engine)
@@ -769,7 +794,7 @@ def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> Non
     engine = MadeUpEngine(pause=10.0)
     encode, begun = engine.encode, []
 
-    def slow(prompt: Any) -> list[int]:
+    def slow(prompt: Any, _: Any) -> list[int]:
         begun.append(prompt)
         time.sleep(0.5)
         return encode(prompt)
