@@ -77,8 +77,11 @@ def _check_has_tokenizer(directory: Path) -> None:
 def load_tokenizer(directory: Path) -> Any:
     """The checkpoint's tokenizer, as transformers loads it, without running any code that the checkpoint brings.
 
+    It begins and ends texts as ``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` say, if they do.
+
     Raises:
-        InputError: it has none, one that is damaged, or one that is there as code alone.
+        InputError: it has none, one that is damaged, one that is there as code alone, or one that cannot be made to begin and
+            end texts so.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -92,7 +95,7 @@ def load_tokenizer(directory: Path) -> Any:
 
     try:
         # Without a word on it, transformers asks on stdin whether to run the checkpoint's code.
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -103,6 +106,35 @@ def load_tokenizer(directory: Path) -> Any:
         raise InputError(
             f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
         ) from None
+    _add_what_is_stated(tokenizer, directory / "tokenizer_config.json")
+    return tokenizer
+
+
+def _add_what_is_stated(tokenizer: Any, config: Path) -> None:
+    """Make a tokenizer begin and end texts as its configuration says.
+
+    Where there is a tokenizer.json, transformers 5 goes by that alone. DeepSeek-V3's adds nothing, and its configuration says
+    that a text has a begin: without it, the model reads every prompt as it read none in training.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None or not config.is_file():
+        return  # without a tokenizer.json, transformers goes by the configuration
+    stated = json.loads(config.read_text(encoding="utf-8"))
+    own = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins = len(whole) > len(own) and whole[0] == begin
+    ends = len(whole) > len(own) + begins and whole[-1] == end
+    wanted = {"add_bos_token": begins, "add_eos_token": ends}
+    for name, token in (("add_bos_token", begin), ("add_eos_token", end)):
+        if isinstance(stated.get(name), bool) and token is not None:
+            wanted[name] = stated[name]
+    if list(wanted.values()) == [begins, ends]:
+        return
+    if len(whole) > len(own) + begins + ends:
+        said = ", ".join(f"{name}={json.dumps(stated[name])}" for name in wanted if name in stated)
+        raise InputError(f"{config}: {said}, but tokenizer.json adds other tokens than these to a text: make the two agree")
+    for name, value in wanted.items():
+        setattr(tokenizer, name, value)
 
 
 def _damaged_file(directory: Path) -> Path:

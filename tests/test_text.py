@@ -5,15 +5,17 @@ import shutil
 import subprocess
 import sys
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from specjax import text
 from specjax.errors import InputError
+from specjax.training.tokenizer import encode_texts, read_tokenizer
 from tests.conftest import ASSETS, SHARED
 
 
@@ -206,6 +208,59 @@ def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) ->
     begin, rest = tokenizer.bos_token, tokenizer("import os", add_special_tokens=False)["input_ids"]
     for times, expected in ((0, 1), (1, 1), (2, 2)):
         assert text.encode(tokenizer, begin * times + "import os") == [tokenizer.bos_token_id] * expected + rest
+
+
+def saved(directory: Path, adds: str, **stated: Any) -> Path:
+    """Write a tokenizer whose tokenizer.json puts around a text what ``adds`` has around its x, and its configuration."""
+    vocab = {token: number for number, token in enumerate(["<s>", "</s>", "<m>", "a", "b"])}
+    made = tokenizers.Tokenizer(models.BPE(vocab, []))
+    made.add_special_tokens(["<s>", "</s>", "<m>"])
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    if adds != "x":
+        special = [(token, vocab[token]) for token in ("<s>", "</s>", "<m>") if token in adds]
+        made.post_processor = processors.TemplateProcessing(single=adds.replace("x", "$A"), special_tokens=special)
+    made.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **stated}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("of_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer"])
+@pytest.mark.parametrize(
+    ("adds", "stated", "expected"),
+    [
+        ("x", {"add_bos_token": True, "add_eos_token": False}, "<s>ab"),  # DeepSeek-V3's
+        ("x", {"add_bos_token": True}, "<s>ab"),
+        ("x", {"add_bos_token": False, "add_eos_token": True}, "ab</s>"),
+        ("x", {"add_bos_token": True, "add_eos_token": True}, "<s>ab</s>"),
+        ("<s> x", {"add_bos_token": False}, "ab"),
+        ("<s> x", {"add_eos_token": True}, "<s>ab</s>"),  # what is not stated is as it was
+        ("<s> x", {}, "<s>ab"),
+        ("<s> x", {"add_bos_token": None}, "<s>ab"),
+        ("<s> x </s>", {"add_eos_token": False}, "<s>ab"),
+        ("<m> x", {"add_bos_token": False}, "<m>ab"),
+        ("x", {"add_bos_token": True, "bos_token": None}, "ab"),
+        ("x", {"add_bos_token": True, "eos_token": "<s>"}, "<s>ab"),
+    ],
+)
+def test_texts_begin_and_end_as_the_configuration_says(tmp_path, of_class: str, adds: str, stated: dict, expected: str) -> None:
+    made = text.load_tokenizer(saved(tmp_path, adds, tokenizer_class=of_class, **stated))
+    assert made.decode(text.encode(made, "ab")) == expected
+    assert made.decode(text.encode_continuation(made, "ab")) == "ab"
+    assert made.decode(text.encode(made, "<s>ab")).count("<s>") == 1
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert made.decode(text.encode_chat(made, [{"role": "user", "content": "ab"}])) == "ab"
+    trained = read_tokenizer(tmp_path)  # as a training reads texts, and as it is saved beside what was trained
+    assert made.decode(encode_texts(trained.backend_tokenizer, ["ab"])[0]) == expected
+    trained.save_pretrained(tmp_path / "saved")
+    again = text.load_tokenizer(tmp_path / "saved")
+    assert again.decode(text.encode(again, "ab")) == expected
+
+
+def test_tokens_that_cannot_be_as_the_configuration_says_are_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: add_bos_token=true, but tokenizer\.json adds other tokens"):
+        text.load_tokenizer(saved(tmp_path, "<m> x", add_bos_token=True))
 
 
 def test_chat_template_is_applied_or_refused(tokenizer) -> None:
