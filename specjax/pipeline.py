@@ -178,7 +178,8 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         stop, made = _split_options(options)
-        run = self.start([self.encode(each) for each in prompts], made, stop=stop, steps=LOOK_EVERY if stop else None)
+        tokens, steps = [self.encode(each) for each in prompts], LOOK_EVERY if stop else None
+        run = self.start(tokens, made, stop=stop, steps=steps, is_chat=[not isinstance(each, str) for each in prompts])
         for _ in run:
             pass
         return run.generations if is_list else run.generations[0]
@@ -189,7 +190,8 @@ class TextGenerator(OneLine):
         if is_list:
             raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
         stop, made = _split_options(options)
-        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY)
+        is_chat = not isinstance(prompts[0], str)
+        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
         return (piece for (piece,) in run if piece)
 
     def encode(self, prompt: str | Messages, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
@@ -208,6 +210,7 @@ class TextGenerator(OneLine):
         *,
         stop: str | Sequence[str] = (),
         steps: int | None = None,
+        is_chat: bool | Sequence[bool] = False,
     ) -> "Run":
         """Check every argument, and read the prompts: a batch to be iterated over.
 
@@ -216,10 +219,14 @@ class TextGenerator(OneLine):
             options: of the generation, see `settings`.
             stop: a string, or several, before the first of which a row's text ends.
             steps: between two looks at what there is; None runs to the end at once.
+            is_chat: whether texts are answers in chats, of all rows or of each: of a model that writes in channels, such as
+                gpt-oss, the final channel alone.
         """
         stop = text.check_stop(stop)
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
-        return Run(results, [GrowingText(self.tokenizer, prompt, stop) for prompt in prompts])
+        chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
+        rows = zip(prompts, chats, strict=True)
+        return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=each) for prompt, each in rows])
 
 
 class Run:

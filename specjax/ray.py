@@ -174,7 +174,7 @@ class Generate:
             key = jax.random.fold_in(named_key(self._root, row.identity), number)
             if row.is_chat:  # the key of its next turn
                 key = jax.random.fold_in(key, row.answers)
-        handle = self._engine.submit(prompt, key=key, **self._settings)
+        handle = self._engine.submit(prompt, key=key, is_chat=row.is_chat, **self._settings)
         return lambda: self._written(row, prompt, handle.result())
 
     def _written(self, row: "_Row", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -669,6 +669,99 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+class FinalChannel:
+    """As `TextStream`, but the text is that of a chat's answer in OpenAI's harmony format, as gpt-oss writes it.
+
+    A model writes messages in several channels there, such as its thoughts in ``analysis`` and calls of tools in
+    ``commentary``. Only what stands in the channel ``final`` is its answer. The tokens around the messages are no text.
+
+    Examples:
+        >>> from specjax.text import FinalChannel
+        >>> FinalChannel.reads(specjax.load("embedded").tokenizer, [1, 2])
+        False
+    """
+
+    _BEGINS = ("<|start|>", "<|channel|>", "<|message|>")
+    _ENDS = ("<|end|>", "<|return|>", "<|call|>")
+
+    @staticmethod
+    def reads(tokenizer: Any, prompt: Sequence[int]) -> bool:
+        """Return whether a chat's prompt is in that format: whether the tokenizer has its tokens, and the prompt begins so."""
+        start, *others = (_mark_id(tokenizer, name) for name in (*FinalChannel._BEGINS, "<|end|>"))
+        return start is not None and None not in others and start in prompt
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        """``prompt`` is what `TextStream` takes, and says which message is begun."""
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, prompt)
+        self._start, self._channel, self._message = (_mark_id(tokenizer, name) for name in self._BEGINS)
+        ends = (_mark_id(tokenizer, name) for name in self._ENDS)
+        self._marks = frozenset([self._start, self._channel, self._message, *ends]) - {None}
+        self._name: list[int] = []  # tokens of the channel's name, once there is one
+        self._is_named = self._is_final = False
+        tokens = [int(token) for token in prompt]
+        last = len(tokens) - 1 - tokens[::-1].index(self._start) if self._start in tokens else len(tokens)
+        for token in tokens[last:]:
+            self._is_text(token)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether some tokens of the answer have not become text yet."""
+        return self._stream.is_holding
+
+    def push(self, tokens: Iterable[Any], last: bool = False) -> str:
+        """The text that ``tokens`` add to the answer; ``last`` lets go of what was held back."""
+        return self._stream.push([token for token in map(int, tokens) if self._is_text(token)], last)
+
+    def peek(self) -> str:
+        """As `TextStream.peek`."""
+        return self._stream.peek()
+
+    def is_end_of_run(self, token: int) -> bool:
+        """As `TextStream.is_end_of_run`: what is not the answer's is skipped."""
+        return self._is_final and token not in self._marks and self._stream.is_end_of_run(token)
+
+    def last_bytes(self, count: int) -> list[tuple[int, int]]:
+        """As `TextStream.last_bytes`."""
+        return self._stream.last_bytes(count)
+
+    def byte_of(self, token: int) -> int | None:
+        """As `TextStream.byte_of`, of the newest token."""
+        return self._stream.byte_of(token) if self._is_final else None
+
+    def _is_text(self, token: int) -> bool:
+        """Take in a token. Return whether it belongs to the answer's text."""
+        if token not in self._marks:
+            if self._is_named and self._tokenizer.decode([token], skip_special_tokens=True):
+                self._name.append(token)
+            else:
+                self._is_named = False  # <|constrain|> stands behind a channel's name
+            return self._is_final
+        if token == self._message:
+            words = self._tokenizer.decode(self._name, skip_special_tokens=True).split()
+            self._is_final = words[:1] == ["final"]
+        else:
+            self._is_final = False
+        self._name, self._is_named = [], token == self._channel
+        return False
+
+
+def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) -> "TextStream | FinalChannel":
+    """What turns the tokens after a prompt into text; of a chat's answer, those of its final channel, where there are channels.
+
+    Examples:
+        >>> from specjax.text import text_stream
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> text_stream(tokenizer, tokenizer.encode("import"), is_chat=True).push(tokenizer.encode(" os"), last=True)
+        ' os'
+    """
+    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(tokenizer, prompt)
+
+
+def _mark_id(tokenizer: Any, name: str) -> int | None:
+    """Return the id of a token that is no text, None: the tokenizer has no such token."""
+    return next(iter(_special_tokens(tokenizer, [name])), None)
+
+
 @lru_cache(maxsize=16)
 def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
     """Return the ids of tokens that decoding skips, among the ``special`` ones and those that were added."""
@@ -777,11 +870,15 @@ class GrowingText:
         ('os', True)
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0, is_chat: bool = False
+    ) -> None:
         """Of a ``prompt`` of token ids, with strings before the first of which the text ends. They are looked for behind the
-        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token."""
-        self._tokenizer, self._prompt, self._strings, self._stop_after = tokenizer, prompt, stop, stop_after
-        self._text, self._stop = TextStream(tokenizer, prompt), StopStrings(stop)
+        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token. Of a chat's answer
+        the text is what stands in its final channel, where the model has channels (`FinalChannel`)."""
+        self._strings, self._stop_after = stop, stop_after
+        self._new_stream = partial(text_stream, tokenizer, prompt, is_chat)
+        self._text, self._stop = self._new_stream(), StopStrings(stop)
         self._marks = frozenset(_special_tokens(tokenizer, stop))
         self._is_at_mark = False
         self._said = 0  # generated tokens that have become text
@@ -825,7 +922,7 @@ class GrowingText:
     def _drop_held(self) -> None:
         """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
         whole = "".join(self.pieces)
-        stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
+        stream, stop = self._new_stream(), StopStrings(self._strings)
         given = stream.push(self.tokens[: self._stop_after])
         said = max(self._said, self._stop_after)
         given += stop.push(stream.push(self.tokens[self._stop_after : said]))

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+import specjax
 from specjax import client, pipeline, text
 from specjax.cli.main import main
+from specjax.client import writer
 from specjax.errors import InputError
+from specjax.ray import Generate
+from specjax.serving.engine import Engine
 from specjax.templates import names_read, read_settings, renderer, settings_of, with_template
 from specjax.training import chat, data, fingerprint
 from specjax.training.config import DataConfig
@@ -21,6 +25,10 @@ TEMPLATE = (
 )
 REFUSES_MOODS = "{% if mood == 'bad' and messages|length > 1 %}{{ raise_exception('no such mood') }}{% endif %}" + TEMPLATE
 USER = {"role": "user", "content": "hello"}
+
+
+class SeenError(Exception):
+    pass
 
 
 @pytest.fixture
@@ -169,9 +177,6 @@ def test_a_training_reads_them_and_its_data_say_so(tokenizer, tmp_path) -> None:
     ids=lambda command: command[0],
 )
 def test_every_command_that_renders_chats_has_the_two_options(command: list[str], tmp_path, monkeypatch) -> None:
-    class SeenError(Exception):
-        pass
-
     def see(*_: object, **options: object) -> None:
         raise SeenError(options["chat_template"], options["chat_template_kwargs"])
 
@@ -205,6 +210,52 @@ def test_every_command_that_renders_chats_has_the_two_options(command: list[str]
 def test_where_nothing_is_a_chat_they_are_refused(command: list[str], option: list[str], capsys) -> None:
     assert main([*command, *option]) == 2
     assert f"{option[0][2:].replace('-', '_')}='{option[1]}': is read for chats alone" in capsys.readouterr().err
+
+
+def see_whether_it_is_a_chat(*_: object, is_chat: object = None, **__: object) -> None:
+    raise SeenError(is_chat)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_generate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monkeypatch) -> None:
+    """Of which only the final channel is the text, where a model has channels."""
+    file = tmp_path / "one.jinja"
+    file.write_text(TEMPLATE)
+    monkeypatch.setattr(pipeline.TextGenerator, "start", see_whether_it_is_a_chat)
+    words = ["generate", "--target", "embedded", "--drafter", "none", "--prompt", "a"]
+    with pytest.raises(SeenError) as seen:
+        main([*words, "--chat", "--chat-template", str(file)] if chat else words)
+    assert seen.value.args == (chat,)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_client_says_whether_an_answer_is_a_chats(chat: bool, monkeypatch) -> None:
+    generator = pipeline.load("embedded")
+    generator.tokenizer.chat_template = TEMPLATE
+    made = client.connect(
+        "ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, tokenizer=generator.tokenizer, capacity=32
+    )
+    monkeypatch.setattr(writer, "Display", see_whether_it_is_a_chat)
+    with pytest.raises(SeenError) as seen:
+        made.stream([USER] if chat else "hello", max_new_tokens=4)
+    assert seen.value.args == (chat,)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chat", [False, True])
+def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monkeypatch) -> None:
+    file, source = tmp_path / "one.jinja", tmp_path / "source.jsonl"
+    file.write_text(TEMPLATE)
+    messages = [USER, {"role": "assistant", "content": "b"}]
+    source.write_text(json.dumps({"messages": messages} if chat else {"text": "hello"}) + "\n")
+    monkeypatch.setattr(Engine, "submit", see_whether_it_is_a_chat)
+    words = ["--target", "embedded", "--source", str(source), "--output", str(tmp_path / "out.jsonl"), "--batch", "1"]
+    with pytest.raises(SeenError) as seen:
+        main(["regenerate", *words, "--chat-template", str(file)])
+    assert seen.value.args == (chat,)
+    with Generate("embedded", column="column", chat_template=str(file), rows=1) as generate, pytest.raises(SeenError) as seen:
+        generate({"column": [[USER] if chat else "hello"]})
+    assert seen.value.args == (chat,)
 
 
 def test_loading_sets_them_for_all_chats(tmp_path) -> None:

@@ -247,4 +247,11 @@ class _Asking:
                 if name == PLAIN:
                     said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
         answers = [Answer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
-        return answers, self._generator.tokenizer.decode(said, skip_special_tokens=True)
+        return answers, _text_of(self._generator.tokenizer, prompt, said, self._chat)
+
+
+def _text_of(tokenizer: Any, prompt: list[int], said: list[int], is_chat: bool) -> str:
+    """What the prompt of the next turn has of an answer: no thoughts, where these stand in a channel of their own."""
+    if is_chat and text.FinalChannel.reads(tokenizer, prompt):
+        return text.FinalChannel(tokenizer, prompt).push(said, last=True)
+    return tokenizer.decode(said, skip_special_tokens=True)

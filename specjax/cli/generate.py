@@ -133,7 +133,8 @@ def run_generate(config: GenerateConfig) -> None:
     streams = len(prompts) == 1 and not config.json
     started = time.perf_counter()
     with waiting("compiling" if streams else "compiling and generating"):
-        run = generator.start(ids, options, stop=config.stop, steps=pipeline.LOOK_EVERY if streams or config.stop else None)
+        steps = pipeline.LOOK_EVERY if streams or config.stop else None
+        run = generator.start(ids, options, stop=config.stop, steps=steps, is_chat=config.chat)
         waited_for = iter(run)
         first = next(waited_for)
     for pieces in itertools.chain([first], waited_for):

@@ -387,7 +387,7 @@ class _Writer:
             prompt, why_not = self._prompt([*chat, *turn])
             if why_not:
                 break
-            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop)
+            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop, is_chat=True)
             chat += [*turn, {"role": "assistant", "content": answer.text}]
             written.append((prompt, answer.tokens))
         if not chat:
@@ -406,11 +406,13 @@ class _Writer:
             return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} tokens"
         return tokens, ""
 
-    def _answer(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = ()) -> pipeline.Generation:
+    def _answer(
+        self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), is_chat: bool = False
+    ) -> pipeline.Generation:
         """What the target says after ``prompt``."""
         config = self._config
         sampling = {"temperature": config.temperature, "top_p": config.top_p, "key": key}
-        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, **sampling)
+        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, is_chat=is_chat, **sampling)
         return handle.result()
 
 

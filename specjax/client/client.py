@@ -1,6 +1,6 @@
 """A client: a drafter on this machine, and its target on a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,9 @@ class Client:
             exchange = Exchange(request) if kept is None else kept.open(request)
             if kept is not None:
                 kept.keep(exchange)  # what cannot be written is refused now
-            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, journal=kept, **given)
+            is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
+            given |= {"journal": kept, "is_chat": is_chat}
+            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, **given)
         self.report = writer.report
         return writer
 

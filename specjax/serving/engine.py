@@ -258,6 +258,7 @@ class Engine:
         echo: bool = False,
         spans: bool = False,
         cache_salt: str = "",
+        is_chat: bool | None = None,
     ) -> Handle:
         """Ask for a text. Returns at once.
 
@@ -284,6 +285,8 @@ class Engine:
             spans: `Piece.spans` are wanted.
             cache_salt: what is read of the prompt is shared only with requests of the same salt: nobody else can tell by the
                 time or by `Handle.cached_tokens` that there was such a prompt.
+            is_chat: the text is that of a chat's answer: of a model that writes in channels, such as gpt-oss, the final one
+                alone. None: where the prompt is a chat.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -312,7 +315,10 @@ class Engine:
         )
         settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
-        growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
+        growing = None
+        if self.tokenizer is not None:
+            is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
+            growing = text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens, is_chat)
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()

@@ -211,6 +211,7 @@ class Service:
             "prediction": prediction,
             "spans": asked.include_accepted,
             "cache_salt": asked.cache_salt,
+            "is_chat": asked.is_chat,
         }
         for tokens, most in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed

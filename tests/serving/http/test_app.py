@@ -10,17 +10,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
 from specjax.errors import InputError
+from specjax.serving.handle import Handle, News
 from specjax.serving.http import app, requests, responses, run
 from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
+from specjax.text import GrowingText
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
+from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
 
@@ -680,6 +684,45 @@ def test_an_error_about_settings_of_the_template_names_them() -> None:
 
     engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
     assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"
+
+
+def test_a_chats_answer_is_its_final_channel_and_a_completion_is_raw() -> None:
+    engine = MadeUpEngine()
+    ask(engine)
+    chat(engine)
+    assert [each.settings["is_chat"] for each in engine.submitted] == [False, True]
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Any:
+    return with_marks()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: str, answer: str, stream: bool) -> None:
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    ticket = SimpleNamespace(prompt_length=len(prompt), cached=0)
+    growing = GrowingText(harmony, prompt, is_chat=True)
+    handle = Handle(lambda _: None, ticket, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
+    for at in range(0, max(len(tokens), 1), 2):
+        new = tokens[at : at + 2]
+        handle.deliver(News(new, [True] * len(new), done=at + 2 >= len(tokens)))
+    engine = MadeUpEngine()
+    engine.encode = lambda *_: prompt  # pyright: ignore[reportAttributeAccessIssue]
+    engine.submit = lambda *_, **__: handle  # pyright: ignore[reportAttributeAccessIssue]
+    made = chat(engine, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    if stream:
+        *chunks, last = events(made)
+        content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        whole = made.json()
+        content, reason = whole["choices"][0]["message"]["content"], whole["choices"][0]["finish_reason"]
+        usage = whole["usage"]
+    assert content == answer
+    assert usage["completion_tokens"] == len(tokens)
+    assert reason == ("stop" if said.endswith(("<|return|>", "<|call|>")) else "length")
 
 
 def test_an_engine_that_fails() -> None:
