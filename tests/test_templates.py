@@ -258,6 +258,16 @@ def test_regenerate_says_whether_an_answer_is_a_chats(chat: bool, tmp_path, monk
     assert seen.value.args == (chat,)
 
 
+def test_connecting_sets_them_for_all_chats() -> None:
+    generator = pipeline.load("embedded")
+    generator.tokenizer.chat_template = TEMPLATE
+    given = {"tokenizer": generator.tokenizer, "capacity": 32, "chat_template_kwargs": {"mood": "good"}}
+    made = client.connect("ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, **given)
+    assert generator.tokenizer.decode(made.encode([USER])) == "[user]hello<good>[assistant]"
+    with pytest.raises(InputError, match="chat_template: target_parts has no tokenizer"):
+        client.connect("ws://127.0.0.1:9", specjax.PromptLookup(draft=2), generator.target, chat_template_kwargs={"mood": 1})
+
+
 def test_loading_sets_them_for_all_chats(tmp_path) -> None:
     file = tmp_path / "one.jinja"
     file.write_text(TEMPLATE)

@@ -565,7 +565,8 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(of_words, 
 
     monkeypatch.setattr(text, "GrowingText", see)
     monkeypatch.setattr(pipeline, "GrowingText", see)
-    monkeypatch.setattr(generator.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}"
+    monkeypatch.setattr(generator.tokenizer, "chat_template", template)
     chat = [{"role": "user", "content": "a the"}]
     for prompt, given in (("a the", None), (chat, None), ("a the", True), (chat, False)):
         engine.submit(prompt, max_new_tokens=1, is_chat=given).result(PATIENCE)
@@ -573,6 +574,7 @@ def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(of_words, 
     generator([chat, "a the"], max_new_tokens=1)
     list(generator.stream(chat, max_new_tokens=1))
     assert asked == [False, True, True, False, False, True, False, True]
+    assert engine.encode(chat, {"more": "b"}) == [*engine.encode(chat), *generator.tokenizer.convert_tokens_to_ids(["b"])]
 
 
 # --- several choices, errors -----------------------------------------------------------------------------------------

@@ -676,6 +676,14 @@ def test_a_request_gives_settings_to_the_chat_template() -> None:
         assert refused(chat(engine, chat_template_kwargs=given), 400)["code"] == "context_length_exceeded"
 
 
+def test_settings_that_the_template_does_not_read_are_told_in_a_header() -> None:
+    engine = MadeUpEngine()
+    engine.tokenizer.get_chat_template = lambda: "{{ messages }}{{ mood }}"  # pyright: ignore[reportAttributeAccessIssue]
+    answer = chat(engine, chat_template_kwargs={"mood": "good", "thinking": True})
+    assert answer.headers["x-specjax-ignored"] == "chat_template_kwargs.thinking"
+    assert "x-specjax-ignored" not in chat(engine, chat_template_kwargs={"mood": "good"}).headers
+
+
 def test_an_error_about_settings_of_the_template_names_them() -> None:
     engine = MadeUpEngine()
 
