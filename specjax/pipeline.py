@@ -30,7 +30,8 @@ from specjax.processes import meet
 from specjax.reprs import OneLine
 from specjax.sampling import Rule, Sampling, make_key
 from specjax.sharding import spans_processes
-from specjax.text import GrowingText, Messages
+from specjax.templates import Messages, Settings, with_template
+from specjax.text import GrowingText
 
 LOOK_EVERY = 4
 """Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
@@ -70,6 +71,8 @@ def load(
     mesh: Mesh | None = None,
     weights: schemes.Weights = schemes.AS_STORED,
     cache_dtype: CacheType | None = None,
+    chat_template: str | Path = "",
+    chat_template_kwargs: str | Settings = "",
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 
@@ -83,6 +86,9 @@ def load(
         mesh: of the params that are loaded here.
         weights: of the models that are loaded here, the narrow ones such as "int8": as for `Target.from_pretrained`.
         cache_dtype: how the target remembers tokens, "float" or "int8"; None: as it does, if it is loaded already, or "float".
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template of every chat is given beside the messages, such as ``{"enable_thinking":
+            False}``, or the JSON text of it.
 
     Raises:
         InputError: something cannot be used; names it, its value and what to give instead.
@@ -111,6 +117,7 @@ def load(
         tokenizer = directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
+    tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
     if isinstance(drafter, str | Path):
         mesh = target.mesh if isinstance(target, Target) and mesh is None else mesh
         name, drafter = str(drafter), None
@@ -172,7 +179,8 @@ class TextGenerator(OneLine):
         """
         prompts, is_list = _prompts(prompt)
         stop, made = _split_options(options)
-        run = self.start([self.encode(each) for each in prompts], made, stop=stop, steps=LOOK_EVERY if stop else None)
+        tokens, steps = [self.encode(each) for each in prompts], LOOK_EVERY if stop else None
+        run = self.start(tokens, made, stop=stop, steps=steps, is_chat=[not isinstance(each, str) for each in prompts])
         for _ in run:
             pass
         return run.generations if is_list else run.generations[0]
@@ -183,14 +191,18 @@ class TextGenerator(OneLine):
         if is_list:
             raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
         stop, made = _split_options(options)
-        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY)
+        is_chat = not isinstance(prompts[0], str)
+        run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
         return (piece for (piece,) in run if piece)
 
-    def encode(self, prompt: str | Messages, chat: bool = False) -> list[int]:
-        """Token ids of a prompt or a chat; with ``chat``, a prompt is the user's turn of one."""
+    def encode(self, prompt: str | Messages, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
+        """Token ids of a prompt or a chat; with ``chat``, a prompt is the user's turn of one.
+
+        ``chat_template_kwargs`` are given to the template of a chat, and go over those that `load` was given.
+        """
         if isinstance(prompt, str):
-            return text.encode(self.tokenizer, prompt, chat)
-        return text.encode_chat(self.tokenizer, prompt)
+            return text.encode(self.tokenizer, prompt, chat, chat_template_kwargs)
+        return text.encode_chat(self.tokenizer, prompt, chat_template_kwargs)
 
     def start(
         self,
@@ -199,6 +211,7 @@ class TextGenerator(OneLine):
         *,
         stop: str | Sequence[str] = (),
         steps: int | None = None,
+        is_chat: bool | Sequence[bool] = False,
     ) -> "Run":
         """Check every argument, and read the prompts: a batch to be iterated over.
 
@@ -207,10 +220,14 @@ class TextGenerator(OneLine):
             options: of the generation, see `settings`.
             stop: a string, or several, before the first of which a row's text ends.
             steps: between two looks at what there is; None runs to the end at once.
+            is_chat: whether texts are answers in chats, of all rows or of each: of a model that writes in channels, such as
+                gpt-oss, the final channel alone.
         """
         stop = text.check_stop(stop)
         results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
-        return Run(results, [GrowingText(self.tokenizer, prompt, stop) for prompt in prompts])
+        chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
+        rows = zip(prompts, chats, strict=True)
+        return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=each) for prompt, each in rows])
 
 
 class Run:

@@ -18,8 +18,9 @@ from specjax.sampling import make_key, named_key
 from specjax.serving.engine import Engine
 from specjax.serving.memory import USUAL_CAPACITY
 from specjax.sharding import make_mesh
+from specjax.templates import Settings
 from specjax.text import check_stop
-from specjax.training import chat, fingerprint
+from specjax.training import fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, find_origin, hash_of, identities, parse_record
 from specjax.training.written import WrittenTokens
 
@@ -79,6 +80,7 @@ class Generate:
         top_p: float = 1.0,
         seed: int = 0,
         chat_template: str = "",
+        chat_template_kwargs: str | Settings = "",
         stop: str | Sequence[str] = (),
         mesh: tuple[int, int] = (1, 1),
     ) -> None:
@@ -99,6 +101,7 @@ class Generate:
             top_p: in (0, 1].
             seed: of the random draws.
             chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+            chat_template_kwargs: what the template is given beside the messages, such as ``{"enable_thinking": False}``.
             stop: a string, or several, before the first of which an answer ends.
             mesh: devices by axis, data and model, where a model takes several.
 
@@ -113,8 +116,14 @@ class Generate:
             self._root = make_key(seed)
         self._settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
-        generator = pipeline.load(target, drafter=None if drafter == "none" else drafter, draft=draft or None, mesh=devices)
-        chat.with_template(generator.tokenizer, chat_template)
+        generator = pipeline.load(
+            target,
+            drafter=None if drafter == "none" else drafter,
+            draft=draft or None,
+            mesh=devices,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         self._generator = generator
         self._fingerprints = {chats: fingerprint.of_tokenizer(generator.tokenizer, chats) for chats in (False, True)}
         positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
@@ -165,7 +174,7 @@ class Generate:
             key = jax.random.fold_in(named_key(self._root, row.identity), number)
             if row.is_chat:  # the key of its next turn
                 key = jax.random.fold_in(key, row.answers)
-        handle = self._engine.submit(prompt, key=key, **self._settings)
+        handle = self._engine.submit(prompt, key=key, is_chat=row.is_chat, **self._settings)
         return lambda: self._written(row, prompt, handle.result())
 
     def _written(self, row: "_Row", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,7 @@ import numpy as np
 
 from specjax.errors import InputError
 from specjax.progress import waiting
-
-Messages = Sequence[Mapping[str, Any]]
-"""A chat: ``{"role": "user", "content": "…"}`` and so on, the oldest message first. A message may have more for the model's
-template to read, as OpenAI's interface has it: ``tool_calls``, ``tool_call_id``, ``reasoning_content``."""
+from specjax.templates import Messages, Render, Settings, read_settings, renderer, settings_of, without_settings
 
 
 def _is_not_about_torch(record: logging.LogRecord) -> bool:
@@ -80,8 +77,11 @@ def _check_has_tokenizer(directory: Path) -> None:
 def load_tokenizer(directory: Path) -> Any:
     """The checkpoint's tokenizer, as transformers loads it, without running any code that the checkpoint brings.
 
+    It begins and ends texts as ``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` say, if they do.
+
     Raises:
-        InputError: it has none, one that is damaged, or one that is there as code alone.
+        InputError: it has none, one that is damaged, one that is there as code alone, or one that cannot be made to begin and
+            end texts so.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -95,7 +95,7 @@ def load_tokenizer(directory: Path) -> Any:
 
     try:
         # Without a word on it, transformers asks on stdin whether to run the checkpoint's code.
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them stumble over
         if "trust_remote_code" in str(error):
             raise InputError(
@@ -106,6 +106,35 @@ def load_tokenizer(directory: Path) -> Any:
         raise InputError(
             f"{_damaged_file(directory)}: cannot be read as a tokenizer ({reason}); download the files again"
         ) from None
+    _add_what_is_stated(tokenizer, directory / "tokenizer_config.json")
+    return tokenizer
+
+
+def _add_what_is_stated(tokenizer: Any, config: Path) -> None:
+    """Make a tokenizer begin and end texts as its configuration says.
+
+    Where there is a tokenizer.json, transformers 5 goes by that alone. DeepSeek-V3's adds nothing, and its configuration says
+    that a text has a begin: without it, the model reads every prompt as it read none in training.
+    """
+    if getattr(tokenizer, "backend_tokenizer", None) is None or not config.is_file():
+        return  # without a tokenizer.json, transformers goes by the configuration
+    stated = json.loads(config.read_text(encoding="utf-8"))
+    own = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("a")["input_ids"])
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begins = len(whole) > len(own) and whole[0] == begin
+    ends = len(whole) > len(own) + begins and whole[-1] == end
+    wanted = {"add_bos_token": begins, "add_eos_token": ends}
+    for name, token in (("add_bos_token", begin), ("add_eos_token", end)):
+        if isinstance(stated.get(name), bool) and token is not None:
+            wanted[name] = stated[name]
+    if list(wanted.values()) == [begins, ends]:
+        return
+    if len(whole) > len(own) + begins + ends:
+        said = ", ".join(f"{name}={json.dumps(stated[name])}" for name in wanted if name in stated)
+        raise InputError(f"{config}: {said}, but tokenizer.json adds other tokens than these to a text: make the two agree")
+    for name, value in wanted.items():
+        setattr(tokenizer, name, value)
 
 
 def _damaged_file(directory: Path) -> Path:
@@ -171,8 +200,8 @@ def _shown(token: str | None) -> str:
 # --- prompts ---------------------------------------------------------------------------------------------------------
 
 
-def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
-    """Token ids of a prompt; with ``chat``, as the user's turn in the model's own chat template.
+def encode(tokenizer: Any, prompt: str, chat: bool = False, chat_template_kwargs: Settings | None = None) -> list[int]:
+    """Token ids of a prompt; with ``chat``, as the user's turn in the model's chat template, see `encode_chat`.
 
     No token that begins a text is put before a prompt that begins with it.
 
@@ -189,7 +218,7 @@ def encode(tokenizer: Any, prompt: str, chat: bool = False) -> list[int]:
     if not prompt:
         raise InputError("prompt='': empty; give at least one character")
     if chat:
-        return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+        return encode_chat(tokenizer, [{"role": "user", "content": prompt}], chat_template_kwargs)
     _check_unicode(prompt)
     tokens = list(tokenizer(prompt, verbose=False)["input_ids"])  # how much fits is said by those who know
     begin = getattr(tokenizer, "bos_token_id", None)
@@ -214,14 +243,15 @@ def encode_continuation(tokenizer: Any, continuation: str) -> list[int]:
     return list(tokenizer(continuation, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
-    """Token ids of a chat in the model's own template, up to where its answer begins.
+def encode_chat(tokenizer: Any, messages: Messages, chat_template_kwargs: Settings | None = None) -> list[int]:
+    """Token ids of a chat in the model's template, up to where its answer begins.
 
-    The messages of a ``developer`` are a system's where the template knows no developer.
+    The messages of a ``developer`` are a system's where the template knows no developer. What the template is given beside the
+    messages, ``chat_template_kwargs``, goes over what the tokenizer has for all chats (`specjax.templates.with_template`).
 
     Raises:
         InputError: there is no message, the tokenizer has no chat template, or its template refuses the messages or leaves one
-            of them out.
+            of them out, or does so with what it is given beside them.
 
     Examples:
         >>> from specjax.assets import embedded
@@ -238,24 +268,43 @@ def encode_chat(tokenizer: Any, messages: Messages) -> list[int]:
         raise InputError("messages=[]: empty; give at least one message")
     if not tokenizer.chat_template:
         raise InputError("chat=True: this tokenizer has no chat template; leave --chat out, or give the prompt as text")
-    text = _chat_text(tokenizer, messages)
+    text = _chat_with(tokenizer, messages, read_settings(chat_template_kwargs or {}))
     _check_unicode(text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _chat_text(tokenizer: Any, messages: Messages) -> str:
+def _chat_with(tokenizer: Any, messages: Messages, given: Settings) -> str:
+    """Return the text of a chat with what its template is ``given``; an error says so where that is its cause."""
+    try:
+        return _chat_text(renderer(tokenizer, given), messages)
+    except InputError as error:
+        settings = dict(given) or settings_of(tokenizer)
+        if not settings or not _can_write(renderer(tokenizer) if given else renderer(without_settings(tokenizer)), messages):
+            raise
+        raise InputError(f"chat_template_kwargs: without {_shortened(str(settings))} it would do, but: {error}") from None
+
+
+def _can_write(render: Render, messages: Messages) -> bool:
+    try:
+        _chat_text(render, messages)
+    except InputError:
+        return False
+    return True
+
+
+def _chat_text(render: Render, messages: Messages) -> str:
     """Return the text of a chat, in which a developer is the system where the template knows no developer."""
     try:
-        return _render_chat(tokenizer, messages)
+        return _render_chat(render, messages)
     except InputError:
         as_system = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
         if as_system != list(messages):
             with suppress(InputError):  # the first error is about what was given
-                return _render_chat(tokenizer, as_system)
+                return _render_chat(render, as_system)
         raise
 
 
-def _render_chat(tokenizer: Any, messages: Messages) -> str:
+def _render_chat(render: Render, messages: Messages) -> str:
     """Return the text of a chat, in the first form of its messages that the model's template reads all of.
 
     Calls of tools are a part of that, where there is a form in which the template reads them. Otherwise they are ignored.
@@ -263,15 +312,15 @@ def _render_chat(tokenizer: Any, messages: Messages) -> str:
     refusal, left_out, without_calls = None, None, None
     for form, with_text in _template_forms(messages):
         try:
-            text = _apply_template(tokenizer, form)
-            if with_text is not None and text.count("None") > _apply_template(tokenizer, with_text).count("None"):
+            text = render(form)
+            if with_text is not None and text.count("None") > render(with_text).count("None"):
                 continue  # it writes the None of a content
         except Exception as error:  # a template is code of the checkpoint, and raises whatever messages make it stumble over
             refusal = refusal or error
             continue
-        if _first_left_out(tokenizer, form) is None:
+        if _first_left_out(render, form) is None:
             return text
-        number = _first_left_out(tokenizer, form, with_calls=False)
+        number = _first_left_out(render, form, with_calls=False)
         if number is not None:
             left_out = number if left_out is None else left_out
         elif without_calls is None:
@@ -284,17 +333,6 @@ def _render_chat(tokenizer: Any, messages: Messages) -> str:
         f"messages[{left_out}]: the model's chat template leaves out this message, of the role "
         f"{_short(str(messages[left_out].get('role')))}; give it another role, or leave it out"
     )
-
-
-def _apply_template(tokenizer: Any, messages: Messages) -> str:
-    if all(value is not None for each in messages for value in each.values()):
-        return tokenizer.apply_chat_template([dict(each) for each in messages], add_generation_prompt=True, tokenize=False)
-    from transformers.utils.chat_template_utils import render_jinja_template  # the other one drops what is None
-
-    template, tokens = tokenizer.get_chat_template(), tokenizer.special_tokens_map
-    chats = [[dict(each) for each in messages]]
-    rendered, _ = render_jinja_template(conversations=chats, chat_template=template, add_generation_prompt=True, **tokens)
-    return rendered[0]
 
 
 # Under each of these names some template reads what a model has thought before its answer.
@@ -351,7 +389,7 @@ def _with_arguments(call: Mapping[str, Any], as_mapping: bool) -> Mapping[str, A
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _first_left_out(tokenizer: Any, messages: Messages, with_calls: bool = True) -> int | None:
+def _first_left_out(render: Render, messages: Messages, with_calls: bool = True) -> int | None:
     """Return the number of the first message of which a template writes nothing, None: there is none.
 
     A message is left out where the text lacks a mark that stands in place of its content. What the template does with a
@@ -366,7 +404,7 @@ def _first_left_out(tokenizer: Any, messages: Messages, with_calls: bool = True)
             _marked(each, marks[number], with_calls) if number in marked else each for number, each in enumerate(messages)
         ]
         try:
-            return _apply_template(tokenizer, chosen).lower()
+            return render(chosen).lower()
         except Exception:
             return None
 
@@ -506,7 +544,11 @@ def _text(value: Any) -> str:
 
 
 def _short(name: str) -> str:
-    return repr(name if len(name) <= 80 else f"{name[:77]}…")
+    return repr(_shortened(name))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 # --- text that grows -------------------------------------------------------------------------------------------------
@@ -627,6 +669,99 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
+class FinalChannel:
+    """As `TextStream`, but the text is that of a chat's answer in OpenAI's harmony format, as gpt-oss writes it.
+
+    A model writes messages in several channels there, such as its thoughts in ``analysis`` and calls of tools in
+    ``commentary``. Only what stands in the channel ``final`` is its answer. The tokens around the messages are no text.
+
+    Examples:
+        >>> from specjax.text import FinalChannel
+        >>> FinalChannel.reads(specjax.load("embedded").tokenizer, [1, 2])
+        False
+    """
+
+    _BEGINS = ("<|start|>", "<|channel|>", "<|message|>")
+    _ENDS = ("<|end|>", "<|return|>", "<|call|>")
+
+    @staticmethod
+    def reads(tokenizer: Any, prompt: Sequence[int]) -> bool:
+        """Return whether a chat's prompt is in that format: whether the tokenizer has its tokens, and the prompt begins so."""
+        start, *others = (_mark_id(tokenizer, name) for name in (*FinalChannel._BEGINS, "<|end|>"))
+        return start is not None and None not in others and start in prompt
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        """``prompt`` is what `TextStream` takes, and says which message is begun."""
+        self._tokenizer, self._stream = tokenizer, TextStream(tokenizer, prompt)
+        self._start, self._channel, self._message = (_mark_id(tokenizer, name) for name in self._BEGINS)
+        ends = (_mark_id(tokenizer, name) for name in self._ENDS)
+        self._marks = frozenset([self._start, self._channel, self._message, *ends]) - {None}
+        self._name: list[int] = []  # tokens of the channel's name, once there is one
+        self._is_named = self._is_final = False
+        tokens = [int(token) for token in prompt]
+        last = len(tokens) - 1 - tokens[::-1].index(self._start) if self._start in tokens else len(tokens)
+        for token in tokens[last:]:
+            self._is_text(token)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether some tokens of the answer have not become text yet."""
+        return self._stream.is_holding
+
+    def push(self, tokens: Iterable[Any], last: bool = False) -> str:
+        """The text that ``tokens`` add to the answer; ``last`` lets go of what was held back."""
+        return self._stream.push([token for token in map(int, tokens) if self._is_text(token)], last)
+
+    def peek(self) -> str:
+        """As `TextStream.peek`."""
+        return self._stream.peek()
+
+    def is_end_of_run(self, token: int) -> bool:
+        """As `TextStream.is_end_of_run`: what is not the answer's is skipped."""
+        return self._is_final and token not in self._marks and self._stream.is_end_of_run(token)
+
+    def last_bytes(self, count: int) -> list[tuple[int, int]]:
+        """As `TextStream.last_bytes`."""
+        return self._stream.last_bytes(count)
+
+    def byte_of(self, token: int) -> int | None:
+        """As `TextStream.byte_of`, of the newest token."""
+        return self._stream.byte_of(token) if self._is_final else None
+
+    def _is_text(self, token: int) -> bool:
+        """Take in a token. Return whether it belongs to the answer's text."""
+        if token not in self._marks:
+            if self._is_named and self._tokenizer.decode([token], skip_special_tokens=True):
+                self._name.append(token)
+            else:
+                self._is_named = False  # <|constrain|> stands behind a channel's name
+            return self._is_final
+        if token == self._message:
+            words = self._tokenizer.decode(self._name, skip_special_tokens=True).split()
+            self._is_final = words[:1] == ["final"]
+        else:
+            self._is_final = False
+        self._name, self._is_named = [], token == self._channel
+        return False
+
+
+def text_stream(tokenizer: Any, prompt: Sequence[int], is_chat: bool = False) -> "TextStream | FinalChannel":
+    """What turns the tokens after a prompt into text; of a chat's answer, those of its final channel, where there are channels.
+
+    Examples:
+        >>> from specjax.text import text_stream
+        >>> tokenizer = specjax.load("embedded").tokenizer
+        >>> text_stream(tokenizer, tokenizer.encode("import"), is_chat=True).push(tokenizer.encode(" os"), last=True)
+        ' os'
+    """
+    return (FinalChannel if is_chat and FinalChannel.reads(tokenizer, prompt) else TextStream)(tokenizer, prompt)
+
+
+def _mark_id(tokenizer: Any, name: str) -> int | None:
+    """Return the id of a token that is no text, None: the tokenizer has no such token."""
+    return next(iter(_special_tokens(tokenizer, [name])), None)
+
+
 @lru_cache(maxsize=16)
 def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
     """Return the ids of tokens that decoding skips, among the ``special`` ones and those that were added."""
@@ -735,11 +870,15 @@ class GrowingText:
         ('os', True)
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), stop_after: int = 0, is_chat: bool = False
+    ) -> None:
         """Of a ``prompt`` of token ids, with strings before the first of which the text ends. They are looked for behind the
-        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token."""
-        self._tokenizer, self._prompt, self._strings, self._stop_after = tokenizer, prompt, stop, stop_after
-        self._text, self._stop = TextStream(tokenizer, prompt), StopStrings(stop)
+        first ``stop_after`` tokens. One that is a special token, which is no text, ends it by that token. Of a chat's answer
+        the text is what stands in its final channel, where the model has channels (`FinalChannel`)."""
+        self._strings, self._stop_after = stop, stop_after
+        self._new_stream = partial(text_stream, tokenizer, prompt, is_chat)
+        self._text, self._stop = self._new_stream(), StopStrings(stop)
         self._marks = frozenset(_special_tokens(tokenizer, stop))
         self._is_at_mark = False
         self._said = 0  # generated tokens that have become text
@@ -783,7 +922,7 @@ class GrowingText:
     def _drop_held(self) -> None:
         """End ``tokens`` with the one that completed the stop string: others came after it while a run was held back."""
         whole = "".join(self.pieces)
-        stream, stop = TextStream(self._tokenizer, self._prompt), StopStrings(self._strings)
+        stream, stop = self._new_stream(), StopStrings(self._strings)
         given = stream.push(self.tokens[: self._stop_after])
         said = max(self._said, self._stop_after)
         given += stop.push(stream.push(self.tokens[self._stop_after : said]))

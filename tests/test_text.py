@@ -5,15 +5,18 @@ import shutil
 import subprocess
 import sys
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, processors
 from transformers import PreTrainedTokenizerFast
 
 from specjax import text
+from specjax.cli import evaluate
 from specjax.errors import InputError
+from specjax.training.tokenizer import encode_texts, read_tokenizer
 from tests.conftest import ASSETS, SHARED
 
 
@@ -206,6 +209,59 @@ def test_what_begins_a_text_is_not_put_before_a_prompt_that_has_it(tokenizer) ->
     begin, rest = tokenizer.bos_token, tokenizer("import os", add_special_tokens=False)["input_ids"]
     for times, expected in ((0, 1), (1, 1), (2, 2)):
         assert text.encode(tokenizer, begin * times + "import os") == [tokenizer.bos_token_id] * expected + rest
+
+
+def saved(directory: Path, adds: str, **stated: Any) -> Path:
+    """Write a tokenizer whose tokenizer.json puts around a text what ``adds`` has around its x, and its configuration."""
+    vocab = {token: number for number, token in enumerate(["<s>", "</s>", "<m>", "a", "b"])}
+    made = tokenizers.Tokenizer(models.BPE(vocab, []))
+    made.add_special_tokens(["<s>", "</s>", "<m>"])
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.ByteLevel(trim_offsets=False)
+    if adds != "x":
+        special = [(token, vocab[token]) for token in ("<s>", "</s>", "<m>") if token in adds]
+        made.post_processor = processors.TemplateProcessing(single=adds.replace("x", "$A"), special_tokens=special)
+    made.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **stated}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("of_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "LlamaTokenizer"])
+@pytest.mark.parametrize(
+    ("adds", "stated", "expected"),
+    [
+        ("x", {"add_bos_token": True, "add_eos_token": False}, "<s>ab"),  # DeepSeek-V3's
+        ("x", {"add_bos_token": True}, "<s>ab"),
+        ("x", {"add_bos_token": False, "add_eos_token": True}, "ab</s>"),
+        ("x", {"add_bos_token": True, "add_eos_token": True}, "<s>ab</s>"),
+        ("<s> x", {"add_bos_token": False}, "ab"),
+        ("<s> x", {"add_eos_token": True}, "<s>ab</s>"),  # what is not stated is as it was
+        ("<s> x", {}, "<s>ab"),
+        ("<s> x", {"add_bos_token": None}, "<s>ab"),
+        ("<s> x </s>", {"add_eos_token": False}, "<s>ab"),
+        ("<m> x", {"add_bos_token": False}, "<m>ab"),
+        ("x", {"add_bos_token": True, "bos_token": None}, "ab"),
+        ("x", {"add_bos_token": True, "eos_token": "<s>"}, "<s>ab"),
+    ],
+)
+def test_texts_begin_and_end_as_the_configuration_says(tmp_path, of_class: str, adds: str, stated: dict, expected: str) -> None:
+    made = text.load_tokenizer(saved(tmp_path, adds, tokenizer_class=of_class, **stated))
+    assert made.decode(text.encode(made, "ab")) == expected
+    assert made.decode(text.encode_continuation(made, "ab")) == "ab"
+    assert made.decode(text.encode(made, "<s>ab")).count("<s>") == 1
+    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert made.decode(text.encode_chat(made, [{"role": "user", "content": "ab"}])) == "ab"
+    trained = read_tokenizer(tmp_path)  # as a training reads texts, and as it is saved beside what was trained
+    assert made.decode(encode_texts(trained.backend_tokenizer, ["ab"])[0]) == expected
+    trained.save_pretrained(tmp_path / "saved")
+    again = text.load_tokenizer(tmp_path / "saved")
+    assert again.decode(text.encode(again, "ab")) == expected
+
+
+def test_tokens_that_cannot_be_as_the_configuration_says_are_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer_config\.json: add_bos_token=true, but tokenizer\.json adds other tokens"):
+        text.load_tokenizer(saved(tmp_path, "<m> x", add_bos_token=True))
 
 
 def test_chat_template_is_applied_or_refused(tokenizer) -> None:
@@ -529,3 +585,116 @@ def test_a_special_token_within_the_first_tokens_does_not_end_the_text() -> None
     growing = text.GrowingText(tokenizer, [], ["<tool>"], stop_after=2)
     assert growing.push(given) == "ab"
     assert growing.tokens == given[:4]
+
+
+# --- channels --------------------------------------------------------------------------------------------------------
+
+MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|constrain|>")
+ASKED = "<|start|>system<|message|>Be brief: analysis, final.<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>He says hi. 日本<|end|><|start|>assistant"
+ANSWERS = [
+    (THOUGHT + "<|channel|>final<|message|>Hello, é 🎉!<|return|>", "Hello, é 🎉!"),
+    ("<|channel|>final<|message|>Hello<|return|>", "Hello"),
+    (THOUGHT + THOUGHT + "<|channel|>final<|message|>a<|end|>", "a"),
+    # Calls of tools, and what they say before them, are in another channel.
+    ("<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>", ""),
+    (THOUGHT + "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>x<|return|>", "x"),
+    (THOUGHT + "<|channel|>final <|constrain|>json<|message|>{}<|return|>", "{}"),
+    (THOUGHT + "<|channel|>final<|constrain|>json<|message|>{}<|return|>", "{}"),
+    # What ends before the answer, wherever, has none.
+    ("", ""),
+    ("<|channel|>ana", ""),
+    ("<|channel|>analysis<|message|>The final answer", ""),
+    (THOUGHT, ""),
+    (THOUGHT + "<|channel|>final", ""),
+    (THOUGHT + "<|channel|>final<|message|>", ""),
+    # No message of another name is the answer, and none without a channel; nor is what stands between messages.
+    ("<|channel|>finally<|message|>a<|end|>", ""),
+    ("final<|message|>a<|end|>", ""),
+    ("<|channel|>final<|message|>a<|end|>b<|start|>assistant<|channel|>analysis<|message|>c", "a"),
+    ("<|channel|>final<|message|>a<|channel|>analysis<|message|>b", "a"),
+]
+
+
+def with_marks():
+    """Return a tokenizer that has gpt-oss's tokens around messages and channels."""
+    made = text.load_tokenizer(ASSETS / "target")
+    made.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    return made
+
+
+@pytest.fixture(scope="module")
+def harmony():
+    return with_marks()
+
+
+def ids_of(tokenizer, words: str) -> list[int]:
+    return list(tokenizer(words, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_of_an_answer_in_channels_the_final_one_is_the_text(harmony, said: str, answer: str, size: int) -> None:
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    for stop in ((), ("not in it",)):
+        growing = text.GrowingText(harmony, prompt, stop, is_chat=True)
+        pieces = [growing.push(tokens[at : at + size]) for at in range(0, len(tokens), size)] + [growing.finish()]
+        assert "".join(pieces) == "".join(growing.pieces) == answer
+        assert growing.tokens == tokens  # all count
+    for cut in range(len(tokens)):  # a client shows what is provisional from wherever it is
+        before = text.text_stream(harmony, prompt, is_chat=True).push(tokens[:cut], last=True)
+        after = text.text_stream(harmony, prompt + tokens[:cut], is_chat=True).push(tokens[cut:], last=True)
+        assert "\N{REPLACEMENT CHARACTER}" in before or before + after == answer
+    raw = text.GrowingText(harmony, prompt)
+    assert raw.push(tokens) + raw.finish() == harmony.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+def test_the_next_turn_of_an_evaluation_has_the_answer_alone(harmony, said: str, answer: str) -> None:
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    assert evaluate._text_of(harmony, prompt, tokens, is_chat=True) == answer
+    assert evaluate._text_of(harmony, prompt, tokens, is_chat=False) == harmony.decode(tokens, skip_special_tokens=True)
+
+
+def test_an_answer_whose_message_is_begun_in_the_prompt(harmony) -> None:
+    for begun, answer in (("analysis", ""), ("final", "ab")):
+        growing = text.GrowingText(harmony, ids_of(harmony, f"{ASKED}<|channel|>{begun}<|message|>"), is_chat=True)
+        assert growing.push(ids_of(harmony, "ab")) + growing.finish() == answer
+
+
+def test_stop_strings_are_looked_for_in_the_answer_and_tokens_everywhere(harmony) -> None:
+    said = THOUGHT + "<|channel|>final<|message|>one hi. two<|return|>"
+    tokens = ids_of(harmony, said)
+    for stop, answer, last in (("hi.", "one ", "."), ("<|return|>", "one hi. two", "<|return|>"), ("<|end|>", "", "<|end|>")):
+        growing = text.GrowingText(harmony, ids_of(harmony, ASKED), [stop], is_chat=True)
+        found = "".join([growing.push([token]) for token in tokens]) + growing.finish()
+        assert (found, growing.stopped) == (answer, True)
+        assert harmony.decode(growing.tokens[-1:]) == last
+        assert growing.tokens == tokens[: len(growing.tokens)]
+
+
+def test_bytes_that_are_held_back_end_with_the_answer() -> None:
+    """Of a vocabulary with single bytes: those of the thoughts are not the answer's, and a stop string is found in its run."""
+    made = of_bytes_and_spaces("llama")
+    made.add_special_tokens({"additional_special_tokens": [*MARKS, "<tool>"]})
+    made.add_tokens(["final", "analysis"])
+
+    def ids(words: str) -> list[int]:
+        return made.convert_tokens_to_ids(words.split())
+
+    thought = "<|channel|> analysis <|message|> <0x0A> <0x0A> <|end|> <|start|> the"
+    begin = ids(f"{thought} <|channel|> final <|message|> a <0x0A> <0x0A>")
+    for rest in ("b <|return|>", "<0x0A> <0x0A> <|end|> <|start|>"):
+        tokens = begin + ids(rest)
+        growing = text.GrowingText(made, ids("<|start|> the"), ["\n\n"], is_chat=True)
+        found = "".join([growing.push([token]) for token in tokens]) + growing.finish()
+        assert (found, growing.tokens) == ("a", begin)
+
+
+def test_where_there_are_no_channels_a_chat_is_as_it_was(harmony, tokenizer) -> None:
+    words = "<|channel|>analysis<|message|>a"
+    for made, prompt in ((tokenizer, ASKED), (harmony, "user: hi\nassistant:")):
+        assert not text.FinalChannel.reads(made, ids_of(made, prompt))
+        growing = text.GrowingText(made, ids_of(made, prompt), is_chat=True)
+        tokens = ids_of(made, words)
+        assert growing.push(tokens) + growing.finish() == made.decode(tokens, skip_special_tokens=True)

@@ -17,6 +17,7 @@ from specjax.client.link import LinkRefusedError
 from specjax.client.private import PrivateWriter
 from specjax.client.writer import Writer
 from specjax.errors import InputError
+from specjax.templates import check_is_chat
 from specjax.wire import FrameError
 
 
@@ -30,6 +31,8 @@ class ClientConfig:
         target_parts: directory that "specjax convert --client-parts" has written: what the drafter needs of the target.
         prompt: the text to continue.
         chat: put the prompt into the model's chat template.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         private: file with strings of the prompt that the server must not see, one a line. All of the text is then provisional.
         max_new_tokens: most tokens to generate.
         temperature: 0 is greedy.
@@ -58,6 +61,8 @@ class ClientConfig:
     target_parts: str = ""
     prompt: str = ""
     chat: bool = False
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
     private: str = ""
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -91,6 +96,7 @@ def run_client(config: ClientConfig) -> int:
     for name in ("provisional_after", "wait_seconds"):
         if not getattr(config, name) > 0:
             raise InputError(f"{name}={getattr(config, name)}: must be more than 0")
+    check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     private = read_lines("private", config.private)
     key = read_lines("api_key_file", config.api_key_file)
     connected = client.connect(
@@ -104,6 +110,8 @@ def run_client(config: ClientConfig) -> int:
         precision=config.sent_as,
         capacity=config.capacity or None,
         dtype=config.dtype or None,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
         patience=Patience(provisional=config.provisional_after, server=config.wait_seconds),
     )
     connected.device.warm_up()

@@ -27,6 +27,7 @@ from specjax.reports import evaluation as report
 from specjax.reports.evaluation import PLAIN, Answer
 from specjax.sampling import Rule
 from specjax.sharding import mesh_for
+from specjax.templates import check_is_chat
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class EvaluateConfig:
         questions: a .jsonl file in Spec-Bench's form, or prompts: one a line, or JSON lines with "prompt" or "text".
         per_category: the first so many questions of each category; 0 is all.
         chat: put questions into the model's chat template; by default where it has one.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         max_new_tokens: of an answer.
         temperature: 0 is greedy.
         top_k: 0 is no limit.
@@ -72,6 +75,8 @@ class EvaluateConfig:
     questions: str = ""
     per_category: int = 0
     chat: bool | None = None
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
@@ -113,7 +118,15 @@ def run_evaluate(config: EvaluateConfig) -> int:
         rule=config.rule,
     )
     options.sampling.rows(1)  # refused before any weights are read
-    generator = pipeline.load(config.target, dtype=config.dtype or None, weights=config.weights, mesh=mesh_for(config.mesh))
+    check_is_chat(config.chat is not False, config.chat_template, config.chat_template_kwargs)
+    generator = pipeline.load(
+        config.target,
+        dtype=config.dtype or None,
+        weights=config.weights,
+        mesh=mesh_for(config.mesh),
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
     drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat
     settings = {name: value for name, value in asdict(config).items() if name != "output"}
@@ -234,4 +247,11 @@ class _Asking:
                 if name == PLAIN:
                     said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
         answers = [Answer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
-        return answers, self._generator.tokenizer.decode(said, skip_special_tokens=True)
+        return answers, _text_of(self._generator.tokenizer, prompt, said, self._chat)
+
+
+def _text_of(tokenizer: Any, prompt: list[int], said: list[int], is_chat: bool) -> str:
+    """What the prompt of the next turn has of an answer: no thoughts, where these stand in a channel of their own."""
+    if is_chat and text.FinalChannel.reads(tokenizer, prompt):
+        return text.FinalChannel(tokenizer, prompt).push(said, last=True)
+    return tokenizer.decode(said, skip_special_tokens=True)

@@ -25,6 +25,7 @@ from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
 from specjax.sampling import Rule
 from specjax.sharding import mesh_for
+from specjax.templates import check_is_chat
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class GenerateConfig:
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         draft: shape of a draft, by default the drafter's own: chain:LENGTH (chain:LENGTH,P ends it after its first token of a
             probability below P), complete:4,2,1, sampled:4,2,1, eagle, medusa, dynamic or dynamic:TOP_K,DEPTH,NODES; or auto,
             which measures and takes the fastest, of a compressed cache with the fastest of a few budgets.
@@ -72,6 +75,8 @@ class GenerateConfig:
     prompt: str = ""
     prompts_file: str = ""
     chat: bool = False
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
     draft: str = ""
     show_tree: str = ""
     only_if_faster: bool = False
@@ -101,6 +106,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
                 raise InputError(f"drafter='none': {name}={getattr(config, name)} needs a drafter; name one or leave it out")
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
+    kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
     return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **kept)
 
 
@@ -115,6 +121,7 @@ def run_generate(config: GenerateConfig) -> None:
     """``specjax generate``."""
     prompts, options = read_prompts(config), read_options(config)
     text.check_stop(config.stop)
+    check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     if config.show_tree:
         pictures.check_path("show_tree", config.show_tree)
     if config.precision != "default":
@@ -126,7 +133,8 @@ def run_generate(config: GenerateConfig) -> None:
     streams = len(prompts) == 1 and not config.json
     started = time.perf_counter()
     with waiting("compiling" if streams else "compiling and generating"):
-        run = generator.start(ids, options, stop=config.stop, steps=pipeline.LOOK_EVERY if streams or config.stop else None)
+        steps = pipeline.LOOK_EVERY if streams or config.stop else None
+        run = generator.start(ids, options, stop=config.stop, steps=steps, is_chat=config.chat)
         waited_for = iter(run)
         first = next(waited_for)
     for pieces in itertools.chain([first], waited_for):

@@ -25,7 +25,7 @@ from specjax.sampling import named_key
 from specjax.serving.engine import Engine
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
-from specjax.training import chat, fingerprint
+from specjax.training import fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
 from specjax.training.written import NOTE, WrittenTokens
 
@@ -64,6 +64,7 @@ class RegenerateConfig:
         top_p: in (0, 1].
         seed: of the random draws.
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         stop: strings before the first of which an answer of a conversation ends, where the model has no token for it.
         mesh: devices by axis, data and model.
     """
@@ -84,6 +85,7 @@ class RegenerateConfig:
     top_p: float = 1.0
     seed: int = 0
     chat_template: str = ""
+    chat_template_kwargs: str = ""
     stop: tuple[str, ...] = ()
     mesh: tuple[int, int] = (1, 1)
 
@@ -106,8 +108,14 @@ def run_regenerate(config: RegenerateConfig) -> int:
     missing = [each for each in wanted if each.label not in done]
     mesh = mesh_for(config.mesh)
     drafter = None if config.drafter == "none" else config.drafter
-    generator = pipeline.load(config.target, drafter=drafter, draft=config.draft or None, mesh=mesh)
-    chat.with_template(generator.tokenizer, config.chat_template)
+    generator = pipeline.load(
+        config.target,
+        drafter=drafter,
+        draft=config.draft or None,
+        mesh=mesh,
+        chat_template=config.chat_template,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
     claim = _claim(config, generator)
     _refuse_other_model(output, config, claim)
     written = 0
@@ -379,7 +387,7 @@ class _Writer:
             prompt, why_not = self._prompt([*chat, *turn])
             if why_not:
                 break
-            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop)
+            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop, is_chat=True)
             chat += [*turn, {"role": "assistant", "content": answer.text}]
             written.append((prompt, answer.tokens))
         if not chat:
@@ -398,11 +406,13 @@ class _Writer:
             return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} tokens"
         return tokens, ""
 
-    def _answer(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = ()) -> pipeline.Generation:
+    def _answer(
+        self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), is_chat: bool = False
+    ) -> pipeline.Generation:
         """What the target says after ``prompt``."""
         config = self._config
         sampling = {"temperature": config.temperature, "top_p": config.top_p, "key": key}
-        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, **sampling)
+        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, is_chat=is_chat, **sampling)
         return handle.result()
 
 

@@ -48,6 +48,9 @@ class ServeConfig:
         no_api_key: let everybody in who reaches it.
         tls_cert: file with the server's certificate (PEM): https in place of http; with tls_key.
         tls_key: file with its private key, without a password.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'. Those of a
+            request go over these.
         served_model_name: names that clients call the model by; by default the target's.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
         weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
@@ -85,6 +88,8 @@ class ServeConfig:
     no_api_key: bool = False
     tls_cert: str = ""
     tls_key: str = ""
+    chat_template: str = ""
+    chat_template_kwargs: str = ""
     served_model_name: tuple[str, ...] = ()
     dtype: str = ""
     weights: str = schemes.AS_STORED
@@ -185,6 +190,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         jax.config.update("jax_default_matmul_precision", config.precision)
     mesh = mesh_for(config.mesh)
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
+    kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
     generator = pipeline.load(config.target, config.drafter, mesh=mesh, **kept)
     drafter = generator.drafter
     if config.told:

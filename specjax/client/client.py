@@ -1,6 +1,6 @@
 """A client: a drafter on this machine, and its target on a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, S
 from specjax.errors import InputError, check_options
 from specjax.models import huggingface
 from specjax.models.transformer import Target
+from specjax.templates import Settings, with_template
 from specjax.wire.arrays import PRECISIONS, Precision
 
 DEPTHS = (2, 4, 8, 16)
@@ -146,7 +147,9 @@ class Client:
             exchange = Exchange(request) if kept is None else kept.open(request)
             if kept is not None:
                 kept.keep(exchange)  # what cannot be written is refused now
-            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, journal=kept, **given)
+            is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
+            given |= {"journal": kept, "is_chat": is_chat}
+            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, **given)
         self.report = writer.report
         return writer
 
@@ -186,6 +189,8 @@ def connect(
     capacity: int | None = None,
     dtype: DTypeLike | None = None,
     tokenizer: Any = None,
+    chat_template: str | Path = "",
+    chat_template_kwargs: str | Settings = "",
     patience: Patience = Patience(),
     make_link: Callable[[], Link] | None = None,
 ) -> Client:
@@ -203,6 +208,8 @@ def connect(
         capacity: most tokens of a text; None: what the models have positions for, at most `USUAL_CAPACITY`.
         dtype: of the params, as in `specjax.load`.
         tokenizer: for a target that is loaded.
+        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template of every chat is given beside the messages, as in `specjax.load`.
         patience: how long to wait for what.
         make_link: of each text's way to the server, in place of a WebSocket.
 
@@ -226,6 +233,10 @@ def connect(
         if tokenizer is None and text.has_tokenizer(directory):
             tokenizer = text.load_tokenizer(directory)
         target_parts = Target.from_pretrained(directory, dtype=dtype)
+    if tokenizer is not None:
+        tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
+    elif chat_template or chat_template_kwargs:
+        raise InputError("chat_template: target_parts has no tokenizer for it; see --target-parts of `specjax convert`")
     shape = None if draft is None else as_shape(draft)
     if isinstance(drafter, str):
         own = load_drafter(drafter, shape, target_parts.config, dtype, tokenizer=tokenizer)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specjax.client.events import Committed, Event, Provisional, Retracted
-from specjax.text import GrowingText, TextStream
+from specjax.text import FinalChannel, GrowingText, TextStream, text_stream
 
 
 class Display:
@@ -24,18 +24,27 @@ class Display:
         Committed(tokens=(7, 9), text='', confirmed=1)
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: Sequence[str] = (), *, is_alone: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        *,
+        is_alone: bool = False,
+        is_chat: bool = False,
+    ) -> None:
         """Behind a ``prompt``. Without a tokenizer there are tokens and no text.
 
         The text ends before the first ``stop`` string of what is committed; where nothing will be (``is_alone``), of what is
-        provisional.
+        provisional. Of a chat's answer it is that of `specjax.text.FinalChannel`.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._is_chat = tokenizer, is_chat
         self._all = list(prompt)  # and what is committed
         self._prompt = len(prompt)
-        self._growing = None if tokenizer is None else GrowingText(tokenizer, list(prompt), stop)
-        self._alone = GrowingText(tokenizer, list(prompt), stop) if is_alone and stop and tokenizer is not None else None
-        self._stream: TextStream | None = None  # of provisional tokens
+        self._growing = None if tokenizer is None else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
+        is_cut = is_alone and bool(stop) and tokenizer is not None
+        self._alone = GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
+        self._stream: TextStream | FinalChannel | None = None  # of provisional tokens
         self.provisional: list[tuple[int, str]] = []
 
     @property
@@ -68,7 +77,8 @@ class Display:
             text = self._alone.push([token])
         elif self._tokenizer is not None:
             if self._stream is None:
-                self._stream = TextStream(self._tokenizer, [*self._all, *(token for token, _ in self.provisional)])
+                known = [*self._all, *(token for token, _ in self.provisional)]
+                self._stream = text_stream(self._tokenizer, known, self._is_chat)
             text = self._stream.push([token])
         self.provisional.append((token, text))
         return Provisional((token,), text)

@@ -82,6 +82,7 @@ class Writer:
         is_offline: bool = False,
         journal: Keeps | None = None,
         jitter: random.Random | None = None,
+        is_chat: bool = False,
     ) -> None:
         """Nothing is sent yet.
 
@@ -95,6 +96,7 @@ class Writer:
             is_offline: write with the drafter alone, and never ask the server.
             journal: is told whenever tokens were committed.
             jitter: spreads attempts to connect, so that many clients do not come back at one moment.
+            is_chat: the text is a chat's answer, see `specjax.text.FinalChannel`.
         """
         asked = exchange.request
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
@@ -102,7 +104,7 @@ class Writer:
         self._device, self._link, self._patience = device, link, patience
         self.speculation = Speculation(device, Settings.of(sampling, asked.seed), exchange.tokens)
         self._pace = Pace(list(device.shapes))
-        self._display = Display(tokenizer, asked.prompt, stop, is_alone=is_offline)
+        self._display = Display(tokenizer, asked.prompt, stop, is_alone=is_offline, is_chat=is_chat)
         self._is_offline = is_offline
         self._journal, self._jitter = journal, jitter or random.Random()
         self._prompt = len(asked.prompt)

@@ -39,6 +39,7 @@ from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import Read, Scheduler, Ticket
 from specjax.serving.totals import Totals
+from specjax.templates import Settings
 
 USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
@@ -257,6 +258,7 @@ class Engine:
         echo: bool = False,
         spans: bool = False,
         cache_salt: str = "",
+        is_chat: bool | None = None,
     ) -> Handle:
         """Ask for a text. Returns at once.
 
@@ -283,6 +285,8 @@ class Engine:
             spans: `Piece.spans` are wanted.
             cache_salt: what is read of the prompt is shared only with requests of the same salt: nobody else can tell by the
                 time or by `Handle.cached_tokens` that there was such a prompt.
+            is_chat: the text is that of a chat's answer: of a model that writes in channels, such as gpt-oss, the final one
+                alone. None: where the prompt is a chat.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -311,7 +315,10 @@ class Engine:
         )
         settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
-        growing = None if self.tokenizer is None else text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens)
+        growing = None
+        if self.tokenizer is not None:
+            is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
+            growing = text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens, is_chat)
         wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
@@ -387,14 +394,15 @@ class Engine:
         """What drafts may come from clients; None: there are no clients."""
         return self._device.clients
 
-    def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
-        """The token ids of what `submit` takes as a prompt.
+    def encode(self, prompt: str | text.Messages | Sequence[int], chat_template_kwargs: Settings | None = None) -> list[int]:
+        """The token ids of what `submit` takes as a prompt; with ``chat_template_kwargs`` as in `specjax.text.encode_chat`.
 
         Raises:
             InputError: it cannot be used; says why.
         """
         if not _is_tokens(prompt):
-            return pipeline.TextGenerator(self.target, self.tokenizer).encode(prompt)  # pyright: ignore[reportArgumentType]
+            generator = pipeline.TextGenerator(self.target, self.tokenizer)
+            return generator.encode(prompt, chat_template_kwargs=chat_template_kwargs)  # pyright: ignore[reportArgumentType]
         tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         check_prompts([tokens], None, self.target.config.vocab_size)
         return tokens

@@ -5,26 +5,16 @@ gives a mask without a single token, and a run that trained on it would learn no
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from specjax.config import ConfigError
+from specjax.templates import settings_of
 from specjax.training.documents import Message
 
 Encoded = tuple[Sequence[int] | np.ndarray, np.ndarray]
 """Token ids, and ``[tokens]`` bool, which of them are to be learnt."""
-
-
-def with_template(tokenizer: Any, file: str) -> Any:
-    """``tokenizer`` with the chat template in ``file``; as it is where that is empty. Raises `ConfigError` without a file."""
-    if file:
-        try:
-            tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"data.chat_template={file!r}: cannot be read ({error}): name a Jinja file") from None
-    return tokenizer
 
 
 def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses_only: bool) -> list[Encoded]:
@@ -38,18 +28,18 @@ def encode(tokenizer: Any, conversations: Sequence[Sequence[Message]], responses
     Raises:
         ConfigError: there is no template, it refuses a conversation, or it marks nothing as the assistant's.
     """
-    from jinja2 import TemplateError
-
     if not tokenizer.chat_template:
         raise ConfigError("data.tokenizer: has no chat template; name a file with one as data.chat_template")
     encoded: list[Encoded] = []
+    given = settings_of(tokenizer)
     for number, messages in enumerate(conversations, 1):
         try:
             found = tokenizer.apply_chat_template(
-                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only
+                list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=responses_only, **given
             )
-        except TemplateError as error:
-            raise ConfigError(f"data.source: the chat template refuses conversation {number} ({error})") from None
+        except Exception as error:  # a template is code of the checkpoint, and raises whatever it stumbles over
+            beside = f", given data.chat_template_kwargs={given}," if given else ""
+            raise ConfigError(f"data.source: the chat template{beside} refuses conversation {number} ({error})") from None
         ids = list(found["input_ids"])
         mask = np.array(found["assistant_masks"], bool) if responses_only else np.ones(len(ids), bool)
         encoded.append((ids, mask))

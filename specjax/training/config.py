@@ -22,6 +22,7 @@ class DataConfig:
             tokenizer trained on the source.
         vocab_size: of a tokenizer trained here.
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
+        chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'.
         responses_only: of conversations, learn from what the assistant wrote alone; of records with the tokens that they were
             written in, from what the target wrote.
         window: tokens a training window.
@@ -38,6 +39,7 @@ class DataConfig:
     tokenizer: str = ""
     vocab_size: int = 3072
     chat_template: str = ""
+    chat_template_kwargs: str = ""
     responses_only: bool = True
     window: int = 512
     batch: int = 8

@@ -9,6 +9,7 @@ import tokenizers
 
 from specjax.config import ConfigError
 from specjax.progress import say
+from specjax.templates import with_template
 from specjax.training import chat, fingerprint
 from specjax.training.config import DataConfig
 from specjax.training.documents import Document, read_documents
@@ -137,7 +138,9 @@ def _prepare_chats(
 ) -> tuple[tokenizers.Tokenizer, dict[str, np.ndarray], dict[str, np.ndarray]]:
     if not config.tokenizer:
         raise ConfigError("data.tokenizer='': conversations need a tokenizer with a chat template; name its directory")
-    tokenizer = chat.with_template(read_tokenizer(config.tokenizer), config.chat_template)
+    tokenizer = with_template(
+        read_tokenizer(config.tokenizer), config.chat_template, config.chat_template_kwargs, section="data."
+    )
 
     def encode(documents: Sequence[Document]) -> list[chat.Encoded]:
         return chat.encode(tokenizer, [document.messages or () for document in documents], config.responses_only)

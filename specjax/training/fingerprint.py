@@ -16,6 +16,7 @@ import tokenizers
 from specjax import sharding
 from specjax.models.fingerprint import stated
 from specjax.models.transformer import Target
+from specjax.templates import settings_of
 
 
 def of_windows(*packed: dict[str, np.ndarray]) -> str:
@@ -44,7 +45,8 @@ def of_target(target: Target | None) -> str | None:
 
 
 def of_tokenizer(tokenizer: Any, chats: bool = True) -> str:
-    """What decides the tokens of a prompt and the text of an answer: a tokenizer of transformers, for chats with its template.
+    """What decides the tokens of a prompt and the text of an answer: a tokenizer of transformers, for chats with its template
+    and what that is given beside the messages.
 
     How texts are padded and cut is no part of it: here they are neither.
     """
@@ -55,7 +57,9 @@ def of_tokenizer(tokenizer: Any, chats: bool = True) -> str:
         backend.no_truncation()
     rules = tokenizer.get_vocab() if backend is None else backend.to_str()
     template = tokenizer.chat_template if chats else None
-    content = json.dumps([rules, tokenizer.special_tokens_map, template], sort_keys=True, default=str)
+    given = settings_of(tokenizer) if chats else {}
+    parts = [rules, tokenizer.special_tokens_map, template, *([given] if given else [])]
+    content = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

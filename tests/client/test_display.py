@@ -8,6 +8,7 @@ from specjax import text
 from specjax.assets import embedded
 from specjax.client.display import Display
 from specjax.client.events import Committed, Event, Provisional, Retracted
+from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 PROMPT = "x = '"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -130,3 +131,19 @@ def test_a_text_that_is_written_alone_ends_at_a_stop_string(tokenizer) -> None:
     events = display.show(tokens)
     assert display.has_stopped and "".join(event.text for event in events) == "os"
     assert display.show(tokens) == []
+
+
+@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+def test_of_a_chat_in_channels_the_final_one_is_shown(said: str, answer: str) -> None:
+    made = with_marks()
+    prompt, truth = ids_of(made, ASKED), ids_of(made, said)
+    display, reader = Display(made, prompt, is_chat=True), Reader()
+    for at in range(0, len(truth), 3):
+        new = truth[at : at + 3]
+        reader.read(display.show([*new[:1], *prompt[:1]]))  # of which one is taken back, in whatever message it is
+        reader.read(display.commit(new))
+    reader.read(display.commit([], is_last=True))
+    assert reader.text == display.text == answer
+    alone = Display(made, prompt, ["never"], is_alone=True, is_chat=True)
+    shown = "".join(event.text for event in alone.show(truth) if isinstance(event, Provisional))
+    assert answer.startswith(shown.rstrip("\N{REPLACEMENT CHARACTER}"))

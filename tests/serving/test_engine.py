@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import sharding
+from specjax import pipeline, sharding, text
 from specjax.decoding import GenerationOptions
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
@@ -550,6 +550,31 @@ def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, pr
         if not handle.deliver(News([token], [False])):
             break
     assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
+
+
+@pytest.mark.full
+def test_of_a_chat_of_a_model_with_channels_the_final_one_is_the_text(of_words, monkeypatch) -> None:
+    generator, engine = of_words
+    asked: list[bool] = []
+    make = text.GrowingText
+
+    def see(*given: Any, is_chat: bool = False) -> Any:
+        *given, is_chat = given if len(given) == 5 else (*given, is_chat)
+        asked.append(is_chat)
+        return make(*given, is_chat=is_chat)
+
+    monkeypatch.setattr(text, "GrowingText", see)
+    monkeypatch.setattr(pipeline, "GrowingText", see)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ more }}"
+    monkeypatch.setattr(generator.tokenizer, "chat_template", template)
+    chat = [{"role": "user", "content": "a the"}]
+    for prompt, given in (("a the", None), (chat, None), ("a the", True), (chat, False)):
+        engine.submit(prompt, max_new_tokens=1, is_chat=given).result(PATIENCE)
+    generator("a the", max_new_tokens=1)
+    generator([chat, "a the"], max_new_tokens=1)
+    list(generator.stream(chat, max_new_tokens=1))
+    assert asked == [False, True, True, False, False, True, False, True]
+    assert engine.encode(chat, {"more": "b"}) == [*engine.encode(chat), *generator.tokenizer.convert_tokens_to_ids(["b"])]
 
 
 # --- several choices, errors -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from specjax.config import ConfigError
 from specjax.errors import InputError
+from specjax.templates import with_template
 from specjax.training import chat, data, documents
 from specjax.training.config import DataConfig
 from tests.conftest import ASSETS
@@ -122,7 +123,7 @@ def test_the_assistants_words_are_what_counts(tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_the_projects_templates_mark_what_the_assistant_says(tokenizer, name) -> None:
-    chat.with_template(tokenizer, str(ASSETS.parents[1] / "configs" / "templates" / f"{name}.jinja"))
+    tokenizer = with_template(tokenizer, str(ASSETS.parents[1] / "configs" / "templates" / f"{name}.jinja"))
     ((ids, mask),) = chat.encode(tokenizer, [MESSAGES], responses_only=True)
     learnt, whole = tokenizer.decode(np.array(ids)[mask]), tokenizer.decode(ids)
     end = {"llama3": "<|eot_id|>", "qwen3": "<|im_end|>"}[name]
@@ -140,13 +141,13 @@ def test_a_template_without_marks_is_refused_with_its_first_line(tokenizer, tmp_
     with pytest.raises(ConfigError, match=r"marks no token as the assistant's, .* begins with .\{% for m in messages %\}"):
         chat.encode(tokenizer, [MESSAGES], responses_only=True)
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    mended = chat.with_template(tokenizer, str(tmp_path / "template.jinja"))
+    mended = with_template(tokenizer, str(tmp_path / "template.jinja"))
     assert chat.encode(mended, [MESSAGES], responses_only=True)[0][1].any()
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="has no chat template"):
         chat.encode(tokenizer, [MESSAGES], responses_only=True)
-    with pytest.raises(ConfigError, match=r"data\.chat_template='nowhere'"):
-        chat.with_template(tokenizer, "nowhere")
+    with pytest.raises(InputError, match=r"data\.chat_template='nowhere'"):
+        with_template(tokenizer, "nowhere", section="data.")
 
 
 def test_conversations_are_packed_with_their_mask(tmp_path) -> None:

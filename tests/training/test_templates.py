@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specjax.config import ConfigError
+from specjax.templates import with_template
 from specjax.training import chat
 from tests.conftest import ASSETS
 
@@ -261,7 +262,7 @@ def make_tokenizer(name: str, has_marks: bool = True):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=form.bos, eos_token=form.eos)
     if has_marks:
         tokenizer.add_tokens([*form.special, *filter(None, form.ends)], special_tokens=True)
-    return chat.with_template(tokenizer, str(TEMPLATES / f"{name}.jinja"))
+    return with_template(tokenizer, str(TEMPLATES / f"{name}.jinja"))
 
 
 def find_learnt(tokenizer, talk) -> list[list[int]]:

@@ -10,6 +10,7 @@ import pytest
 
 from specjax import text
 from specjax.config import ConfigError
+from specjax.templates import with_template
 from specjax.training import chat, data, documents, fingerprint
 from specjax.training.config import DataConfig
 from specjax.training.tokenizer import read_tokenizer
@@ -134,7 +135,7 @@ def test_chats_give_the_same_windows_as_their_tokens(tokenizer, tmp_path, said) 
     template.write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     with pytest.raises(ConfigError, match="marks no token as the assistant's"):
         data.prepare(config(source, template))
-    unmarked = fingerprint.of_tokenizer(chat.with_template(text.load_tokenizer(ASSETS / "target"), str(template)))
+    unmarked = fingerprint.of_tokenizer(with_template(text.load_tokenizer(ASSETS / "target"), str(template)))
     write(source, [record | {TOKENIZER: unmarked} for record in records])  # their spans say what the marks would
     assert data.prepare(config(source, template))[1]["loss_mask"].tolist() == expected[0]["loss_mask"].tolist()
 

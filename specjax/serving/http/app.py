@@ -40,6 +40,7 @@ from specjax.serving.http.metrics import Metrics
 from specjax.serving.http.requests import Limits, TextRequest
 from specjax.serving.http.tokens import TokenTexts
 from specjax.serving.scheduler import QueueFullError
+from specjax.templates import Settings, names_read
 from specjax.text import encode_continuation
 from specjax.wire import PATH
 
@@ -119,6 +120,7 @@ class Service:
             max_prediction=engine.max_prediction,
             capacity=engine.capacity,
             has_chat=bool(tokenizer.chat_template),
+            template_names=names_read(tokenizer),
             own_ends=tuple(config.eos_token_ids),
         )
         self.texts = TokenTexts(tokenizer)
@@ -189,7 +191,7 @@ class Service:
         prompts = []
         for prompt in asked.prompts:
             submission.check()
-            prompts.append(self.encode(prompt, name, asked.add_special_tokens))
+            prompts.append(self.encode(prompt, name, asked.add_special_tokens, asked.chat_template_kwargs))
         limits = [self._most_tokens(asked, len(tokens), name) for tokens in prompts]
         _check_logprobs(asked, prompts, limits)
         prediction = asked.prediction and asked.prediction[: self._most_characters]
@@ -209,6 +211,7 @@ class Service:
             "prediction": prediction,
             "spans": asked.include_accepted,
             "cache_salt": asked.cache_salt,
+            "is_chat": asked.is_chat,
         }
         for tokens, most in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
@@ -230,13 +233,16 @@ class Service:
                 raise RequestError(429, message, code="queue_full", headers={"Retry-After": "1"})
             submission.kept = count
 
-    def encode(self, prompt: Any, name: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, prompt: Any, name: str, add_special_tokens: bool = True, chat_template_kwargs: Settings | None = None
+    ) -> list[int]:
         """Token ids of a prompt, of which errors speak as ``name``.
 
         Of megabytes of text a tokenizer makes hundreds of megabytes. So what is too long for any tokens is refused before.
         """
         is_text = isinstance(prompt, str) or isinstance(prompt[0], Mapping)
-        if is_text and (length := _characters(prompt)) > self._most_characters:
+        length = _characters(prompt) + _characters([chat_template_kwargs or {}]) if is_text else 0
+        if length > self._most_characters:
             message = (
                 f"{name}: {length} characters, more than {self.engine.capacity} tokens, which is the longest text; shorten it"
             )
@@ -245,7 +251,7 @@ class Service:
             if isinstance(prompt, str) and not add_special_tokens:
                 tokens = encode_continuation(self.engine.tokenizer, prompt)
                 return self.engine.encode(tokens)
-            return self.engine.encode(prompt)
+            return self.engine.encode(prompt, chat_template_kwargs)
 
     def _most_tokens(self, asked: TextRequest, length: int, name: str) -> int:
         """Return how many tokens a text may have after a prompt of ``length``: as asked, as far as there is room for them."""
@@ -349,7 +355,7 @@ def _as_answers(name: str) -> Iterator[None]:
         raise RequestError(400, str(error), param=param[0] if param else name) from None
 
 
-_PARAM = re.compile(r"(temperature|top_k|top_p|min_p|seed|stop|logprobs|prediction)\b")
+_PARAM = re.compile(r"(temperature|top_k|top_p|min_p|seed|stop|logprobs|prediction|chat_template_kwargs)\b")
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -390,7 +396,9 @@ def make_app(service: Service) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         asked = await read(requests.read_tokenize, request)
-        tokens = await service.in_thread(service.encode, asked.prompt, asked.param, asked.add_special_tokens)
+        tokens = await service.in_thread(
+            service.encode, asked.prompt, asked.param, asked.add_special_tokens, asked.chat_template_kwargs
+        )
         said = {"count": len(tokens), "max_model_len": service.engine.capacity, "tokens": tokens}
         return _json(said, headers=service.ignored_header(asked.ignored))
 

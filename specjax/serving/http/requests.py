@@ -8,13 +8,14 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from specjax.errors import InputError
 from specjax.serving.http.errors import RequestError
-from specjax.text import Messages
+from specjax.templates import Messages, Settings, read_settings
 
 MAX_PROMPTS = 64
 """Prompts of a request."""
@@ -58,6 +59,7 @@ class Limits:
         max_prediction: most tokens of a prediction that are copied in a step; 0: none may be given.
         capacity: most tokens of a text with its prompt; None: that is not known.
         has_chat: whether its tokenizer has a chat template.
+        template_names: what the template reads; None: that is not known.
         own_ends: its own end-of-sequence ids.
 
     Examples:
@@ -72,6 +74,7 @@ class Limits:
     max_prediction: int = 16
     capacity: int | None = None
     has_chat: bool = True
+    template_names: frozenset[str] | None = None
     own_ends: tuple[int, ...] = ()
 
 
@@ -101,6 +104,7 @@ class TextRequest:
         continuous_usage: whether each chunk of the stream has the usage so far.
         include_accepted: whether the stream tells which of its text was accepted from drafts.
         add_special_tokens: whether what begins a text is put before a prompt; not before a chat, whose template writes it.
+        chat_template_kwargs: what a chat's template is given beside the messages.
         cache_salt: the prompt is shared only with requests that have the same one.
         ignored: names in the request that are not known, in its order.
 
@@ -133,6 +137,7 @@ class TextRequest:
     continuous_usage: bool = False
     include_accepted: bool = False
     add_special_tokens: bool = True
+    chat_template_kwargs: Settings = field(default_factory=dict)
     cache_salt: str = ""
     ignored: tuple[str, ...] = ()
 
@@ -145,6 +150,7 @@ class TokenizeRequest:
         prompt: it.
         param: what it was called in the request.
         add_special_tokens: as in `TextRequest`.
+        chat_template_kwargs: as in `TextRequest`.
         ignored: names in the request that are not known, in its order.
 
     Examples:
@@ -156,6 +162,7 @@ class TokenizeRequest:
     prompt: str | Messages
     param: str
     add_special_tokens: bool = True
+    chat_template_kwargs: Settings = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 
@@ -247,6 +254,7 @@ _COMPLETION: Mapping[str, Any] = {
 _CHAT: Mapping[str, Any] = {
     **_SHARED,
     "messages": list[_Message],
+    "chat_template_kwargs": dict[str, Any] | None,
     "logprobs": bool | None,
     "top_logprobs": int | None,
 }
@@ -257,7 +265,13 @@ _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,
 _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
 """Parameters with names in them."""
 
-_TOKENIZE: Mapping[str, Any] = {"model": str, "prompt": str, "messages": list[_Message], "add_special_tokens": bool | None}
+_TOKENIZE: Mapping[str, Any] = {
+    "model": str,
+    "prompt": str,
+    "messages": list[_Message],
+    "add_special_tokens": bool | None,
+    "chat_template_kwargs": dict[str, Any] | None,
+}
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -294,7 +308,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "return_token_strs": (False,),
     "chat_template": ("",),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
@@ -388,7 +401,9 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
     if values.get("add_special_tokens"):
         message = "add_special_tokens=true: a chat's template writes them; leave it out, or give false"
         raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
-    what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": ignored}
+    settings, unread = _template_settings(values, limits)
+    what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": (*ignored, *unread)}
+    what["chat_template_kwargs"] = settings
     return _request(values, limits, is_chat=True, prompts=prompts, **what)
 
 
@@ -409,9 +424,14 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
     if ("prompt" in values) == ("messages" in values):
         raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
     if "messages" in values:
-        return TokenizeRequest(_messages(values, limits), "messages", ignored=ignored)
+        settings, unread = _template_settings(values, limits)
+        return TokenizeRequest(
+            _messages(values, limits), "messages", chat_template_kwargs=settings, ignored=(*ignored, *unread)
+        )
+    if "chat_template_kwargs" in values:
+        ignored = (*ignored, "chat_template_kwargs")
     has_special = _or(values, "add_special_tokens", True)
-    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", has_special, ignored)
+    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", has_special, ignored=ignored)
 
 
 _MOST = 2**31 - 1
@@ -718,6 +738,16 @@ def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
     return [_message(number, each) for number, each in enumerate(messages)]
+
+
+def _template_settings(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], list[str]]:
+    """What a chat's template is given beside the messages, and what it does not read of that: this changes nothing."""
+    try:
+        settings = read_settings(values.get("chat_template_kwargs") or {})
+    except InputError as error:
+        raise RequestError(400, str(error), param="chat_template_kwargs", code="unsupported_parameter") from None
+    known = settings.keys() if limits.template_names is None else limits.template_names
+    return settings, [f"chat_template_kwargs.{name}" for name in settings if name not in known]
 
 
 # Only these may say nothing: an assistant that calls a tool, for example, and a tool that gives nothing back.

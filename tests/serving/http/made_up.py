@@ -143,11 +143,12 @@ class MadeUpEngine:
     def state(self) -> str:
         return "failed" if self.is_down else "running"
 
-    def encode(self, prompt: Any) -> list[int]:
+    def encode(self, prompt: Any, chat_template_kwargs: Any = None) -> list[int]:
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             if any(message["role"] == "nobody" for message in prompt):
                 raise InputError("messages: the model's chat template refuses them (no such role)")
             prompt = "".join(f"{message['role']}:{message['content']}\n" for message in prompt)
+            prompt += "".join(f"{name}={value}\n" for name, value in (chat_template_kwargs or {}).items())
         return [min(ord(each), 999) for each in prompt] if isinstance(prompt, str) else list(prompt)
 
     def encode_prediction(self, prediction: str) -> list[int]:

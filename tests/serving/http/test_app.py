@@ -10,16 +10,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
+from specjax.errors import InputError
+from specjax.serving.handle import Handle, News
 from specjax.serving.http import app, requests, responses, run
 from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
 from specjax.serving.http.protocol import Bounds
 from specjax.serving.http.tokens import TokenTexts
+from specjax.text import GrowingText
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
+from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
 
@@ -127,7 +132,7 @@ def test_what_the_engine_is_given() -> None:
 def test_a_prompt_may_come_without_special_tokens() -> None:
     engine = MadeUpEngine()
     encoded = []
-    engine.encode = lambda prompt: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
+    engine.encode = lambda prompt, _=None: encoded.append(prompt) or [97]  # pyright: ignore[reportAttributeAccessIssue]
     ask(engine, prompt="ab", add_special_tokens=False)
     ask(engine, prompt="ab", add_special_tokens=True)
     ask(engine, "/tokenize", content='{"prompt": "ab", "add_special_tokens": false}')
@@ -657,6 +662,77 @@ def test_what_the_chat_template_refuses() -> None:
     assert error["param"] == "messages"
 
 
+def test_a_request_gives_settings_to_the_chat_template() -> None:
+    engine = MadeUpEngine()
+    assert chat(engine, chat_template_kwargs={"mood": "good"}).status_code == 200
+    assert chat(engine).status_code == 200
+    first, second = ("".join(map(chr, each.prompt)) for each in engine.submitted)
+    assert first == second + "mood=good\n"
+    body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"mood": "good"}}
+    tokens = ask(engine, "/tokenize", content=json.dumps(body)).json()["tokens"]
+    assert "".join(map(chr, tokens)) == first
+    far_too_long = "a" * (6 * CAPACITY + 1)
+    for given in ({"mood": far_too_long}, {far_too_long: 1}):
+        assert refused(chat(engine, chat_template_kwargs=given), 400)["code"] == "context_length_exceeded"
+
+
+def test_settings_that_the_template_does_not_read_are_told_in_a_header() -> None:
+    engine = MadeUpEngine()
+    engine.tokenizer.get_chat_template = lambda: "{{ messages }}{{ mood }}"  # pyright: ignore[reportAttributeAccessIssue]
+    answer = chat(engine, chat_template_kwargs={"mood": "good", "thinking": True})
+    assert answer.headers["x-specjax-ignored"] == "chat_template_kwargs.thinking"
+    assert "x-specjax-ignored" not in chat(engine, chat_template_kwargs={"mood": "good"}).headers
+
+
+def test_an_error_about_settings_of_the_template_names_them() -> None:
+    engine = MadeUpEngine()
+
+    def encode(prompt: Any, settings: Any) -> list[int]:
+        raise InputError("chat_template_kwargs: without {'mood': 1} it would do, but: messages: no such mood")
+
+    engine.encode = encode  # pyright: ignore[reportAttributeAccessIssue]
+    assert refused(chat(engine, chat_template_kwargs={"mood": 1}), 400)["param"] == "chat_template_kwargs"
+
+
+def test_a_chats_answer_is_its_final_channel_and_a_completion_is_raw() -> None:
+    engine = MadeUpEngine()
+    ask(engine)
+    chat(engine)
+    assert [each.settings["is_chat"] for each in engine.submitted] == [False, True]
+
+
+@pytest.fixture(scope="module")
+def harmony() -> Any:
+    return with_marks()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("said", "answer"), ANSWERS)
+def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: str, answer: str, stream: bool) -> None:
+    prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
+    ticket = SimpleNamespace(prompt_length=len(prompt), cached=0)
+    growing = GrowingText(harmony, prompt, is_chat=True)
+    handle = Handle(lambda _: None, ticket, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
+    for at in range(0, max(len(tokens), 1), 2):
+        new = tokens[at : at + 2]
+        handle.deliver(News(new, [True] * len(new), done=at + 2 >= len(tokens)))
+    engine = MadeUpEngine()
+    engine.encode = lambda *_: prompt  # pyright: ignore[reportAttributeAccessIssue]
+    engine.submit = lambda *_, **__: handle  # pyright: ignore[reportAttributeAccessIssue]
+    made = chat(engine, stream=stream, **({"stream_options": {"include_usage": True}} if stream else {}))
+    if stream:
+        *chunks, last = events(made)
+        content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        reason, usage = chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        whole = made.json()
+        content, reason = whole["choices"][0]["message"]["content"], whole["choices"][0]["finish_reason"]
+        usage = whole["usage"]
+    assert content == answer
+    assert usage["completion_tokens"] == len(tokens)
+    assert reason == ("stop" if said.endswith(("<|return|>", "<|call|>")) else "length")
+
+
 def test_an_engine_that_fails() -> None:
     engine = MadeUpEngine()
     service = service_of(engine)
@@ -769,7 +845,7 @@ def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> Non
     engine = MadeUpEngine(pause=10.0)
     encode, begun = engine.encode, []
 
-    def slow(prompt: Any) -> list[int]:
+    def slow(prompt: Any, _: Any) -> list[int]:
         begun.append(prompt)
         time.sleep(0.5)
         return encode(prompt)

@@ -31,6 +31,36 @@ def refusal(kind: str = "completion", limits: Limits = LIMITS, **values: Any) ->
     return caught.value
 
 
+# --- settings of the chat template ---------------------------------------------------------------------------------
+
+
+def test_what_a_template_reads_is_given_to_it_and_the_rest_is_told() -> None:
+    limits = dataclasses.replace(LIMITS, template_names=frozenset(["messages", "enable_thinking"]))
+    given = {"enable_thinking": False, "thinking": True, "tools": None}
+    asked = read("chat", limits, chat_template_kwargs=given, unknown=1)
+    assert asked.chat_template_kwargs == {"enable_thinking": False, "thinking": True}
+    assert asked.ignored == ("unknown", "chat_template_kwargs.thinking")
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": given}
+    tokens = read_tokenize(json.dumps(body).encode(), limits)
+    assert tokens.chat_template_kwargs == asked.chat_template_kwargs
+    assert tokens.ignored == asked.ignored[1:]
+    assert read("chat", chat_template_kwargs=given).ignored == ()  # nobody knows what this template reads
+    for nothing in (None, {}):
+        assert read("chat", chat_template_kwargs=nothing) == read("chat")
+
+
+def test_where_there_is_no_template_its_settings_change_nothing() -> None:
+    assert read(chat_template_kwargs={"a": 1}).ignored == ("chat_template_kwargs",)
+    tokens = read_tokenize(json.dumps({"prompt": "a", "chat_template_kwargs": {"a": 1}}).encode(), LIMITS)
+    assert (tokens.chat_template_kwargs, tokens.ignored) == ({}, ("chat_template_kwargs",))
+
+
+@pytest.mark.parametrize("given", [1, "a", [1], {"tools": [1]}, {"messages": []}, {"continue_final_message": True}], ids=str)
+def test_settings_that_are_none_are_refused_by_their_name(given: Any) -> None:
+    error = refusal("chat", chat_template_kwargs=given)
+    assert (error.status, error.param) == (400, "chat_template_kwargs")
+
+
 # --- what is taken ---------------------------------------------------------------------------------------------------
 
 
