@@ -104,6 +104,10 @@ _NESTED: dict[str, Field] = {  # in dflash_config
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
     "output_multiplier": Field("1, for other factors of the logits are not known here", lambda value: value == 1, None),
+    "input_embedding_scale": Field("1, for other factors of the embeddings are not known here", lambda value: value == 1, None),
+    "final_logit_softcapping": Field(
+        "null, for bounded logits of a drafter are not known here", lambda value: value is None, None
+    ),
 }
 _QWEN3 = {  # speculators leaves out what equals transformers' defaults
     "vocab_size": 151936,
