@@ -188,6 +188,7 @@ class DFlash(TrainedDrafter[Cache]):
             mask_token_id=layer.vocab_size - 1 if mask_token_id is None else mask_token_id,
             taps=default_taps(of_target.num_layers, layer.num_layers) if taps is None else taps,
             draft_vocab_size=layer.vocab_size if ids is None else len(ids),
+            target_layers=of_target.num_layers,
             **given | dict(variant or {}),
         )
         params = cls._initialise(config, key, target)

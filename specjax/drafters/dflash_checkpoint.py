@@ -92,6 +92,7 @@ _FIELDS: dict[str, dict[str, Field]] = {
         "block_size": whole(1, 4096),
         "mask_token_id": whole(0, 10_000_000),
         "target_layer_ids": _layer_numbers(-1),
+        "num_target_layers": whole(1, 10_000, default=None),
         **_HEADS,
     },
 }
@@ -103,6 +104,10 @@ _NESTED: dict[str, Field] = {  # in dflash_config
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
     "output_multiplier": Field("1, for other factors of the logits are not known here", lambda value: value == 1, None),
+    "input_embedding_scale": Field("1, for other factors of the embeddings are not known here", lambda value: value == 1, None),
+    "final_logit_softcapping": Field(
+        "null, for bounded logits of a drafter are not known here", lambda value: value is None, None
+    ),
 }
 _QWEN3 = {  # speculators leaves out what equals transformers' defaults
     "vocab_size": 151936,
@@ -154,7 +159,7 @@ def _read_qwen3(fields: dict[str, Any], stored: Stored, layout: str) -> dict[str
     """The fields of z-lab's and DeepSpec's config.json."""
     layer = huggingface.parse_drafter_config(dict(stored.raw), stored.file)
     own = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
-    return {"layer": layer, "draft_vocab_size": layer.vocab_size, **own}
+    return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **own}
 
 
 def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: Stored) -> dict[str, Any]:
@@ -291,12 +296,15 @@ def format_config(config: DFlashConfig, layout: str, dtype: str, target: str) ->
         raise InputError(f"layout={layout!r}: cannot say {', '.join(wrong)}: write it as 'speculators'")
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
     raw, size = huggingface.format_config(config.layer, dtype), {"block_size": config.block_size}
+    if config.target_layers is not None:  # SpecForge reads it where the layers are named, too
+        raw |= {"num_target_layers": config.target_layers}
     if layout == "deepspec":
         return raw | size | own | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
     own |= {"causal_head": True} if config.causal else {}  # JetSpec's name of it
     raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
-        return raw | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | own | _dflash2_of(config)}
+        # The size of a block stands twice: SpecForge reads the one, and z-lab's own files have the other.
+        return raw | size | {"architectures": ["DFlash2DraftModel"], "dflash_config": size | own | _dflash2_of(config)}
     return raw | size | {"architectures": ["DFlashDraftModel"], "dflash_config": own}
 
 

@@ -1,6 +1,6 @@
 """The shape of a DFlash drafter and its kin, DSpark and DFlash2, and their parameters."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from specjax.errors import InputError
@@ -39,6 +39,8 @@ class DFlashConfig:
         conv_group_size: channels that share what a place adds to the kernel of its convolution.
         selector_rank: of the codebooks by which the selector scores candidates; 0: there is no selector.
         selector_top_k: candidates at each place, K: the likeliest tokens by the block's logits.
+        target_layers: layers of the target, where that is known: SpecForge asks for their number. Nothing is computed from it,
+            and shapes that differ in it alone are equal.
     """
 
     layer: ModelConfig
@@ -61,6 +63,7 @@ class DFlashConfig:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    target_layers: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 + (not self.from_anchor):

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.drafters import DFlash, DSpark
+from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.drafters.base import Told
 from specjax.drafters.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
@@ -176,6 +176,24 @@ def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
     assert (type(again), again.config) == (type(drafter), drafter.config)
     jax.tree.map(np.testing.assert_array_equal, again.params, drafter.params)
     assert again.draft == drafter.draft == specjax.Chain(drafter.config.depth)
+
+
+NAMES_OF_SPECFORGE = {"num_target_layers", "block_size", "num_hidden_layers", "layer_types", "vocab_size", "hidden_size"}
+"""What SpecForge's classes of DFlash, and of DFlash2 and DSpark that follow it, take from config.json without a default."""
+
+
+@pytest.mark.parametrize("which", [which for which, (layout, _) in SAVED.items() if layout != "speculators"] + ["dflash2"])
+def test_what_specforge_asks_for_is_written_and_kept(which, tmp_path) -> None:
+    target = tiny_target()
+    made = DFlash2.init(target, jax.random.key(1), block_size=4)
+    layout, drafter = ("dflash", made) if which == "dflash2" else SAVED[which]
+    drafter.save_pretrained(tmp_path / "first", layout=layout)
+    load_drafter(str(tmp_path / "first"), None, target.config, np.float32).save_pretrained(tmp_path / "again", layout=layout)
+    for written in ("first", "again"):
+        raw = json.loads((tmp_path / written / "config.json").read_text())
+        assert raw.keys() >= NAMES_OF_SPECFORGE
+        assert raw["num_target_layers"] == target.config.num_layers
+        assert raw["block_size"] == drafter.config.block_size
 
 
 @pytest.mark.parametrize(

@@ -424,8 +424,17 @@ FAULTS = {  # a change of config.json, tensors to leave out, and the error
     ),
     "another rank": (of_field("selector_rank", 4), (), "candidate_selector"),
     "logits with a factor": (of_field("output_multiplier", 2.0), (), "output_multiplier=2.0: must be 1"),
+    "embeddings with a factor": (of_field("input_embedding_scale", 2.5), (), "input_embedding_scale=2.5: must be 1"),
+    "bounded logits": (of_field("final_logit_softcapping", 30.0), (), "final_logit_softcapping=30.0: must be null"),
     "another model's layers": (lambda raw: raw | {"model_type": "llama"}, (), "the layers of a DFlash2 are those of a 'qwen3'"),
 }
+
+
+FACTORS = [  # a field, values that change nothing, and one that would
+    ("input_embedding_scale", (1, 1.0, None), 2.5),
+    ("output_multiplier", (1, 1.0, None), 0.5),
+    ("final_logit_softcapping", (None,), 30.0),
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -441,6 +450,20 @@ def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
     with pytest.raises(CheckpointError, match=message) as error:
         kind.from_pretrained(tmp_path, dtype=np.float32)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [DFlash, DFlash2])
+@pytest.mark.parametrize(("name", "harmless", "harmful"), FACTORS)
+def test_what_changes_nothing_is_read_and_what_would_is_refused(kind, name, harmless, harmful, tmp_path) -> None:
+    kind.init(tiny_target(), jax.random.key(0), block_size=4).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    for value in harmless:
+        changed = written | {"dflash_config": written["dflash_config"] | {name: value}}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        kind.from_pretrained(tmp_path, dtype=np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(of_field(name, harmful)(written)))
+    with pytest.raises(CheckpointError, match=f"dflash_config.{name}={harmful}: must be"):
+        kind.from_pretrained(tmp_path, dtype=np.float32)
 
 
 def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
