@@ -1,6 +1,6 @@
 """Decoding: the state of a batch, the loop, generation, verification, and what is counted."""
 
-from specjax.decoding.generation import Result, generate, most_positions, raise_if_failed, start, stream
+from specjax.decoding.generation import Result, generate, most_positions, start, stream
 from specjax.decoding.loop import advance, decode, propose_step, rows_of_pass, step
 from specjax.decoding.options import GenerationOptions
 from specjax.decoding.state import DecodeState, insert, prefill
@@ -16,7 +16,6 @@ __all__ = [
     "most_positions",
     "prefill",
     "propose_step",
-    "raise_if_failed",
     "rows_of_pass",
     "start",
     "step",

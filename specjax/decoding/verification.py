@@ -59,8 +59,9 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    allowed = without_ends(logits, sampling, draft.depths)
-    p, good, x = probabilities(allowed, sampling), can_be_drawn(allowed), draft.tokens[:, 1:]
+    at_nodes = without_ends(logits, sampling, draft.depths)
+    p = probabilities(at_nodes, sampling)
+    good, x = can_be_drawn(at_nodes), draft.tokens[:, 1:]
     # A drafter's q is NaN for all tokens or for none. What depends on q(x) being a number does not depend on x.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
     drafted = jnp.cumprod(drafted, axis=1).astype(bool)
@@ -190,9 +191,9 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        allowed = without_ends(_at(logits, node), sampling, depth)
-        p = probabilities(allowed, sampling)
-        return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(allowed)
+        at_node = without_ends(_at(logits, node), sampling, depth)
+        p = probabilities(at_node, sampling)
+        return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)
 
     return visit
 

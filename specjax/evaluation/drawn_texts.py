@@ -33,6 +33,7 @@ from flax import struct
 from scipy import special
 
 from specjax import decoding, sharding
+from specjax.decoding.generation import raise_if_failed
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters.base import Committed, Drafter
 from specjax.drafts import tree
@@ -208,7 +209,7 @@ def _batch(
     draw_key, read_key, draft_key = jax.random.split(key, 3)
     state = _repeat(rows.drawing, jax.random.split(draw_key, count), repeats)
     drawn = decoding.decode(target, drafter, state, NEW_TOKENS)
-    decoding.raise_if_failed(target, drawn)
+    raise_if_failed(target, drawn)
     places = np.repeat(rows.lengths, repeats)[:, None] + np.arange(NEW_TOKENS)
     texts = np.take_along_axis(sharding.to_host(drawn.tokens, target.mesh), places, axis=1)
     reader = _reader(drafter)
