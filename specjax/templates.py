@@ -100,7 +100,7 @@ def read_settings(settings: str | Settings, name: str = "chat_template_kwargs") 
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise InputError(f"{name}={_short(settings)}: no JSON object; write '{{\"enable_thinking\": false}}'")
     for key in _OWN.keys() & found.keys():
-        if not any(found[key] is each or (each == [] and found[key] == []) or (each == "" == found[key]) for each in _OWN[key]):
+        if not any(type(found[key]) is type(neutral) and found[key] == neutral for neutral in _OWN[key]):
             raise InputError(f"{name}: {key!r} is no setting of a template; leave it out")
     return {key: value for key, value in found.items() if key not in _OWN}
 

@@ -393,8 +393,7 @@ class _PagedRows:
         given = free, np.int32(steps), np.bool_(False)
         table = self._full_table()
         self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free), most_steps=1)
-        tokens = sharding.to_host(self.state.tokens, self.target.mesh)
-        progress = sharding.to_host(progress, self.target.mesh)
+        progress, tokens = sharding.to_host((progress, self.state.tokens), self.target.mesh)
         for row in [row for row in self.whose if progress.done[row]]:
             text = tokens[row, : progress.lengths[row]].tolist()
             self.found[self.whose.pop(row)] = text, metrics.summarise(progress.stats, row)
