@@ -136,6 +136,25 @@ class Sampling:
             InputError: a setting is out of its range, or has another number of rows; or there is no such rule.
         """
         check_rule(rule)
+        numbers = self.by_row(batch)
+        is_drawn = bool(np.any(numbers["temperature"] > 0))
+        return RowSampling(
+            **{name: jnp.asarray(values) for name, values in numbers.items()},
+            greedy=not is_drawn,
+            truncated=bool(np.any(numbers["top_k"] > 0) or np.any(numbers["top_p"] < 1) or np.any(numbers["min_p"] > 0)),
+            rule=rule if is_drawn else "independent",  # greedy rows draw nothing: one program for all
+        )
+
+    def by_row(self, batch: int) -> dict[str, np.ndarray]:
+        """Return each setting's numbers ``[batch]`` by its name, in the types and ranges that the device uses, on the host.
+
+        Raises:
+            InputError: a setting is out of its range, or has another number of rows.
+
+        Examples:
+            >>> specjax.Sampling(temperature=(0.0, 1.0)).by_row(2)["temperature"]
+            array([0., 1.], dtype=float32)
+        """
         temperature = self._row("temperature", batch, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy")
         top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
         top_p = self._row("top_p", batch, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit")
@@ -144,15 +163,12 @@ class Sampling:
         # a temperature is moved to where it and its reciprocal are normal numbers. Beyond that nothing changes any more.
         smallest = float(np.finfo(np.float32).tiny)
         temperature = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
-        return RowSampling(
-            temperature=jnp.asarray(temperature, jnp.float32),
-            top_k=jnp.asarray(np.minimum(top_k, 2**31 - 1), jnp.int32),
-            top_p=jnp.asarray(top_p, jnp.float32),
-            min_p=jnp.asarray(min_p, jnp.float32),
-            greedy=bool(np.all(temperature == 0)),
-            truncated=bool(np.any(top_k > 0) or np.any(top_p < 1) or np.any(min_p > 0)),
-            rule=rule if np.any(temperature > 0) else "independent",  # greedy rows draw nothing: one program for all
-        )
+        return {
+            "temperature": temperature.astype(np.float32),
+            "top_k": np.minimum(top_k, 2**31 - 1).astype(np.int32),
+            "top_p": top_p.astype(np.float32),
+            "min_p": min_p.astype(np.float32),
+        }
 
     def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
         value = one_or_each(name, getattr(self, name)).astype(np.float64)

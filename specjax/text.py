@@ -5,7 +5,7 @@ import logging
 import re
 import shutil
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache, partial
@@ -589,9 +589,10 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         """``prompt`` gives the first pieces their context: many tokenizers drop the space that begins a text."""
-        self._tokenizer, self._skipped = tokenizer, _skipped_ids(tokenizer, tuple(getattr(tokenizer, "all_special_ids", ())))
+        self._decode, self._kinds = _decoder(tokenizer), _kinds_of(tokenizer)
         # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
-        self._tokens, self._ends_in_byte = [token for token in map(int, prompt) if token not in self._skipped], False
+        self._tokens = [token for token in map(int, prompt) if self._kinds[token] != _NO_TEXT]
+        self._ends_in_byte = False
         # Only the end of a prompt is looked at token by token: its single bytes are not finished. A prompt may be long.
         start = len(self._tokens)
         while start and not self._is_text(self._tokens[start - 1]):
@@ -644,29 +645,22 @@ class TextStream:
 
     def byte_of(self, token: int) -> int | None:
         """Return the byte that a token stands for. None: it is text, or decoding skips it."""
-        name = self._name(token)
-        return int(name[3:5], 16) if name is not None and _BYTE.fullmatch(name) else None
+        kind = self._kinds[token]
+        return kind if kind >= 0 else None
 
     def _is_text(self, token: int) -> bool:
         """Return whether a token is neither a single byte nor skipped by decoding."""
-        name = self._name(token)
-        return name is not None and _BYTE.fullmatch(name) is None
-
-    def _name(self, token: int) -> str | None:
-        return None if token in self._skipped else self._tokenizer.convert_ids_to_tokens(token)
+        return self._kinds[token] == _TEXT
 
     def _append(self, tokens: Iterable[Any]) -> bool:
         """Take in tokens; False: decoding skips all of them."""
         has_grown = False
         for token in map(int, tokens):
-            name = self._name(token)
-            if name is not None:
-                has_grown, self._ends_in_byte = True, _BYTE.fullmatch(name) is not None
+            kind = self._kinds[token]
+            if kind != _NO_TEXT:
+                has_grown, self._ends_in_byte = True, kind >= 0
                 self._tokens.append(token)
         return has_grown
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class FinalChannel:
@@ -763,6 +757,50 @@ def _mark_id(tokenizer: Any, name: str) -> int | None:
 
 
 @lru_cache(maxsize=16)
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Return what turns token ids into text, without special tokens.
+
+    A tokenizer that decodes as the tokenizers library does is asked there: what transformers checks of its arguments takes ten
+    times as long as decoding a few tokens, and the engine does so for every token of every text.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    made = type(tokenizer)
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(made, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    ):
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    decode: Any = tokenizer.decode
+    return partial(decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+_TEXT, _NO_TEXT = -1, -2
+
+
+class _Kinds(dict[int, int]):
+    """By token id: the byte that a token stands for, `_TEXT`, or `_NO_TEXT` where decoding skips it. Filled as it is asked."""
+
+    def __init__(self, tokenizer: Any, skipped: Collection[int]) -> None:
+        super().__init__(dict.fromkeys(skipped, _NO_TEXT))
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> int:
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        kind = _NO_TEXT if name is None else int(name[3:5], 16) if _BYTE.fullmatch(name) else _TEXT
+        return self.setdefault(token, kind)
+
+
+def _kinds_of(tokenizer: Any) -> _Kinds:
+    """Return the kinds of a tokenizer's tokens, which all texts share."""
+    return _shared_kinds(tokenizer, tuple(getattr(tokenizer, "all_special_ids", ())))
+
+
+@lru_cache(maxsize=16)
+def _shared_kinds(tokenizer: Any, special: tuple[int, ...]) -> _Kinds:
+    return _Kinds(tokenizer, _skipped_ids(tokenizer, special))
+
+
+@lru_cache(maxsize=16)
 def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
     """Return the ids of tokens that decoding skips, among the ``special`` ones and those that were added."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -773,6 +811,8 @@ def _skipped_ids(tokenizer: Any, special: tuple[int, ...]) -> frozenset[int]:
 
 def _common(one: str, other: str) -> int:
     """How many characters two texts begin with that are the same."""
+    if other.startswith(one):  # nearly always: only a character that was not finished changes
+        return len(one)
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 

@@ -35,6 +35,20 @@ def test_pieces_joined_are_the_text(tokenizer) -> None:
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer with a way of its own to decode."""
+
+    def _decode(self, token_ids, **kwargs) -> str:
+        return super()._decode(token_ids, **kwargs).upper()
+
+
+@pytest.mark.parametrize("has_own_way", [False, True])
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tokenizer, has_own_way) -> None:
+    made = Shouting(tokenizer_object=tokenizer.backend_tokenizer) if has_own_way else tokenizer
+    stream = text.TextStream(made, text.encode(made, "import"))
+    assert stream.push(text.encode(made, " os"), last=True) == (" OS" if has_own_way else " os")
+
+
 def test_an_unfinished_character_is_let_go_at_the_end(tokenizer) -> None:
     ids = text.encode(tokenizer, "x🎉")
     stream = text.TextStream(tokenizer, ids[:1])

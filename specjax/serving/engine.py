@@ -220,7 +220,7 @@ class Engine:
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, News]] = []
         self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
-        self._no_counts = jax.tree.map(np.asarray, Stats.zeros(1, self._depth))
+        self._counted = _copies(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
         self._owed = 0  # tokens that a paused drafter may be owed, in any row
@@ -604,6 +604,8 @@ class Engine:
             for read, _, words in chosen:
                 if words is not None:
                     self._admitted[read.row] = read.ticket
+                    for counts in vars(self._counted).values():
+                        counts[read.row] = 0
                     self._device.admit(read.row, words, read.start, read.border)
             echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
             border, said, told = self._read(reads, table, logprobs=bool(echoed))
@@ -782,6 +784,7 @@ class Engine:
         order = np.array([*running, *(row for row in range(self.rows) if row not in set(running))], np.int32)
         self._scheduler.swap(order.tolist())
         self._admitted = [self._admitted[row] for row in order]
+        self._counted = Stats(*(counts[order] for counts in vars(self._counted).values()))
         return order
 
     def _take(
@@ -794,41 +797,45 @@ class Engine:
     ) -> bool:
         """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
-        counted, steps = self._no_counts, 0
+        stats = Stats(*(getattr(progress.stats, name) for name in _COUNTED))
         with self._wake:
             self._counts["calls"] += 1
+            rows, copying_rows = [], []
             for row, (ticket, handle) in snapshot.items():
                 try:
-                    new = self._take_row(progress, row, ticket, handle)
+                    self._take_row(progress, stats, row, ticket, handle)
                 except Exception as error:  # this text's: the others go on
                     self._give_up(ticket, handle, error)
                     continue
-                steps = max(steps, int(new.steps[0]))
-                self._total.add(new)
-                if handle.wanted.prediction or not is_copying:
-                    counted = jax.tree.map(np.add, counted, new)
+                rows.append(row)
+                if handle.wanted.prediction:
+                    copying_rows.append(row)
+            # All rows at once: with many, a few operations for each would keep the device waiting.
+            new = _difference(stats, self._counted, rows)
+            measured = _difference(stats, self._counted, copying_rows) if is_copying else new
+            self._counted = _copies(stats)
+            self._total.add(new)
             self._choice.record(
                 *call,
                 seconds=seconds,
                 is_upper_bound=is_upper_bound,
-                steps=steps,
-                row_steps=int(counted.steps[0]),
-                emitted=int(counted.histogram[0] @ np.arange(self._depth + 2)),
-                accepted_at=counted.accepted_at[0],
+                steps=int(new.steps.max(initial=0)),
+                row_steps=int(measured.steps.sum()),
+                emitted=int(measured.histogram.sum(axis=0) @ np.arange(self._depth + 2)),
+                accepted_at=measured.accepted_at.sum(axis=0),
             )
             return bool(self._scheduler.running)
 
-    def _take_row(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> Stats:
-        """Note what one row has come to. With the lock. Return what is new in its statistics, ``[1]``."""
+    def _take_row(self, progress: device_rows.Progress, stats: Stats, row: int, ticket: Ticket, handle: Handle) -> None:
+        """Note what one row has come to. With the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
-        new = handle.take_stats(Stats(*(getattr(progress.stats, name)[row : row + 1] for name in _COUNTED)), matched)
+        handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(stats).values())), matched)
         if self._scheduler.ticket_of(row) is ticket:  # it was not cancelled meanwhile
             news = self._news(progress, row, ticket, handle)
             self._scheduler.decoded(row, news.tokens, news.done)
             if news.done:
                 del self._handles[ticket]
             self._undelivered.append((handle, news))
-        return new
 
     def _news(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> News:
         """Return what a row has come to beyond the tokens that its ticket has."""
@@ -1035,9 +1042,7 @@ class _Setup:
             ends = checked.eos[0]
             if len(ends) > ENDS:
                 raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-            sampling = options.sampling.rows(1)
-            names = ("temperature", "top_k", "top_p", "min_p")
-            settings = {name: np.asarray(getattr(sampling, name))[0] for name in names}
+            settings: dict[str, Any] = {name: numbers[0] for name, numbers in options.sampling.by_row(1).items()}
             settings["key"] = np.asarray(jax.random.key_data(own))
         settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
         settings["min_length"] = np.int32(prompt + int(checked.least[0]))
@@ -1046,6 +1051,16 @@ class _Setup:
             settings["prediction"][: len(expected)] = expected
             settings["predicted"] = np.int32(len(expected))
         return settings
+
+
+def _copies(stats: Stats) -> Any:
+    """Return copies of the arrays in ``stats``, on the host, which may be written to."""
+    return Stats(*map(np.array, vars(stats).values()))  # pyright: ignore[reportArgumentType]
+
+
+def _difference(stats: Any, before: Any, rows: Sequence[int]) -> Any:
+    """Return what ``stats`` count in ``rows`` beyond what they counted ``before``."""
+    return Stats(*(now[rows] - earlier[rows] for now, earlier in zip(vars(stats).values(), vars(before).values(), strict=True)))
 
 
 def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:

@@ -281,16 +281,11 @@ class Handle:
 
     # --- for the engine ------------------------------------------------------------------------------------------------
 
-    def take_stats(self, stats: Stats, matched: int = 0) -> Stats:
-        """Keep what a row counts since its text was admitted, ``[1]``, and how many of its tokens came as predicted.
-
-        Returns:
-            What is new in the statistics.
-        """
+    def take_stats(self, stats: Stats, matched: int = 0) -> None:
+        """Keep what a row counts since its text was admitted, ``[1]``, and how many of its tokens came as predicted."""
         with self._changed:
-            before, self._current = self._current, stats
+            self._current = stats
             self.predicted_tokens = self._matched_before + matched
-        return stats if before is None else jax.tree.map(np.subtract, stats, before)
 
     def admitted(self) -> None:
         """It has a row, which counts from zero. It may have had another one before."""
