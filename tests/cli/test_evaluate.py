@@ -243,6 +243,7 @@ def test_copies_of_a_document_are_on_one_side_of_the_split(tiny_pair, tmp_path) 
     assert_prompts_are_on_one_side(output, 24)
 
 
+@pytest.mark.full
 def test_copies_of_copies_are_on_the_side_of_the_first(tiny_pair, tmp_path) -> None:
     """What was written anew is written anew: a record's origin is passed on, and still each has its own label."""
     source, once, twice = (tmp_path / f"{name}.jsonl" for name in ("texts", "once", "twice"))

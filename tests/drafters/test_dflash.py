@@ -404,6 +404,7 @@ def test_a_small_cache_that_holds_the_text_changes_nothing(which, features) -> N
     np.testing.assert_allclose(*blocks, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_small_cache_holds_the_first_tokens_and_the_newest(features) -> None:
     target = tiny_target()
     small = of_tiny("dflash", num_layers=2).replace(cache=specjax.Streaming(sinks=SINKS), budget=BUDGET)

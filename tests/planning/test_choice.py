@@ -66,6 +66,7 @@ def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     assert emitted == pytest.approx(found.best.tokens, rel=0.35)
 
 
+@pytest.mark.full
 def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
     drafter, options = DraftModel(tiny_target(seed=5, num_layers=1)), GenerationOptions(sampling=Sampling(), rule="block")
     found = measure_acceptance(tiny_target(), drafter, PROMPTS, options=options, longest=1)

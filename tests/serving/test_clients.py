@@ -346,6 +346,7 @@ def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, teller) -
     check_tokens(target, request, second.text, is_whole=True)
 
 
+@pytest.mark.full
 def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, target, teller) -> None:
     request = Request((1, 2, 3, 4) * 8, 4)
     request.submit(drafting).result(PATIENCE)

@@ -349,6 +349,7 @@ def test_more_coroutines_read_than_a_pool_has_threads(target, plain) -> None:
     assert asyncio.run(read_all()) == [expected(target, request) for request in requests]
 
 
+@pytest.mark.full
 def test_a_reader_that_goes_away_harms_nobody(target, plain) -> None:
     """Neither a coroutine that stops reading, nor an event loop that is closed under it."""
     with gated(plain) as gate:

@@ -261,6 +261,7 @@ def test_a_drafter_that_says_what_the_target_says_is_simulated_as_always_right(m
     np.testing.assert_allclose(sure["acceptance_length_sampled"], 1 + SIMULATED_STEPS, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_chains_are_simulated_where_all_their_tokens_count() -> None:
     """Two holes in the mask: of ten labels only the first five in a row are a chain of five."""
     student = strong(Eagle.init(TARGET, jax.random.key(1), Chain(3)))

@@ -152,6 +152,7 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, kept))
 
 
+@pytest.mark.full
 def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> None:
     target = tiny_target(hidden_size=128, intermediate_size=256)
     target.save_pretrained(tmp_path)
