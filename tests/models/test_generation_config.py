@@ -1,14 +1,17 @@
 """What generation_config.json says of drawing tokens: read as transformers reads it."""
 
 import json
+import random
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 
 from specjax.errors import InputError
-from specjax.models.generation_config import FILE, parse_defaults, read_defaults
+from specjax.models.generation_config import FILE, GenerationDefaults, parse_defaults, read_defaults
 from specjax.sampling import Sampling
+from tests.models.test_checkpoint_fuzz import change_json
 
 QWEN3 = {
     "bos_token_id": 151643,
@@ -50,7 +53,7 @@ def test_fields_are_in_force_with_do_sample_alone(raw, sampling) -> None:
     assert not defaults.not_applied
     drawn = GenerationConfig(**raw).get_generation_mode() == GenerationMode.SAMPLE
     assert drawn == (sampling is not None)
-    assert type(defaults.sampling.top_k) is int if sampling is not None else True
+    assert defaults.sampling is None or type(defaults.sampling.top_k) is int
 
 
 BAD = {
@@ -83,7 +86,25 @@ def test_a_damaged_file_is_refused_by_name(content, tmp_path) -> None:
 
 
 def test_without_a_file_nothing_is_stated(tmp_path) -> None:
-    assert read_defaults(tmp_path).sampling is None
+    assert read_defaults(tmp_path) == GenerationDefaults(sampling=None, not_applied={})
+
+
+def test_a_damaged_file_gives_settings_that_can_be_drawn_with_or_is_refused_in_a_line(tmp_path) -> None:
+    content = json.dumps(QWEN25 | {"min_p": 0.01, "suppress_tokens": [3]}).encode()
+    read, refused = 0, 0
+    for case in range(250):
+        (tmp_path / FILE).write_bytes(change_json(random.Random(case), content))
+        try:
+            defaults = read_defaults(tmp_path)
+        except InputError as error:
+            assert str(error).startswith(str(tmp_path / FILE)) and "\n" not in str(error)
+            refused += 1
+            continue
+        read += 1
+        assert "\n" not in defaults.describe_not_applied()
+        if defaults.sampling is not None:
+            assert np.isfinite(defaults.sampling.rows(1).temperature).all()
+    assert read > 50 and refused > 50
 
 
 CHANGES = {
