@@ -323,7 +323,7 @@ def settings(
     eos_token_ids: Sequence[int] | None = None,
     rule: Rule | None = None,
 ) -> GenerationOptions:
-    """The options of a generation from plain numbers.
+    """The options of a generation from plain numbers. The defaults are greedy: a model's own are for calls of `TextGenerator`.
 
     Args:
         max_new_tokens: most tokens to generate; one number, or one a row.
