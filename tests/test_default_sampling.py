@@ -6,6 +6,7 @@ Where a text is compared, a call that leaves parameters out is compared with one
 import ast
 import inspect
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -39,6 +40,12 @@ def with_file(directory: str | Path, copy: Path, **fields: Any) -> str:
     shutil.copytree(directory, copy)
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, **fields}))
     return str(copy)
+
+
+def names_of(cases: Any) -> list[str]:
+    """Return a name for each case: what it states."""
+    stated = [case[0].items() if isinstance(case[0], dict) else [case[0]] for case in cases]
+    return [" ".join(re.findall(r"[\w.]+", str(list(each)))) or "nothing" for each in stated]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +93,7 @@ MERGED = [
 ]
 
 
-@pytest.mark.parametrize(("stated", "merged"), MERGED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("stated", "merged"), MERGED, ids=names_of(MERGED))
 def test_what_a_call_states_wins_setting_by_setting(stated, merged) -> None:
     assert DEFAULTS.with_explicit(**stated) == merged
 
@@ -123,7 +130,7 @@ def test_a_target_that_is_loaded_already_has_none(generate, directory, tiny_pair
     assert specjax.load(tiny_pair[0], directory).default_sampling is None  # nor a drafter
 
 
-@pytest.mark.parametrize(("stated", "merged"), MERGED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("stated", "merged"), MERGED, ids=names_of(MERGED))
 def test_a_call_and_a_stream_have_them(generate, monkeypatch, stated, merged) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if stated.get("top_p") == 0.5 else "error")
@@ -215,7 +222,7 @@ OF_REQUESTS = [(stated, merged) for stated, merged in MERGED if not isinstance(s
 
 
 @pytest.mark.parametrize("call", [ask, chat])
-@pytest.mark.parametrize(("stated", "merged"), OF_REQUESTS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("stated", "merged"), OF_REQUESTS, ids=names_of(OF_REQUESTS))
 def test_a_request_states_what_goes_over_the_models_own(call, stated, merged) -> None:
     engine = MadeUpEngine()
     engine.default_sampling = DEFAULTS
@@ -242,53 +249,69 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, printed.out, printed.err
 
 
-def test_generate_has_them_and_says_so(directory, tiny_pair, capsys) -> None:
-    command = (
-        "generate",
-        "--target",
-        directory,
-        "--prompt",
-        "import os",
-        "--max-new-tokens",
-        str(COUNT),
-        "--seed",
-        "1",
-        "--json",
-    )
-
-    def tokens(*options: str) -> tuple[list[int], str]:
-        status, out, err = run(capsys, *command, *options)
-        assert status == 0, err
-        return json.loads(out)["token_ids"], err
-
-    by_default, said = tokens()
-    line = "temperature 0.6, top_k 20, top_p 0.95 from generation_config.json; --generation-config none for greedy"
-    assert f"specjax: {line}\n" in said
-    stated, said = tokens("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95")
-    assert stated == by_default and "generation_config.json" not in said
-    plain = ("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95", "--generation-config", "none")
-    assert tokens(*plain)[0] == by_default
-    _, said = tokens("--temperature", "0.7")
-    assert "specjax: top_k 20, top_p 0.95 from generation_config.json" in said
-    greedy, said = tokens("--generation-config", "none")
-    assert "generation_config.json" not in said
-    cold, said = tokens("--temperature", "0")
-    assert cold == greedy != by_default and "generation_config.json" not in said and "not read" not in said
-    _, said = tokens("--temperature", "0", "--min-p", "0.1")
-    assert "specjax: --min-p: not read at --temperature 0, which is greedy" in said
+def generating(target: str, *options: str) -> tuple[str, ...]:
+    wanted = ("--prompt", "import os", "--max-new-tokens", str(COUNT), "--seed", "1")
+    return ("generate", "--target", target, *wanted, *options)
 
 
-def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, capsys) -> None:
+@pytest.fixture
+def drawn_with(monkeypatch) -> list[Sampling]:
+    """What each command draws with; it ends there, and nothing is computed."""
+    made = []
+
+    def start(self, prompts, options, **_) -> None:
+        made.append(options.sampling)
+        raise InputError("enough")
+
+    monkeypatch.setattr(TextGenerator, "start", start)
+    return made
+
+
+IN_FORCE = "specjax: {} from generation_config.json; --generation-config none for greedy"
+OF_COMMANDS = [
+    ((), DEFAULTS, IN_FORCE.format("temperature 0.6, top_k 20, top_p 0.95")),
+    (("--temperature", "0.7"), Sampling(0.7, 20, 0.95), IN_FORCE.format("top_k 20, top_p 0.95")),
+    (("--top-k", "0", "--top-p", "1"), Sampling(0.6), IN_FORCE.format("temperature 0.6")),
+    (("--temperature", "1", "--top-k", "5", "--top-p", "0.5"), Sampling(1.0, 5, 0.5), None),
+    (("--temperature", "0"), GREEDY, None),
+    (("--temperature", "0", "--min-p", "0.1"), Sampling(0.0, min_p=0.1), "specjax: --min-p: not read at --temperature 0, "),
+    (("--generation-config", "none"), GREEDY, None),
+    (("--generation-config", "none", "--temperature", "0.7"), Sampling(0.7), None),
+    (("--generation-config", "none", "--top-k", "5"), Sampling(0.0, 5), "specjax: --top-k: not read at --temperature 0, "),
+]
+
+
+@pytest.mark.parametrize(("options", "sampling", "line"), OF_COMMANDS, ids=names_of(OF_COMMANDS))
+def test_generate_has_them_and_says_so(directory, drawn_with, capsys, options, sampling, line) -> None:
+    status, _, said = run(capsys, *generating(directory, *options))
+    assert status == 2 and drawn_with == [sampling]
+    lines = [each for each in said.splitlines() if "generation_config.json" in each or "not read" in each]
+    assert [each.startswith(line or "") for each in lines] == [True] * (line is not None)
+
+
+def test_generate_names_what_is_not_applied(tiny_pair, tmp_path, drawn_with, capsys) -> None:
     penalised = with_file(tiny_pair[0], tmp_path / "penalised", **FILE, repetition_penalty=1.05, no_repeat_ngram_size=3)
-    command = ("generate", "--target", penalised, "--prompt", "import os", "--max-new-tokens", str(COUNT))
-    _, _, said = run(capsys, *command)
+    _, _, said = run(capsys, *generating(penalised))
     line = "not applied to its texts: repetition_penalty 1.05, no_repeat_ngram_size 3"
     assert [line in each for each in said.splitlines()].count(True) == 1
-    assert "not applied" not in run(capsys, *command, "--generation-config", "none")[2]
+    assert "not applied" not in run(capsys, *generating(penalised, "--generation-config", "none"))[2]
     (Path(penalised) / "generation_config.json").write_text(json.dumps(FILE | {"top_p": 2}))
-    status, _, said = run(capsys, *command)
+    status, _, said = run(capsys, *generating(penalised))
     assert status == 2 and "generation_config.json: top_p=2: must be" in said and "--generation-config none" in said
-    assert run(capsys, *command, "--generation-config", "none")[0] == 0
+    assert drawn_with == [DEFAULTS, GREEDY]
+    run(capsys, *generating(penalised, "--generation-config", "none"))
+    assert drawn_with == [DEFAULTS, GREEDY, GREEDY]
+
+
+@pytest.mark.full
+def test_generate_writes_the_text_of_the_same_settings(directory, capsys) -> None:
+    def tokens(*options: str) -> list[int]:
+        status, out, said = run(capsys, *generating(directory, "--json", *options))
+        assert status == 0, said
+        return json.loads(out)["token_ids"]
+
+    stated = ("--temperature", "0.6", "--top-k", "20", "--top-p", "0.95", "--generation-config", "none")
+    assert tokens() == tokens(*stated) != tokens("--temperature", "0") == tokens("--generation-config", "none")
 
 
 def test_serve_has_them_and_says_so(directory, monkeypatch) -> None:
@@ -347,7 +370,8 @@ def test_every_other_caller_of_load_states_that_it_does_not_read_them() -> None:
     root, calls = ASSETS.parents[1], {}
     for folder in ("specjax", "benchmarks"):
         for path in sorted((root / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            source = path.read_text()
+            for node in ast.walk(ast.parse(source)) if re.search(r"(pipeline|specjax)\.load\(", source) else ():
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pipeline.load", "specjax.load"):
                     stated = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
                     calls.setdefault(str(path.relative_to(root)), []).append(stated.get("generation_config"))
