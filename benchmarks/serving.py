@@ -180,7 +180,7 @@ def check_agreement(bench: Bench, running: Mapping[str, Running]) -> dict[str, A
         InputError: it is another model.
     """
     config = bench.config
-    generate = specjax.load(str(bench.directory / "target"), dtype="float32")
+    generate = specjax.load(str(bench.directory / "target"), dtype="float32", generation_config=None)
     requests = [
         replace(each, max_tokens=config.shortest) for each in first_of(requests_of(bench, 0.0, seed=1), config.agreement)
     ]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -22,13 +22,15 @@ from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
+from specjax.models import generation_config as generation_configs
 from specjax.models import huggingface
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
 from specjax.processes import meet
+from specjax.progress import say
 from specjax.reprs import OneLine
-from specjax.sampling import Rule, Sampling, make_key
+from specjax.sampling import GREEDY, Rule, Sampling, make_key
 from specjax.sharding import spans_processes
 from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
@@ -73,6 +75,7 @@ def load(
     cache_dtype: CacheType | None = None,
     chat_template: str | Path = "",
     chat_template_kwargs: str | Settings = "",
+    generation_config: Literal["auto"] | None = "auto",
 ) -> "TextGenerator":
     """A target with its tokenizer, and a drafter for it. All configurations are checked before any weights are read.
 
@@ -89,6 +92,9 @@ def load(
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
         chat_template_kwargs: what the template of every chat is given beside the messages, such as ``{"enable_thinking":
             False}``, or the JSON text of it.
+        generation_config: "auto": the sampling parameters that the target's generation_config.json has in force stand for
+            those that a call does not state, see `TextGenerator`; None: they are not read, and greedy is the default. A target
+            that is loaded already has no such file.
 
     Raises:
         InputError: something cannot be used; names it, its value and what to give instead.
@@ -101,11 +107,13 @@ def load(
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='early-exit:four': write early-exit:LAYERS, such as early-exit:4
     """
+    _check_generation_config(generation_config)
     shape = None if draft is None else as_shape(draft)
     dtype = None if dtype is None else _float_type(dtype)
     schemes.check_weights(weights)
     if cache_dtype is not None:
         check_cache_type(cache_dtype)
+    default_sampling = None
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
@@ -114,6 +122,7 @@ def load(
         directory = huggingface.locate(target, weights=False)
         huggingface.check_whole(directory)
         config = huggingface.read_config(directory)
+        default_sampling = _read_default_sampling(directory, generation_config)
         tokenizer = directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
@@ -133,7 +142,24 @@ def load(
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):
         meet("loaded")  # one may have read from a slower disk, or from the network
-    return TextGenerator(target, tokenizer, drafter)
+    return TextGenerator(target, tokenizer, drafter, default_sampling)
+
+
+def _check_generation_config(generation_config: Any) -> None:
+    """Refuse what `load` does not take."""
+    if generation_config is not None and generation_config != "auto":
+        raise InputError(f"generation_config={generation_config!r}: must be 'auto', or None for greedy")
+
+
+def _read_default_sampling(directory: Path, generation_config: str | None) -> Sampling | None:
+    """Return a checkpoint's own sampling parameters, if they are wanted, and say which fields of its file are not applied."""
+    if generation_config is None:
+        return None
+    defaults = generation_configs.read_defaults(directory)
+    if defaults.not_applied:
+        line = f"{directory / generation_configs.FILE}: not applied to its texts: {defaults.describe_not_applied()}"
+        say(line, unasked=True)
+    return defaults.sampling
 
 
 @dataclass(frozen=True)
@@ -144,6 +170,9 @@ class TextGenerator(OneLine):
         target: the model that the text is from.
         tokenizer: its tokenizer.
         drafter: None is plain decoding.
+        default_sampling: the settings that stand where a call or `stream` states none, one by one: with a default of
+            temperature 0.6 and top_k 20, a call with ``temperature=0.7`` has top_k 20 too. `load` takes them from the target's
+            generation_config.json. None is greedy.
 
     Examples:
         >>> generate = specjax.load("embedded", "embedded:eagle3")
@@ -156,10 +185,12 @@ class TextGenerator(OneLine):
     target: Target
     tokenizer: Any
     drafter: Drafter | None = None
+    default_sampling: Sampling | None = None
 
     def shown_fields(self) -> dict[str, Any]:
         """Return what the repr shows: of the tokenizer, whose own repr lists all special tokens, the class."""
-        return {"target": self.target, "tokenizer": type(self.tokenizer), "drafter": self.drafter}
+        shown = {"target": self.target, "tokenizer": type(self.tokenizer), "drafter": self.drafter}
+        return {**shown, "default_sampling": self.default_sampling}
 
     @overload
     def __call__(self, prompt: str | Messages, **options: Any) -> Generation: ...
@@ -172,13 +203,14 @@ class TextGenerator(OneLine):
             prompt: text, or messages such as ``[{"role": "user", "content": "…"}]``, which the model's chat template is put
                 around.
             options: see `settings`, and ``stop``, a string or a sequence of strings: the text ends before the first of them.
+                Where temperature, top_k, top_p or min_p is absent or None, ``default_sampling`` has it.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
             LogitsError: the target's logits were NaN or +inf in some rows; its ``result`` has the tokens of all rows.
         """
         prompts, is_list = _prompts(prompt)
-        stop, made = _split_options(options)
+        stop, made = _split_options(options, self.default_sampling)
         tokens, steps = [self.encode(each) for each in prompts], LOOK_EVERY if stop else None
         run = self.start(tokens, made, stop=stop, steps=steps, is_chat=[not isinstance(each, str) for each in prompts])
         for _ in run:
@@ -190,7 +222,7 @@ class TextGenerator(OneLine):
         prompts, is_list = _prompts(prompt)
         if is_list:
             raise InputError(f"prompt={prompt!r}: stream takes one prompt; call the generator for a list")
-        stop, made = _split_options(options)
+        stop, made = _split_options(options, self.default_sampling)
         is_chat = not isinstance(prompts[0], str)
         run = self.start([self.encode(prompts[0])], made, stop=stop, steps=LOOK_EVERY, is_chat=is_chat)
         return (piece for (piece,) in run if piece)
@@ -217,7 +249,7 @@ class TextGenerator(OneLine):
 
         Args:
             prompts: token ids of each row.
-            options: of the generation, see `settings`.
+            options: of the generation, see `settings`. They are complete: ``default_sampling`` is not read.
             stop: a string, or several, before the first of which a row's text ends.
             steps: between two looks at what there is; None runs to the end at once.
             is_chat: whether texts are answers in chats, of all rows or of each: of a model that writes in channels, such as
@@ -291,7 +323,7 @@ def settings(
     eos_token_ids: Sequence[int] | None = None,
     rule: Rule | None = None,
 ) -> GenerationOptions:
-    """The options of a generation from plain numbers.
+    """The options of a generation from plain numbers. The defaults are greedy: a model's own are for calls of `TextGenerator`.
 
     Args:
         max_new_tokens: most tokens to generate; one number, or one a row.
@@ -333,12 +365,13 @@ def _check_size(name: str, value: Any, most: float = _ALL) -> None:
         raise InputError(f"{name}={value}: must be at most {most:.10g}")
 
 
-def _split_options(options: dict[str, Any]) -> tuple[Sequence[str], GenerationOptions]:
-    """``stop``, and the `settings` of the others; warns of those that are not read."""
+def _split_options(options: dict[str, Any], default_sampling: Sampling | None) -> tuple[Sequence[str], GenerationOptions]:
+    """``stop``, and the `settings` of the others and the defaults; warns of those that are not read."""
     check_options("the generator", options, settings, "stop")
     options = dict(options)
     stop = text.check_stop(options.pop("stop", ()))
-    made = settings(**options)
+    stated = {name: options.pop(name, None) for name in vars(GREEDY)}
+    made = settings(**options, **vars((default_sampling or GREEDY).with_explicit(**stated)))
     if unread := unread_settings(made.sampling):
         warnings.warn(f"{', '.join(unread)}: not read at temperature 0, which is greedy", stacklevel=3)
     return stop, made

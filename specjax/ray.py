@@ -123,6 +123,7 @@ class Generate:
             mesh=devices,
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
+            generation_config=None,
         )
         self._generator = generator
         self._fingerprints = {chats: fingerprint.of_tokenizer(generator.tokenizer, chats) for chats in (False, True)}

@@ -5,7 +5,7 @@ The target and every drafter warp their logits here. Losslessness is a statement
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -129,6 +129,35 @@ class Sampling:
         for name in ("temperature", "top_k", "top_p", "min_p"):
             one_or_each(name, getattr(self, name))
 
+    def with_explicit(self, *, temperature: Any = None, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> "Sampling":
+        """Return the settings of a call for which these are the defaults: what the call states wins, setting by setting.
+
+        All callers merge defaults and explicit settings here. Where the temperature comes to 0 in every row, nothing is cut
+        off: defaults of the other settings are then left out, and only what the call states stays.
+
+        Args:
+            temperature: what the call states, as for `Sampling`; None, here and below: the default.
+            top_k: 0 is no limit, also where the default is one.
+            top_p: in (0, 1].
+            min_p: in [0, 1].
+
+        Raises:
+            InputError: a setting is no number, nor one for each row.
+
+        Examples:
+            >>> defaults = specjax.Sampling(temperature=0.6, top_k=20, top_p=0.95)
+            >>> defaults.with_explicit(temperature=0.7, top_p=1.0)
+            Sampling(temperature=0.7, top_k=20, top_p=1.0, min_p=0.0)
+            >>> defaults.with_explicit(temperature=0)
+            Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0)
+        """
+        stated = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        stated = {name: value for name, value in stated.items() if value is not None}
+        merged = replace(self, **stated)
+        if np.any(np.asarray(merged.temperature) != 0):
+            return merged
+        return replace(Sampling(temperature=merged.temperature), **stated)
+
     def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
         """These settings for each of ``batch`` rows, whose drafts are verified by ``rule``.
 
@@ -178,6 +207,10 @@ class Sampling:
         if not np.all(good(value)):
             raise InputError(f"{name}={value[~good(value)][0]:g}: must be {meaning}")
         return value
+
+
+GREEDY = Sampling(temperature=0.0)
+"""The likeliest token every time."""
 
 
 @shape_checked

@@ -126,6 +126,7 @@ def run_evaluate(config: EvaluateConfig) -> int:
         mesh=mesh_for(config.mesh),
         chat_template=config.chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=None,
     )
     drafters = {name: _load(name, generator, options, config.weights) for name in config.drafter}
     chat = bool(generator.tokenizer.chat_template) if config.chat is None else config.chat

@@ -6,11 +6,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from specjax import pipeline, text
+from specjax.cli.defaults import GenerationConfig, say_defaults
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.names import parse_shape
@@ -23,7 +24,7 @@ from specjax.processes import speaks
 from specjax.progress import waiting
 from specjax.reports import pictures
 from specjax.reports.snapshot import take_snapshot
-from specjax.sampling import Rule
+from specjax.sampling import GREEDY, Rule, Sampling
 from specjax.sharding import mesh_for
 from specjax.templates import check_is_chat
 
@@ -50,10 +51,13 @@ class GenerateConfig:
             .svg.
         only_if_faster: measure first, and decode plainly where the drafter would not make these prompts faster.
         max_new_tokens: most tokens to emit for a prompt.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy. By default this and the next three are the target's own, see generation_config; without any,
+            the text is greedy.
         top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
+        top_p: in (0, 1]; 1 is no limit.
+        min_p: in [0, 1]; 0 is no limit.
+        generation_config: "auto": the temperature, top_k, top_p and min_p of the target's generation_config.json stand for
+            those that are not given, where it has do_sample true; "none": they are not read.
         seed: of the random draws.
         rule: how tokens are drawn and drafts verified; every one is exact. By default the one that suits the shape of
             the drafts. With "coupled" no drafter changes the text; "independent" draws each token with random numbers of its
@@ -81,10 +85,11 @@ class GenerateConfig:
     show_tree: str = ""
     only_if_faster: bool = False
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    generation_config: GenerationConfig = "auto"
     seed: int = 0
     rule: Rule | None = None
     ignore_eos: bool = False
@@ -107,6 +112,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
     kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    kept |= {"generation_config": None if config.generation_config == "none" else config.generation_config}
     return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **kept)
 
 
@@ -119,7 +125,8 @@ def read_prompts(config: GenerateConfig) -> list[str]:
 
 def run_generate(config: GenerateConfig) -> None:
     """``specjax generate``."""
-    prompts, options = read_prompts(config), read_options(config)
+    prompts = read_prompts(config)
+    read_options(config)  # what is out of range is refused before anything is loaded
     text.check_stop(config.stop)
     check_is_chat(config.chat, config.chat_template, config.chat_template_kwargs)
     if config.show_tree:
@@ -127,6 +134,8 @@ def run_generate(config: GenerateConfig) -> None:
     if config.precision != "default":
         jax.config.update("jax_default_matmul_precision", config.precision)
     generator = load_generator(config)
+    options = read_options(config, generator.default_sampling)
+    say_sampling(config, generator.default_sampling, options)
     ids = [generator.encode(prompt, config.chat) for prompt in prompts]
     generator = replace(generator, drafter=_settle_drafter(config, generator, ids, options))
 
@@ -170,23 +179,30 @@ def run_generate(config: GenerateConfig) -> None:
     )
 
 
-def read_options(config: GenerateConfig) -> GenerationOptions:
-    """The options of the generation. Refuses what is out of range, and says which settings will not be read."""
+def read_options(config: GenerateConfig, default_sampling: Sampling | None = None) -> GenerationOptions:
+    """The options of the generation, with the target's defaults. Refuses what is out of range."""
     options = pipeline.settings(
         max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
         seed=config.seed,
         eos_token_ids=() if config.ignore_eos else None,
         rule=config.rule,
+        **vars((default_sampling or GREEDY).with_explicit(**_stated(config))),
     )
-    options.sampling.rows(1)  # before any weights are read
+    options.sampling.rows(1)
+    return options
+
+
+def _stated(config: GenerateConfig) -> dict[str, Any]:
+    """Return how tokens are to be drawn, as far as the command says; None is what it leaves out."""
+    return {name: getattr(config, name) for name in vars(GREEDY)}
+
+
+def say_sampling(config: GenerateConfig, default_sampling: Sampling | None, options: GenerationOptions) -> None:
+    """Say which of the target's defaults are in force, and which settings of the command are not read."""
+    say_defaults(default_sampling, "greedy", _stated(config))
     if unread := pipeline.unread_settings(options.sampling):
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
         print(f"specjax: {names}: not read at --temperature 0, which is greedy", file=sys.stderr)
-    return options
 
 
 def _settle_drafter(

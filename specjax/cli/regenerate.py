@@ -115,6 +115,7 @@ def run_regenerate(config: RegenerateConfig) -> int:
         mesh=mesh,
         chat_template=config.chat_template,
         chat_template_kwargs=config.chat_template_kwargs,
+        generation_config=None,
     )
     claim = _claim(config, generator)
     _refuse_other_model(output, config, claim)

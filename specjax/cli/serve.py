@@ -12,6 +12,7 @@ import jax
 import tyro
 
 from specjax import decoding, pipeline
+from specjax.cli.defaults import GenerationConfig, say_defaults
 from specjax.drafters import NoDraft
 from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
@@ -51,6 +52,9 @@ class ServeConfig:
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
         chat_template_kwargs: what the template is given beside the messages, as JSON: '{"enable_thinking": false}'. Those of a
             request go over these.
+        generation_config: "auto": the temperature, top_k, top_p and min_p of the target's generation_config.json stand for
+            those that a request does not give, where it has do_sample true; "none": they are not read, and the temperature is
+            then 1, as everywhere with this interface.
         served_model_name: names that clients call the model by; by default the target's.
         dtype: of the params; by default float32 on CPU, bfloat16 elsewhere.
         weights: "int8", "w8a8", "int4" or "fp8" makes weights narrow, which are read in less time; "float" widens those of a
@@ -90,6 +94,7 @@ class ServeConfig:
     tls_key: str = ""
     chat_template: str = ""
     chat_template_kwargs: str = ""
+    generation_config: GenerationConfig = "auto"
     served_model_name: tuple[str, ...] = ()
     dtype: str = ""
     weights: str = schemes.AS_STORED
@@ -191,7 +196,9 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     mesh = mesh_for(config.mesh)
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
     kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
+    kept |= {"generation_config": None if config.generation_config == "none" else config.generation_config}
     generator = pipeline.load(config.target, config.drafter, mesh=mesh, **kept)
+    say_defaults(generator.default_sampling, "temperature 1")
     drafter = generator.drafter
     if config.told:
         if drafter is None or not takes_drafts:

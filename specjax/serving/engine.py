@@ -30,6 +30,7 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
+from specjax.sampling import GREEDY, Sampling
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
@@ -143,7 +144,7 @@ class Engine:
         """Compile everything, or what a first request needs, and begin to wait for requests.
 
         Args:
-            target: the target; or what `specjax.load` returns, with its drafter and tokenizer.
+            target: the target; or what `specjax.load` returns, with its drafter, tokenizer and default sampling.
             drafter: for a target alone; None is plain decoding.
             rows: most texts that are generated at a time.
             drafts: shapes of drafts to choose from by load, as `specjax.load` takes them; None among them is plain decoding.
@@ -191,6 +192,7 @@ class Engine:
             raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
         sizes = setup.sizes
         self.target, self.tokenizer = setup.target, setup.tokenizer
+        self.default_sampling = setup.default_sampling
         self.page, self.chunk, self.capacity, self.widths = sizes.page, sizes.chunk, sizes.capacity, sizes.widths
         self.rows, self.steps = rows, steps
         self.max_logprobs, self.max_prediction = max_logprobs, max_prediction
@@ -244,10 +246,10 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         min_new_tokens: int = 0,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int = 0,
         choice: int = 0,
         key: jax.Array | None = None,
@@ -266,7 +268,8 @@ class Engine:
             prompt: text, a chat, or token ids ``[P]``.
             max_new_tokens: most tokens to generate; with ``echo`` it may be 0.
             min_new_tokens: as many tokens are generated before an end-of-sequence token or a stop string may end the text.
-            temperature: this and the next three as in `specjax.pipeline.settings`.
+            temperature: 0 is greedy. None, here and in the next three: the generator's ``default_sampling`` has it; without
+                one, 0, and no truncation.
             top_k: 0 is no limit.
             top_p: in (0, 1].
             min_p: in [0, 1].
@@ -303,15 +306,14 @@ class Engine:
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_wanted(max_new_tokens, logprobs, echo, spans)
         tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
+        defaults = self.default_sampling or GREEDY
+        sampling = defaults.with_explicit(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         options = pipeline.settings(
             max_new_tokens=max(max_new_tokens, 1),
             min_new_tokens=min_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
             seed=seed,
             eos_token_ids=eos_token_ids,
+            **vars(sampling),
         )
         settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
@@ -347,7 +349,8 @@ class Engine:
     ) -> ClientRow:
         """Ask for a row for a client, whose drafts come from elsewhere. Returns at once.
 
-        The client's text is the one that `submit` gives for the same prompt, settings and seed, whatever it drafts.
+        The client's text is the one that `submit` gives for the same prompt, settings and seed, whatever it drafts. A client
+        states its settings: no ``default_sampling`` stands for those that are left out here.
 
         A row is the client's until the text is over, or it is closed or dropped: where others need rows or pages, first that of
         a client that is away (`ClientRow.is_away`). As long as clients that are not away have all rows, others wait: close what
@@ -359,7 +362,7 @@ class Engine:
             max_new_tokens: most tokens after the prompt, those that there are among them.
             known: of how many tokens, from the first on, the client has been told already.
             listener: is called from the engine's thread with each `specjax.serving.clients.Event`. It must be quick.
-            temperature: this and the following as in `submit`.
+            temperature: 0 is greedy.
             top_k: 0 is no limit.
             top_p: in (0, 1].
             min_p: in [0, 1].
@@ -934,6 +937,7 @@ class _Setup:
         sizes: what programs are compiled for.
         clients: drafts that come from clients.
         max_prediction: longest draft that is copied from a prediction.
+        default_sampling: of requests that state no settings of their own; None: greedy.
     """
 
     target: Target
@@ -943,6 +947,7 @@ class _Setup:
     sizes: Sizes
     clients: ClientDrafts | None
     max_prediction: int
+    default_sampling: Sampling | None
 
     @classmethod
     def of(
@@ -964,9 +969,11 @@ class _Setup:
         clients: ClientDrafts | None,
     ) -> "_Setup":
         """Of the arguments of `Engine`. Refuses those that cannot be used."""
+        default_sampling = None
         if isinstance(target, pipeline.TextGenerator):
             if drafter is not None:
                 raise InputError("drafter: the generator has its own; give it to specjax.load")
+            default_sampling = target.default_sampling
             target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
         target.check_whole()
         drafter = None if isinstance(drafter, NoDraft) else drafter
@@ -993,7 +1000,7 @@ class _Setup:
         widths = _widths(rows, widths, on_cpu and groups == 1)
         choices, drafters = _drafters(target, drafter, shapes, max_prediction)
         sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
-        return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction)
+        return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling)
 
     def together(self) -> processes.Processes | None:
         """The processes on whose devices the target lies; None: it is this one's alone."""

@@ -49,4 +49,5 @@ class OnPrompts:
         prompts = text.read_prompts("prompts", self.prompts)
         options = pipeline.settings(temperature=self.temperature, rule=self.rule)
         options.sampling.rows(1)
-        return pipeline.load(self.target, self.drafter, draft=Chain(self.longest)), prompts, options
+        pair = pipeline.load(self.target, self.drafter, draft=Chain(self.longest), generation_config=None)
+        return pair, prompts, options

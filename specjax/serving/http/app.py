@@ -122,6 +122,7 @@ class Service:
             has_chat=bool(tokenizer.chat_template),
             template_names=names_read(tokenizer),
             own_ends=tuple(config.eos_token_ids),
+            default_sampling=engine.default_sampling or Limits.default_sampling,
         )
         self.texts = TokenTexts(tokenizer)
         self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))

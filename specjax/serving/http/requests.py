@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from specjax.errors import InputError
+from specjax.sampling import Sampling
 from specjax.serving.http.errors import RequestError
 from specjax.templates import Messages, Settings, read_settings
 
@@ -61,6 +62,8 @@ class Limits:
         has_chat: whether its tokenizer has a chat template.
         template_names: what the template reads; None: that is not known.
         own_ends: its own end-of-sequence ids.
+        default_sampling: what stands where a request states no temperature, top_k, top_p or min_p: the model's own where it
+            has them, otherwise OpenAI's temperature 1, without truncation.
 
     Examples:
         >>> from specjax.serving.http.requests import Limits
@@ -76,6 +79,7 @@ class Limits:
     has_chat: bool = True
     template_names: frozenset[str] | None = None
     own_ends: tuple[int, ...] = ()
+    default_sampling: Sampling = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class TextRequest:
         n: texts for each prompt.
         max_tokens: of each text; None: as many as fit.
         min_tokens: before which no text ends.
-        temperature: this and the next three as in `specjax.pipeline.settings`.
+        temperature: this and the next three as in `specjax.pipeline.settings`, the model's defaults among them.
         top_p: in (0, 1].
         top_k: 0 is no limit.
         min_p: in [0, 1].
@@ -563,10 +567,7 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         )
     if values.get("best_of") not in (None, n):
         raise RequestError(400, f"best_of={values['best_of']}: not supported; leave it out, or give n={n}", param="best_of")
-    top_k = _or(values, "top_k", 0)
-    top_p = _number("top_p", _or(values, "top_p", 1.0), 0.0, 1.0)
-    if top_p == 0:
-        raise RequestError(400, "top_p=0: must be above 0; for the likeliest token give temperature 0", param="top_p")
+    sampling = limits.default_sampling.with_explicit(**_sampling(values))
     max_tokens = chosen["max_tokens"]
     min_tokens = _whole("min_tokens", _or(values, "min_tokens", 0), 0, _MOST)
     if max_tokens is not None and min_tokens > max_tokens:
@@ -580,10 +581,10 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         prompts=prompts,
         n=n,
         min_tokens=min_tokens,
-        temperature=_number("temperature", _or(values, "temperature", 1.0), 0.0, _LARGEST),
-        top_p=top_p,
-        top_k=0 if top_k == -1 else _whole("top_k", top_k, 0, _MOST),
-        min_p=_number("min_p", _or(values, "min_p", 0.0), 0.0, 1.0),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=_seed(values.get("seed")),
         stop=_stop(values),
         ends=_ends(values, limits),
@@ -595,6 +596,21 @@ def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, .
         cache_salt=_salt(values.get("cache_salt")),
         **chosen,
     )
+
+
+def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how tokens are to be drawn, as far as a request states it."""
+    stated = {name: values[name] for name in ("temperature", "top_k", "top_p", "min_p") if values.get(name) is not None}
+    if "temperature" in stated:
+        _number("temperature", stated["temperature"], 0.0, _LARGEST)
+    if "top_k" in stated:
+        stated["top_k"] = 0 if stated["top_k"] == -1 else _whole("top_k", stated["top_k"], 0, _MOST)
+    for name in ("top_p", "min_p"):
+        if name in stated:
+            _number(name, stated[name], 0.0, 1.0)
+    if stated.get("top_p") == 0:
+        raise RequestError(400, "top_p=0: must be above 0; for the likeliest token give temperature 0", param="top_p")
+    return stated
 
 
 def _max_tokens(values: Mapping[str, Any], least: int) -> tuple[str, int | None]:

@@ -1,0 +1,168 @@
+"""What generation_config.json says of drawing tokens: a model's own sampling parameters, for calls that state none.
+
+The fields are read as transformers 5 reads them:
+
+- temperature, top_k, top_p and min_p are in force with ``do_sample: true`` alone. Where it is false, null or absent, they are
+  not even checked: the text does not depend on them.
+- ``do_sample: true`` without a temperature is temperature 1; a temperature of 0 is greedy.
+- null is as if the field were absent. A top_k of 0 or -1 is no limit.
+
+Nothing but the file counts. transformers itself draws from the 50 likeliest tokens where neither file nor call has a top_k;
+here, as in vLLM, that is no limit. In another point vLLM differs: it reads the four fields, repetition_penalty and
+max_new_tokens whatever do_sample says. Lengths, such as max_new_tokens, are never read here: they are the call's.
+
+The end-of-sequence ids of the same file are always in force; `specjax.models.huggingface.read_config` reads them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.models.fields import CheckpointError, Field, check_fields, flag, number, read_json, show
+from specjax.sampling import Sampling
+
+FILE = "generation_config.json"
+"""The file's name in a checkpoint."""
+
+_MOST = 2**31 - 1
+
+_SAMPLING: Mapping[str, Field] = {
+    "temperature": number(0, float(np.finfo(np.float32).max), default=None),
+    "top_k": Field(  # 20.0 is as many tokens as 20
+        f"a whole number from -1 to {_MOST:,}; 0 and -1 are no limit",
+        lambda value: type(value) in (int, float) and -1 <= value <= _MOST and value == int(value),
+        default=None,
+    ),
+    "top_p": Field(
+        "a number above 0 and at most 1; 1 is no limit",
+        lambda value: type(value) in (int, float) and 0 < value <= 1,
+        default=None,
+    ),
+    "min_p": number(0, 1, default=None),
+}
+
+# Fields of transformers, and penalties of other servers, that would change a text: the values with which they change nothing,
+# beside null. Those of the second table are read where tokens are drawn.
+_NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "dola_layers": (),
+    "guidance_scale": (1,),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": ([], {}),
+    "constraints": ([],),
+    "force_words_ids": ([],),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "stop_strings": ([], ""),
+    "token_healing": (False,),
+    "watermarking_config": ({},),
+}
+_NOT_APPLIED_TO_DRAWS: Mapping[str, tuple[Any, ...]] = {
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What a checkpoint says of how its texts are to be drawn.
+
+    Attributes:
+        sampling: its sampling parameters; None: it has none that are in force.
+        not_applied: the fields that would change a text and are not applied, such as repetition_penalty, with their values.
+
+    Examples:
+        >>> from specjax.models.generation_config import GenerationDefaults
+        >>> GenerationDefaults(specjax.Sampling(temperature=0.6, top_k=20)).sampling.top_k
+        20
+    """
+
+    sampling: Sampling | None = None
+    not_applied: Mapping[str, Any] = field(default_factory=dict)
+
+    def describe_not_applied(self) -> str:
+        """Return the fields that are not applied and their values, in a line.
+
+        Examples:
+            >>> from specjax.models.generation_config import GenerationDefaults
+            >>> GenerationDefaults(
+            ...     not_applied={"repetition_penalty": 1.05, "num_beams": 4}
+            ... ).describe_not_applied()
+            'repetition_penalty 1.05, num_beams 4'
+        """
+        return ", ".join(f"{name} {show(value)}" for name, value in self.not_applied.items())
+
+
+def read_defaults(directory: Path) -> GenerationDefaults:
+    """Read what a checkpoint's generation_config.json says of drawing tokens; where there is no such file, nothing.
+
+    Args:
+        directory: of the checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged, or a field that is in force is of another type or out of range.
+
+    Examples:
+        >>> from specjax.assets import embedded
+        >>> from specjax.models.generation_config import read_defaults
+        >>> read_defaults(embedded("target"))
+        GenerationDefaults(sampling=None, not_applied={})
+    """
+    path = directory / FILE
+    if not path.exists():
+        return GenerationDefaults()
+    return parse_defaults(read_json(path), str(path))
+
+
+def parse_defaults(raw: Mapping[str, Any], source: str = FILE) -> GenerationDefaults:
+    """Return what the fields of a generation_config.json say of drawing tokens.
+
+    Args:
+        raw: the object as it was read.
+        source: the file, for errors.
+
+    Raises:
+        CheckpointError: a field that is in force is of another type or out of range.
+
+    Examples:
+        >>> from specjax.models.generation_config import parse_defaults
+        >>> qwen3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+        >>> parse_defaults(qwen3).sampling
+        Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.0)
+        >>> parse_defaults({**qwen3, "do_sample": False}).sampling is None
+        True
+        >>> parse_defaults({**qwen3, "top_p": 2})
+        Traceback (most recent call last):
+        specjax.models.fields.CheckpointError: generation_config.json: top_p=2: must be a number above 0 and at most 1; 1 is no limit: correct it, or leave the file's sampling parameters out (generation_config=None, --generation-config none)
+    """  # noqa: E501
+    try:
+        is_drawn = bool(check_fields(raw, {"do_sample": flag(default=None)}, source)["do_sample"])
+        fields = check_fields(raw, _SAMPLING, source) if is_drawn else {}
+    except CheckpointError as error:
+        remedy = "correct it, or leave the file's sampling parameters out (generation_config=None, --generation-config none)"
+        raise CheckpointError(f"{error}: {remedy}") from None
+    neutral = {**_NOT_APPLIED, **_NOT_APPLIED_TO_DRAWS} if is_drawn else _NOT_APPLIED
+    not_applied = {name: raw[name] for name, values in neutral.items() if raw.get(name) is not None and raw[name] not in values}
+    if not is_drawn:
+        return GenerationDefaults(None, not_applied)
+    stated = {name: value for name, value in fields.items() if value is not None}
+    if "top_k" in stated:
+        stated["top_k"] = max(0, int(stated["top_k"]))
+    return GenerationDefaults(Sampling(**stated), not_applied)
