@@ -32,7 +32,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Param, Params
-from specjax.models.primitives import linear, vocabulary_logits
+from specjax.models.primitives import capped, linear, vocabulary_logits
 from specjax.models.rope import Rotations, rotations
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
@@ -262,6 +262,8 @@ class DFlash(TrainedDrafter[Cache]):
         The blocks lie one behind the other; ``place [T]`` is each token's in its own, 0 that of an anchor.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
+        if self.config.input_embedding_scale != 1.0:  # one rounding, of the product
+            x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
         for number, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(number)
@@ -328,10 +330,14 @@ class DFlash(TrainedDrafter[Cache]):
 
     def logits(self, target: Target, states: jax.Array) -> jax.Array:
         """``[..., Vd]`` float32 of what its head reads, ``states [..., H]``."""
-        if not self.config.own_head:
+        config = self.config
+        if config.own_head:
+            axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
+            return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+        if not config.scales_logits:
             return target.head(states.astype(target.dtype))
-        axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
-        return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+        products = target.head_products(states.astype(target.dtype))
+        return capped(products * config.output_multiplier, config.final_logit_softcapping)
 
     def propose(
         self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array
