@@ -305,10 +305,8 @@ class DFlash(TrainedDrafter[Cache]):
     def block(self, target: Target, state: Cache, root: jax.Array) -> jax.Array:
         """``[B, D, H]`` what its head reads at each depth of a draft below ``root [B]``; before them stands the anchor, where
         that predicts nothing."""
-        first, depth, size = int(not self.config.from_anchor), self.draft_shape.depth, self.config.block_size
-        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
-        if all(self.is_causal(window) for window in windows):
-            size = first + depth  # what comes later is not seen
+        first, depth = int(not self.config.from_anchor), self.draft_shape.depth
+        size = self.tokens_at_once(depth)
         masks = jnp.full((root.shape[0], size - 1), self.config.mask_token_id, root.dtype)
         tokens = jnp.concatenate([root[:, None], masks], axis=1)
         anchors, place = state.length[:, None], jnp.arange(size)
@@ -319,6 +317,12 @@ class DFlash(TrainedDrafter[Cache]):
             return mask[None], [_before(state, number, self.reach(window, positions, anchors), self.mesh)]
 
         return self.run(target, tokens, positions, place, seen)[:, : first + depth]
+
+    def tokens_at_once(self, length: int) -> int:
+        """Those of a block, or of a causal one no more than the draft is long: what comes later is not seen."""
+        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
+        is_causal = all(self.is_causal(window) for window in windows)
+        return length + (not self.config.from_anchor) if is_causal else self.config.block_size
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
         """The tokens that it can draft; None is the target's vocabulary."""
