@@ -7,12 +7,13 @@ as "<0x0A>" for single bytes. Here both become the bytes that a token stands for
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 ROLES = ("eos_token", "bos_token")
-"""What a special token may be for. Special tokens are no text: two of them are the same where their roles are."""
+"""What a special token may be for. Special tokens are no text: two of them are the same where they are written alike, as
+``<|im_start|>``, or else where their roles are."""
 
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
@@ -38,6 +39,7 @@ class Tokens:
         texts: the bytes that each token stands for, by id, as `texts_of` makes them. Special tokens are not among them.
         roles: the ids of special tokens by what they are for, see `ROLES`.
         unknown: the id of the token for what has no token; else of one that says little.
+        written: the ids of special and other added tokens by how they are written, but for that of what has no token.
 
     Examples:
         >>> from specjax.vocabularies import Tokens, texts_of
@@ -51,10 +53,16 @@ class Tokens:
     texts: Mapping[int, bytes]
     roles: Mapping[str, int]
     unknown: int = 0
+    written: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """How many different texts and special tokens: SentencePiece has most characters of a byte twice."""
-        return len(self.by_text) + len(set(self.roles.values()))
+        return len(self.by_text) + len(self.special)
+
+    @property
+    def special(self) -> set[int]:
+        """The ids of special tokens."""
+        return {*self.roles.values(), *self.written.values()} - self.texts.keys()
 
     @classmethod
     def of(cls, tokenizer: Any, size: int | None = None) -> "Tokens":
@@ -78,10 +86,13 @@ class Tokens:
         roles = {role: i for role, i in roles.items() if i is not None and (size is None or i < size)}
         special = {*tokenizer.all_special_ids, *roles.values(), *(i for i, each in added.items() if each.special)}
         literal = {each.content: i for i, each in added.items() if i not in special}
-        written = {token: i for token, i in vocabulary.items() if i not in special and i not in added}
+        plain = {token: i for token, i in vocabulary.items() if i not in special and i not in added}
         unknown = tokenizer.unk_token_id
+        # What a model expects after text that it could not read is no reason to draft the target's token for such text.
+        nothing = set() if unknown in roles.values() else {unknown}
+        written = {token: i for token, i in vocabulary.items() if (i in special or i in added) and i not in nothing}
         unknown = roles.get("eos_token", 0) if unknown is None or (size is not None and unknown >= size) else unknown
-        return cls(texts_of(written, literal), roles, unknown)
+        return cls(texts_of(plain, literal), roles, unknown, written)
 
     @cached_property
     def by_text(self) -> dict[bytes, int]:
@@ -127,7 +138,8 @@ def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = No
 def shared_tokens(target: Tokens, draft: Tokens) -> dict[int, int]:
     """The draft's token for each of the target's that it has too, ascending; no two of them alike.
 
-    Of special tokens, where a text ends and where it begins.
+    Special tokens, and others that were added, are the same where they are written alike; of the rest, where a text ends and
+    where it begins. A special token and a word of the vocabulary are never the same.
 
     Examples:
         >>> from specjax.vocabularies import Tokens, shared_tokens, texts_of
@@ -135,13 +147,19 @@ def shared_tokens(target: Tokens, draft: Tokens) -> dict[int, int]:
         >>> draft = Tokens(texts_of({"<0x0A>": 0, "▁cat": 8, "▁dog": 9}), {"eos_token": 5})
         >>> shared_tokens(target, draft)
         {1: 8, 2: 0, 3: 5}
+        >>> target = Tokens({0: b"cat"}, {"eos_token": 3}, written={"<|im_start|>": 2, "<|im_end|>": 3})
+        >>> draft = Tokens({8: b"cat"}, {"eos_token": 1}, written={"<|im_start|>": 6, "<|im_end|>": 7, "</s>": 1})
+        >>> shared_tokens(target, draft)  # what is written alike goes before what has one role
+        {0: 8, 2: 6, 3: 7}
     """
     shared = {i: draft.by_text[text] for text, i in target.by_text.items() if text in draft.by_text}
-    for role in ROLES:  # one token may have both
-        if role in target.roles and role in draft.roles:
-            ours, theirs = target.roles[role], draft.roles[role]
-            if ours not in shared and theirs not in shared.values():
-                shared[ours] = theirs
+    alike = [(i, draft.written[token]) for token, i in target.written.items() if token in draft.written]
+    alike += [(target.roles[role], draft.roles[role]) for role in ROLES if role in target.roles and role in draft.roles]
+    taken = set(shared.values())
+    for ours, theirs in alike:  # one token may have both roles
+        if ours not in shared and theirs not in taken:
+            shared[ours] = theirs
+            taken.add(theirs)
     return dict(sorted(shared.items()))
 
 
@@ -162,5 +180,5 @@ def read_as(target: Tokens, draft: Tokens) -> dict[int, int]:
         i: next((known[text[at:]] for at in range(len(text)) if text[at:] in known), draft.unknown)
         for i, text in target.texts.items()
     }
-    specials = dict.fromkeys(target.roles.values(), draft.unknown)
-    return dict(sorted((ends | specials | shared).items()))
+    special = dict.fromkeys(target.special, draft.unknown)
+    return dict(sorted((ends | special | shared).items()))

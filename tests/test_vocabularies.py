@@ -102,6 +102,38 @@ def test_added_tokens_are_written_as_they_are() -> None:
     assert before + 1 not in tokens.texts and before + 1 not in tokens.roles.values()
 
 
+def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
+    """Whether a tokenizer counts them as special or not, and wherever they stand; words of the vocabulary never are."""
+    chat = ["<|im_start|>", "<|im_end|>", "<tool_call>"]
+    one, other = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
+    one.add_special_tokens({"additional_special_tokens": chat, "pad_token": "<pad>"})
+    other.add_tokens([chat[2]])  # not a special one here
+    other.add_special_tokens({"additional_special_tokens": ["<mask>", *chat[1::-1]], "pad_token": "<pad>"})
+    ours, theirs = Tokens.of(one), Tokens.of(other)
+    shared = shared_tokens(ours, theirs)
+    for token in (*chat, "<pad>"):
+        assert shared[one.convert_tokens_to_ids(token)] == other.convert_tokens_to_ids(token) != other.unk_token_id
+    assert shared[one.eos_token_id] == other.eos_token_id  # which are not written alike
+    assert other.unk_token not in theirs.written and "<mask>" in theirs.written
+    assert {shared[i] for i in ours.special} < theirs.special | {other.convert_tokens_to_ids("<tool_call>")}
+    assert len(set(shared.values())) == len(shared)
+    assert read_as(theirs, ours)[other.convert_tokens_to_ids("<mask>")] == ours.unknown
+    word = byte_level(eos_token="<end>")
+    word.add_special_tokens({"additional_special_tokens": ["the"]})
+    plain = Tokens(texts_of({"the": 7}), {})
+    assert shared_tokens(Tokens.of(word), plain).get(word.convert_tokens_to_ids("the")) is None
+
+
+def test_of_ends_that_differ_those_that_are_written_alike_are_the_same() -> None:
+    """A chat model's end is the end of a turn, which a base model has among its special tokens."""
+    texts = {9: b"a"}
+    chat = Tokens(texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1})
+    base = Tokens(texts, {"eos_token": 5, "bos_token": 5}, written={"<|end|>": 5, "<|turn|>": 6})
+    assert shared_tokens(chat, base) == {0: 5, 1: 6, 9: 9}
+    assert shared_tokens(base, chat) == {5: 0, 6: 1, 9: 9}
+    assert len(chat) == 3
+
+
 def test_ids_that_the_model_lacks_are_left_out() -> None:
     tokenizer = byte_level(eos_token="<end>")
     assert max(Tokens.of(tokenizer).texts) == len(tokenizer) - 1 > 280

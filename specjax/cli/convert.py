@@ -4,6 +4,7 @@ needs of a target."""
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +28,8 @@ class ConvertConfig:
     Weights keep their data type, but for those that become narrow.
 
     Attributes:
-        drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY.
+        drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY, such as
+            moa,tli=1:DIRECTORY.
         to: of EAGLE-3 "eagle3" for SGLang, SpecForge and SafeAILab's code, "speculators" for vLLM and the speculators package;
             of Mixture of Attentions "authors" for the authors' training code, "vllm" for their fork of vLLM, and "specjax".
         output: directory to write.
@@ -94,7 +96,8 @@ def run_convert(config: ConvertConfig) -> None:
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(directory)
     weights = scheme_of(config) if config.quantize else schemes.AS_STORED
-    drafter = kind.from_pretrained(directory, dtype=dtype, weights=weights)
+    settings: dict[str, Any] = dict(method.settings)
+    drafter = kind.from_pretrained(directory, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
     said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, drafter.describe(layout)]

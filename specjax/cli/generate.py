@@ -39,6 +39,7 @@ class GenerateConfig:
             (the target with a cache of so many tokens) or prompt-lookup; or the bare directory or hub id of a checkpoint, whose
             config.json says what it is; or "none" for plain decoding. A draft model with another tokenizer drafts the tokens
             that both have, where these are half of the smaller vocabulary; draft-model-intersect:WHERE takes any.
+            moa,tli=LAYERS:WHERE is a published Mixture of Attentions with target layer inference.
         prompt: the text to continue.
         prompts_file: instead of prompt, a file with one prompt a line (plain, or JSON with "prompt" or "text"); one batch.
         chat: put the prompt into the model's chat template.

@@ -32,7 +32,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Param, Params
-from specjax.models.primitives import linear, vocabulary_logits
+from specjax.models.primitives import capped, linear, vocabulary_logits
 from specjax.models.rope import Rotations, rotations
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
@@ -262,6 +262,8 @@ class DFlash(TrainedDrafter[Cache]):
         The blocks lie one behind the other; ``place [T]`` is each token's in its own, 0 that of an anchor.
         """
         x = self.params["embed"][tokens] if "embed" in self.params else target.embed(tokens)
+        if self.config.input_embedding_scale != 1.0:  # one rounding, of the product
+            x = x.astype(jnp.float32) * self.config.input_embedding_scale
         x = x.astype(self._dtype)
         for number, params in enumerate(self.params["layers"]):
             layer = self.config.layer.of_layer(number)
@@ -303,10 +305,8 @@ class DFlash(TrainedDrafter[Cache]):
     def block(self, target: Target, state: Cache, root: jax.Array) -> jax.Array:
         """``[B, D, H]`` what its head reads at each depth of a draft below ``root [B]``; before them stands the anchor, where
         that predicts nothing."""
-        first, depth, size = int(not self.config.from_anchor), self.draft_shape.depth, self.config.block_size
-        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
-        if all(self.is_causal(window) for window in windows):
-            size = first + depth  # what comes later is not seen
+        first, depth = int(not self.config.from_anchor), self.draft_shape.depth
+        size = self.tokens_at_once(depth)
         masks = jnp.full((root.shape[0], size - 1), self.config.mask_token_id, root.dtype)
         tokens = jnp.concatenate([root[:, None], masks], axis=1)
         anchors, place = state.length[:, None], jnp.arange(size)
@@ -318,6 +318,12 @@ class DFlash(TrainedDrafter[Cache]):
 
         return self.run(target, tokens, positions, place, seen)[:, : first + depth]
 
+    def tokens_at_once(self, length: int) -> int:
+        """Those of a block, or of a causal one no more than the draft is long: what comes later is not seen."""
+        windows = [self.config.layer.window_of(number) for number in range(self.config.layer.num_layers)]
+        is_causal = all(self.is_causal(window) for window in windows)
+        return length + (not self.config.from_anchor) if is_causal else self.config.block_size
+
     def vocabulary(self, target: Target) -> Vocabulary | None:
         """The tokens that it can draft; None is the target's vocabulary."""
         return Vocabulary(ids=self._ids, size=target.config.vocab_size) if self.config.own_ids else None
@@ -328,10 +334,14 @@ class DFlash(TrainedDrafter[Cache]):
 
     def logits(self, target: Target, states: jax.Array) -> jax.Array:
         """``[..., Vd]`` float32 of what its head reads, ``states [..., H]``."""
-        if not self.config.own_head:
+        config = self.config
+        if config.own_head:
+            axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
+            return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+        if not config.scales_logits:
             return target.head(states.astype(target.dtype))
-        axes = ("batch", *(None,) * (states.ndim - 2), "draft_vocab")
-        return sharding.constrain(vocabulary_logits(states, self.params["lm_head"]), axes, self.units, self.mesh)
+        products = target.head_products(states.astype(target.dtype))
+        return capped(products * config.output_multiplier, config.final_logit_softcapping)
 
     def propose(
         self, target: Target, state: Cache, root: jax.Array, sampling: RowSampling, keys: jax.Array, active: jax.Array

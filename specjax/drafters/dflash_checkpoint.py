@@ -18,7 +18,7 @@ from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, text, whole
+from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
 
 LAYOUTS = ("dflash", "speculators", "deepspec")
 
@@ -103,12 +103,25 @@ _NESTED: dict[str, Field] = {  # in dflash_config
     "causal_head": flag(default=None),
     "causal": flag(default=None),
     "target_hidden_size": whole(1, 1_000_000, default=None),
-    "output_multiplier": Field("1, for other factors of the logits are not known here", lambda value: value == 1, None),
-    "input_embedding_scale": Field("1, for other factors of the embeddings are not known here", lambda value: value == 1, None),
+}
+_FACTORS: dict[str, Field] = {  # z-lab's code looks for them in dflash_config first, then beside it
+    "input_embedding_scale": number(1e-6, 1e6, default=None),
+    "output_multiplier": number(1e-6, 1e6, default=None),
     "final_logit_softcapping": Field(
-        "null, for bounded logits of a drafter are not known here", lambda value: value is None, None
+        "null, 0 or a number from 1e-06 to 1e+06", lambda value: type(value) in (int, float) and _is_cap(value), None
     ),
 }
+_NO_FACTORS: dict[str, Field] = {  # of layouts whose authors' code reads no such fields
+    "input_embedding_scale": Field("1 in this layout", lambda value: value == 1, None),
+    "output_multiplier": Field("1 in this layout", lambda value: value == 1, None),
+    "final_logit_softcapping": Field("null or 0 in this layout", lambda value: value == 0, None),
+}
+
+
+def _is_cap(value: float) -> bool:
+    return value == 0 or 1e-6 <= value <= 1e6  # z-lab's code takes 0 for no bound
+
+
 _QWEN3 = {  # speculators leaves out what equals transformers' defaults
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -130,6 +143,10 @@ def read_config(stored: Stored) -> DFlashConfig:
         raise CheckpointError(f"{stored.file}: names no architecture of a DFlash drafter: give the checkpoint of one")
     fields = check_fields(stored.raw, _FIELDS[layout], stored.file)
     own = _read_speculators(fields, stored) if layout == "speculators" else _read_qwen3(fields, stored, layout)
+    if layout == "dflash":
+        own |= _read_factors(stored)
+    else:
+        check_fields(stored.raw, _NO_FACTORS, stored.file)
     layer: ModelConfig = own["layer"]
     stored.check_count("num_hidden_layers", layer.num_layers, stored.numbered("layers."), "layers")
     windows = {"sliding_window": layer.sliding_window, "windowed_layers": layer.windowed_layers}
@@ -181,6 +198,19 @@ def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: Stored) -> di
         "causal": any(said),
         "causal_in_window": not said and bool(layer.windowed_layers),  # what z-lab's code does where nothing is said
         **{name: nested[name] for name in _OF_DFLASH2 if is_dflash2},
+    }
+
+
+def _read_factors(stored: Stored) -> dict[str, float | None]:
+    """The factors of embeddings and logits: of each the field in dflash_config, where there is one, else that beside it."""
+    nested = stored.raw["dflash_config"]
+    within = {name: field for name, field in _FACTORS.items() if name in nested}
+    beside = {name: field for name, field in _FACTORS.items() if name not in nested}
+    values = check_fields(nested, within, stored.file, "dflash_config.") | check_fields(stored.raw, beside, stored.file)
+    return {
+        "input_embedding_scale": float(values["input_embedding_scale"] or 1.0),
+        "output_multiplier": float(values["output_multiplier"] or 1.0),
+        "final_logit_softcapping": float(values["final_logit_softcapping"] or 0.0) or None,
     }
 
 
@@ -301,6 +331,7 @@ def format_config(config: DFlashConfig, layout: str, dtype: str, target: str) ->
     if layout == "deepspec":
         return raw | size | own | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512} | _heads_of(config)
     own |= {"causal_head": True} if config.causal else {}  # JetSpec's name of it
+    own |= config.changed_factors
     raw |= {"is_causal": config.causal} if config.causal or not config.causal_in_window else {}
     if config.has_selector:
         # The size of a block stands twice: SpecForge reads the one, and z-lab's own files have the other.
@@ -342,6 +373,8 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[s
     if config.causal or (config.layer.windowed_layers and not config.window_of_block):
         what = "a block that is causal in every layer" if config.causal else "windows that are counted from each token"
         raise InputError(f"layout='speculators': cannot say {what}: write it as 'dflash'")
+    if config.changed_factors:
+        raise InputError("layout='speculators': cannot say factors of embeddings or logits: write it as 'dflash'")
     kind, architecture = "dflash", "DFlashSpeculator"
     if config.has_selector:
         kind, architecture = "dflash2", "DFlash2DraftModel"

@@ -1,5 +1,6 @@
 """The shape of a DFlash drafter and its kin, DSpark and DFlash2, and their parameters."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -39,6 +40,9 @@ class DFlashConfig:
         conv_group_size: channels that share what a place adds to the kernel of its convolution.
         selector_rank: of the codebooks by which the selector scores candidates; 0: there is no selector.
         selector_top_k: candidates at each place, K: the likeliest tokens by the block's logits.
+        input_embedding_scale: factor of the embeddings of a block's tokens, on top of the target's own where it has one.
+        output_multiplier: factor of the products with the head's columns, see `scales_logits`.
+        final_logit_softcapping: bound of the logits after that factor, ``cap * tanh(logits / cap)``; None: there is none.
         target_layers: layers of the target, where that is known: SpecForge asks for their number. Nothing is computed from it,
             and shapes that differ in it alone are equal.
     """
@@ -63,6 +67,9 @@ class DFlashConfig:
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     target_layers: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +83,11 @@ class DFlashConfig:
             raise InputError("lm_head is missing: a drafter with a vocabulary of its own needs a head of its own")
         if self.confidence_of_token and not (self.confidence and self.markov_rank):
             raise InputError("confidence_head_with_markov: needs a confidence head, and a Markov head of a rank above 0")
+        for name, value in self.changed_factors.items():
+            if value is None or not 0 < value < math.inf:
+                raise InputError(f"{name}={value}: must be a finite number above 0")
+            if self.own_embedding or self.own_head:
+                raise InputError(f"{name}={value}: is for a drafter that uses its target's embedding and head; leave it out")
         if any(self._of_dflash2.values()):
             self._check_dflash2()
 
@@ -106,6 +118,18 @@ class DFlashConfig:
     def depth(self) -> int:
         """Most tokens of a draft."""
         return self.block_size - (not self.from_anchor)
+
+    @property
+    def changed_factors(self) -> dict[str, float]:
+        """Those factors and bounds of embeddings and logits that change something, by name."""
+        unchanged = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
+        return {name: getattr(self, name) for name, value in unchanged.items() if getattr(self, name) != value}
+
+    @property
+    def scales_logits(self) -> bool:
+        """Whether its logits have a factor or a bound of its own. These take the place of the target's: a drafter without them
+        has logits as the target's head makes them."""
+        return self.output_multiplier != 1.0 or self.final_logit_softcapping is not None
 
     @property
     def has_heads(self) -> bool:

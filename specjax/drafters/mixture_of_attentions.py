@@ -116,7 +116,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             mesh: the target's.
             weights: as for `Target.from_pretrained`.
             tli: how many of the target's last layers finish a prediction. A published checkpoint does not say: None is 0. Our
-                own does, and ``tli`` must agree with it: save a published one again to name it on a command line.
+                own does, and ``tli`` must agree with it. By name it is ``moa,tli=1:WHERE``.
 
         Raises:
             CheckpointError: a file, a field or a tensor is not as it must be, or ``tli`` is not.

@@ -189,6 +189,10 @@ class PEagle(Eagle3):
         logits = self.logits(target, self.block(target, state))
         return expand_by_depth(self.draft_shape, logits, root, sampling, keys, active, self.vocabulary(target)), state
 
+    def tokens_at_once(self, length: int) -> int:
+        """One place for each token of the draft."""
+        return length
+
     def drafting_reads(
         self, target: Target, state: FeatureState | tuple[()] = (), cache: Sequence[Entry] = ()
     ) -> DraftingReads:

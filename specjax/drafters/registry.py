@@ -1,4 +1,4 @@
-"""Drafters by name: ``METHOD:WHERE``, or the bare directory or hub id of a checkpoint.
+"""Drafters by name: ``METHOD:WHERE``, ``METHOD,SETTING=NUMBER:WHERE``, or the bare directory or hub id of a checkpoint.
 
 `METHODS` is the one table of them. A line in it makes a method known to the command line and to `specjax.load`. Packages that
 are installed beside specjax add methods of their own as entry points of the group ``specjax.drafters``, and any class that can
@@ -9,7 +9,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -67,6 +67,7 @@ class Request:
         mesh: the target's.
         tokenizer: the target's; None where nobody knows it.
         weights: as for `Target.from_pretrained`.
+        settings: numbers that the name sets, see `DraftingMethod`.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Request:
     mesh: Mesh | None = None
     tokenizer: Any = None
     weights: schemes.Weights = schemes.AS_STORED
+    settings: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def draft_given(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Request:
     @property
     def options(self) -> dict[str, Any]:
         """What ``from_pretrained`` is given beside the place."""
-        return {**self.draft_given, "dtype": self.dtype, "mesh": self.mesh, "weights": self.weights}
+        return {**self.draft_given, "dtype": self.dtype, "mesh": self.mesh, "weights": self.weights, **self.settings}
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,8 @@ class DraftingMethod:
             place.
         trained: the class of its drafters, where these are trained for their target.
         translates: whether a checkpoint's tokenizer may be another one than the target's. ``make`` then compares them.
+        takes: the settings that a name may have: keyword arguments of ``trained.from_pretrained`` that are whole numbers.
+        settings: those that a name has; of the methods in `METHODS` none.
     """
 
     usage: str
@@ -108,15 +112,18 @@ class DraftingMethod:
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     trained: type[TrainedDrafter] | None = None
     translates: bool = False
+    takes: tuple[str, ...] = ()
+    settings: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, kind: type[TrainedDrafter]) -> "DraftingMethod":
-        """The method called ``name`` whose drafters are checkpoints of ``kind``."""
+    def of(cls, name: str, kind: type[TrainedDrafter], takes: tuple[str, ...] = ()) -> "DraftingMethod":
+        """The method called ``name`` whose drafters are checkpoints of ``kind``, with the settings that it ``takes``."""
 
         def make(request: Request) -> Drafter:
             return kind.from_pretrained(request.where, **request.options)
 
-        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME", make, kind.recognises, kind)
+        with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
+        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}", make, kind.recognises, kind, takes=takes)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------
@@ -157,9 +164,13 @@ def _make_draft_model(asked: Asked | None, request: Request) -> Drafter:
 
 def _whole(request: Request, usage: str) -> int:
     """WHERE as a whole number of at least 1."""
-    if not (request.where.isascii() and request.where.isdecimal() and len(request.where) <= 9 and int(request.where) > 0):
+    if not (_is_whole(request.where) and int(request.where) > 0):
         raise InputError(f"drafter={request.name!r}: write {usage}")
     return int(request.where)
+
+
+def _is_whole(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and len(word) <= 9
 
 
 METHODS: dict[str, DraftingMethod] = {
@@ -174,7 +185,7 @@ METHODS: dict[str, DraftingMethod] = {
     "eagle3": DraftingMethod.of("eagle3", Eagle3),
     "eagle-lsa": DraftingMethod.of("eagle-lsa", EagleWithLayerAttention),
     "eagle": DraftingMethod.of("eagle", Eagle),
-    "moa": DraftingMethod.of("moa", MixtureOfAttentions),
+    "moa": DraftingMethod.of("moa", MixtureOfAttentions, takes=("tli",)),
     "mtp": DraftingMethod.of("mtp", MTP),
     "medusa": DraftingMethod.of("medusa", Medusa),
     "gemma4-assistant": DraftingMethod.of("gemma4-assistant", Gemma4Assistant),
@@ -210,8 +221,9 @@ def load_drafter(
     """The drafter called ``name``.
 
     Args:
-        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for. A
-            class that the library does not know is named ``package.module:Class@DIRECTORY``.
+        name: ``METHOD:WHERE``, or the directory or hub id of a checkpoint, whose config.json says which method it is for.
+            ``moa,tli=1:WHERE`` says what a published Mixture of Attentions does not. A class that the library does not know is
+            named ``package.module:Class@DIRECTORY``.
         draft: shape of its drafts; None is the method's own default.
         target: the shape of the target.
         dtype: of its params, where it has any.
@@ -237,23 +249,37 @@ def load_drafter(
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
     shape = None if draft is None else as_shape(draft)
-    return method.make(Request(name, where, target, shape, dtype, mesh, tokenizer, weights))
+    return method.make(Request(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings))
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:
-    """The method that ``name`` means, and its WHERE. Raises `InputError` where it means none."""
+    """The method that ``name`` means, with its settings, and its WHERE.
+
+    Raises:
+        InputError: it means none, or has a setting that the method does not take.
+
+    Examples:
+        >>> from specjax.drafters.registry import resolve
+        >>> method, where = resolve("moa,tli=2:runs/best")
+        >>> method.settings, where
+        ({'tli': 2}, 'runs/best')
+        >>> resolve("moa,layers=2:runs/best")
+        Traceback (most recent call last):
+        specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting of moa; write moa:DIRECTORY or ...
+    """
     if own := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own[1], own[2]), own[3]
-    kind, colon, where = name.partition(":")
+    before, colon, where = name.partition(":")
+    kind, *written = before.split(",") if colon else [before]  # a directory may have commas in its name
     others = {} if kind in METHODS else _entry_points()
     if kind in METHODS or kind in others:
         method = METHODS[kind] if kind in METHODS else _method_of_entry_point(others[kind])
         if method.recognises is not None and not where:
             raise InputError(f"drafter={name!r}: write {method.usage}")
-        return method, where
+        return replace(method, settings=_settings(name, kind, method, written)), where
     usages = [*(method.usage for method in METHODS.values()), *(f"{other}:DIRECTORY" for other in others), _OWN_USAGE]
     known = "; ".join(usages)
-    is_place = kind == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
+    is_place = before == "embedded" or (not colon and ("/" in name or os.path.isdir(os.path.expanduser(name))))
     if not is_place:
         hint = did_you_mean(kind, (*METHODS, *others, "embedded", "none"))
         raise InputError(
@@ -270,6 +296,20 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         f"serve {', '.join(huggingface.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
         f"{known}"
     )
+
+
+def _settings(name: str, kind: str, method: DraftingMethod, written: list[str]) -> dict[str, int]:
+    """The numbers of ``SETTING=NUMBER``, as they are ``written`` in the ``name`` of a drafter, by setting."""
+    settings: dict[str, int] = {}
+    for word in written:
+        setting, _, number = word.partition("=")
+        if setting not in method.takes or setting in settings:
+            what = "is given twice" if setting in settings else f"is no setting of {kind}"
+            raise InputError(f"drafter={name!r}: {word!r} {what}{did_you_mean(setting, method.takes)}; write {method.usage}")
+        if not _is_whole(number):
+            raise InputError(f"drafter={name!r}: {setting} must be a whole number of at most nine digits; write {method.usage}")
+        settings[setting] = int(number)
+    return settings
 
 
 # --- methods of other packages ---------------------------------------------------------------------------------------

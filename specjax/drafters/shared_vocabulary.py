@@ -64,7 +64,7 @@ class SharedVocabulary:
     def of(cls, target: Tokens, draft: Tokens) -> "SharedVocabulary":
         """Of the tokens of two tokenizers. Raises `InputError` where they share no text."""
         shared = vocabularies.shared_tokens(target, draft)
-        if shared.keys() <= set(target.roles.values()):
+        if shared.keys() <= target.special:
             raise InputError("tokenizers: target and drafter have no token in common: take a drafter of the target's family")
         ids, columns = (np.fromiter(each, np.int32) for each in (shared.keys(), shared.values()))
         read = vocabularies.read_as(target, draft)

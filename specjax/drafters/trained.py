@@ -233,12 +233,7 @@ class TrainedDrafter(Drafter[State]):
         except TypeError as error:
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
         stored = Stored.of(huggingface.locate(path))
-        try:
-            config = cls.read_config(stored, **options)
-        except CheckpointError:
-            raise
-        except InputError as error:
-            raise CheckpointError(f"{stored.file}: {error}") from None
+        config = cls._config_of(stored, **options)
         beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
         with waiting(f"loading {path}"):
             declared = cls.declare(config, cls.layout_of(stored)) | beside
@@ -254,6 +249,35 @@ class TrainedDrafter(Drafter[State]):
         cls.check_values(config, params, {name: params.pop(name) for name in beside}, stored.directory)
         draft = cls.default_draft(config) if draft is None else draft
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]
+
+    @classmethod
+    def abstract_from(cls, path: str | Path, *, dtype: DTypeLike, **options: Any) -> Self:
+        """The drafter that `from_pretrained` makes of a checkpoint, with shapes in place of its params.
+
+        Reads config.json, and of the tensors their names and shapes; no values, so that damaged ones are not found.
+
+        Args:
+            path: directory, or hub id, as for `from_pretrained`.
+            dtype: of the shapes.
+            options: those of the class, if it has any.
+
+        Raises:
+            CheckpointError: a file or a field is not as it must be.
+        """
+        config = cls._config_of(Stored.of(huggingface.locate(path)), **options)
+        declared = cls.declare(config, cls.layouts[0])
+        params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)), declared)
+        return cls(params=params, config=config, draft=cls.default_draft(config), mesh=None)  # pyright: ignore[reportCallIssue]
+
+    @classmethod
+    def _config_of(cls, stored: Stored, **options: Any) -> Any:
+        """`read_config`, whose errors all name the file."""
+        try:
+            return cls.read_config(stored, **options)
+        except CheckpointError:
+            raise
+        except InputError as error:
+            raise CheckpointError(f"{stored.file}: {error}") from None
 
     def save_pretrained(
         self, path: str | Path, *, dtype: DTypeLike | None = None, layout: str | None = None, target: str = ""
@@ -310,6 +334,10 @@ class TrainedDrafter(Drafter[State]):
     def drafting_reads(self, target: Target, state: State | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:
         """All of its weights in every level, and the target's head."""
         return DraftingReads(level=(self.own_weights, state, target.head_as_stored))
+
+    def tokens_at_once(self, length: int) -> int:
+        """Tokens of a row that what it does once for a chain of ``length`` tokens is done for (`DraftingReads.step`)."""
+        return 1
 
     @classmethod
     def _initialise(cls, config: Any, key: jax.Array, target: Target) -> Params:

@@ -17,6 +17,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
+from specjax.errors import InputError
 from specjax.models import params
 from specjax.models.cache import KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
@@ -71,6 +72,22 @@ def abstract_drafter(name: str, draft: DraftShape | int | None, target: Target, 
     loaded = registry.load_drafter(name, draft, target.config, jnp.bfloat16)
     loaded.check(replace(target, mesh=None))
     return place_model(loaded, mesh)
+
+
+def stored_drafter(name: str, target: Target) -> TrainedDrafter:
+    """The drafter called ``name``, one that was trained for its target, as `place_model` has it. Of its checkpoint no more is
+    read than `TrainedDrafter.abstract_from` reads.
+
+    Raises:
+        InputError: there is no such drafter, it is of another kind, or it does not fit the target.
+    """
+    method, where = registry.resolve(name)
+    if method.trained is None:
+        raise InputError(f"drafter={name!r}: is no drafter that is trained for its target")
+    drafter = method.trained.abstract_from(where, dtype=jnp.bfloat16, **dict(method.settings))
+    alone = replace(target, mesh=None)
+    jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, alone)  # it may compute with its params
+    return place_model(drafter, target.mesh)
 
 
 def _usual(kind: type[TrainedDrafter], shape: Mapping[str, Any], target: Target) -> Drafter:

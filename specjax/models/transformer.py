@@ -447,11 +447,16 @@ class Target(OneLine):
 
     def head(self, hidden: jax.Array) -> jax.Array:
         """Logits ``[..., V]`` in float32 of states that have passed the final norm."""
+        return self._constrain(self.finish_logits(self._head_products(hidden)), "vocab")
+
+    def head_products(self, hidden: jax.Array) -> jax.Array:
+        """Products ``[..., V]`` in float32 of states with the head's columns, neither divided nor capped."""
+        return self._constrain(self._head_products(hidden), "vocab")
+
+    def _head_products(self, hidden: jax.Array) -> jax.Array:
         if "lm_head" in self.params:
-            logits = vocabulary_logits(hidden, self.params["lm_head"])
-        else:
-            logits = embedding_logits(hidden, self.params["embed"])
-        return self._constrain(self.finish_logits(logits), "vocab")
+            return vocabulary_logits(hidden, self.params["lm_head"])
+        return embedding_logits(hidden, self.params["embed"])
 
     def finish_logits(self, logits: jax.Array) -> jax.Array:
         """Logits of products with the head's columns, those of all tokens or of some: divided and capped, as the model says."""

@@ -2,10 +2,11 @@
 
 The speed of every candidate is computed from measured parts: T_D and T_V(n) on this machine, how far long chains survive, and
 how often the child of each rank is the target's own token, on given prompts. Static trees come from Sequoia's dynamic
-programming; where tokens are drawn, a few sampled trees are tried as well.
+programming. What dynamic trees emit follows from no such chances, so two of them are tried, and where tokens are drawn, a few
+sampled trees as well.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions, check_prompts
 from specjax.decoding.verification import CHAIN_RULES
 from specjax.drafters import CompressedCache, Drafter
-from specjax.drafts.shapes import Chain, DraftShape, SampledTree, StaticTree, complete_tree
+from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
 from specjax.models.transformer import Target
 from specjax.planning import theory
 from specjax.planning.costs import Costs, measure_costs, tokens_needed, trial_key
@@ -32,6 +33,11 @@ _COUNTS = (2, 3, 5, 9, 17, 33, 65)
 BUDGETS = (128, 256, 512)
 """Slots of a compressed cache that `fastest_drafter` tries."""
 _SAMPLED = ((2, 1, 1), (2, 2, 1), (3, 2, 1, 1))
+_DYNAMIC = ((4, 13), (8, 33))
+"""Children of a node, and nodes, of the dynamic trees that are tried: no more of them, for each is compiled and run. T_D is
+measured at these widths for static trees anyway."""
+_DEEP = 0.2
+"""Dynamic trees are as deep as a chain's token is accepted in this share of the steps: every level is drafted in every step."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,7 @@ class TrialAcceptance:
         survival: chance that a chain's token at each depth is accepted, those before it included.
         by_rank: chance that the child of each rank is the target's token; empty for drafters and rules of chains alone.
         sampled: tokens a target forward with each of a few sampled trees; empty when all rows are greedy.
+        dynamic: tokens a target forward with each of two dynamic trees; empty for drafters and rules of chains alone.
 
     Examples:
         >>> from specjax.planning.choice import TrialAcceptance
@@ -53,6 +60,7 @@ class TrialAcceptance:
     survival: tuple[float, ...]
     by_rank: tuple[float, ...]
     sampled: dict[SampledTree, float]
+    dynamic: dict[DynamicTree, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,8 +139,8 @@ def compare_drafts(
     nodes: int = 33,
     acceptance: TrialAcceptance | None = None,
 ) -> Comparison:
-    """Measure the parts, and compute the speed of every chain of up to ``longest`` tokens and of the best static trees of up to
-    ``nodes`` nodes.
+    """Measure the parts, and compute the speed of every chain of up to ``longest`` tokens, of the best static trees of up to
+    ``nodes`` nodes, and of the other trees that were tried and are no larger.
 
     Chains alone where the rule is for chains alone.
 
@@ -175,7 +183,8 @@ def compare_drafts(
 
     candidates = [replace(plain, seconds=costs.target)]
     candidates += [candidate(Chain(n), 1 + sum(acceptance.survival[:n])) for n in range(1, depth + 1)]
-    candidates += [candidate(shape, emitted) for shape, emitted in acceptance.sampled.items()]
+    tried: dict[DraftShape, float] = {**acceptance.sampled, **acceptance.dynamic}
+    candidates += [candidate(shape, emitted) for shape, emitted in tried.items() if shape.nodes <= nodes]
     if ranks and nodes > 1:
         trees = theory.best_trees(acceptance.by_rank, nodes, depth)
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
@@ -223,7 +232,8 @@ def measure_acceptance(
     options: GenerationOptions = GenerationOptions(),
     longest: int = 8,
 ) -> TrialAcceptance:
-    """Short generations with a long chain, with one level of many children, and with sampled trees. Arguments as above.
+    """Short generations with a long chain, with one level of many children, with dynamic trees and with sampled ones. Arguments
+    as above.
 
     What a child of each rank is worth is taken to be the same at every depth (Sequoia's positional acceptance); what a
     chain's tokens are worth is measured depth by depth.
@@ -234,6 +244,8 @@ def measure_acceptance(
         >>> found = measure_acceptance(target, drafter, prompts, longest=2)
         >>> len(found.survival), len(found.by_rank), found.sampled
         (2, 8, {})
+        >>> [str(tree) for tree in found.dynamic]
+        ['dynamic tree, 13 nodes, 2 deep', 'dynamic tree, 33 nodes, 2 deep']
     """
     vocab = target.config.vocab_size
     survival = chain_survival(target, drafter, tokens, lengths, options=options, longest=longest)
@@ -246,13 +258,23 @@ def measure_acceptance(
 
     by_rank: tuple[float, ...] = ()
     sampled: dict[SampledTree, float] = {}
+    dynamic: dict[DynamicTree, float] = {}
     if drafter.grows_trees and options.rule not in CHAIN_RULES:
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
+        dynamic = {shape: trial(shape)[2] for shape in _dynamic_trees(survival, vocab)}
         # With coupled sampling a sampled tree's children are a static tree's.
         if not np.all(np.asarray(options.sampling.temperature) == 0) and options.rule != "coupled":
             shapes = [SampledTree(widths) for widths in _SAMPLED if len(widths) <= depth and max(widths) <= vocab]
             sampled = {shape: trial(shape)[2] for shape in shapes}
-    return TrialAcceptance(survival, by_rank, sampled)
+    return TrialAcceptance(survival, by_rank, sampled, dynamic)
+
+
+def _dynamic_trees(survival: tuple[float, ...], vocab: int) -> list[DynamicTree]:
+    """Those to try, for a chain that survives so. Of a tree of one level a static one says all."""
+    depth = max(2, sum(chance >= _DEEP for chance in survival))
+    if len(survival) < depth:
+        return []
+    return [DynamicTree(top_k, depth, max(nodes, depth + 1)) for top_k, nodes in _DYNAMIC if top_k <= vocab]
 
 
 def chain_survival(

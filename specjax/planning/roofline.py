@@ -289,14 +289,19 @@ class Trained:
         what it reads of states and caches."""
         return self._time(0, chip, batch, context, weight_bytes, kv_bytes)
 
-    def step_time(self, chip: Chip, batch: int, context: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0) -> float:
-        """Seconds of what it does once for all levels of a draft, likewise."""
-        return self._time(1, chip, batch, context, weight_bytes, kv_bytes)
+    def step_time(
+        self, chip: Chip, batch: int, context: int, gamma: int, weight_bytes: float = 2.0, kv_bytes: float = 2.0
+    ) -> float:
+        """Seconds of what it does once for all levels of a chain of ``gamma`` tokens, likewise. A block is read whole."""
+        rows = batch * self.drafter.tokens_at_once(gamma)
+        return self._time(1, chip, batch, context, weight_bytes, kv_bytes, rows)
 
-    def _time(self, part: int, chip: Chip, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
-        """Of a level, part 0, or of what is done once, part 1 (see `_reads`)."""
+    def _time(
+        self, part: int, chip: Chip, batch: int, context: int, weight_bytes: float, kv_bytes: float, rows: int | None = None
+    ) -> float:
+        """Of a level, part 0, or of what is done once, part 1 (see `_reads`), with the products of ``rows`` tokens together."""
         weights, remembered = (sizes[part] for sizes in self._reads(batch, context))
-        products = Work(2.0 * weights * batch, weights * weight_bytes)
+        products = Work(2.0 * weights * (batch if rows is None else rows), weights * weight_bytes)
         return products.seconds(chip) + remembered * kv_bytes / chip.bandwidth
 
     def _state(self, batch: int, context: int) -> Any:
@@ -391,16 +396,19 @@ class Pair:
         return self._forward(self.target, batch, gamma + 1, context) + self._commit(self.target, batch, gamma + 1)
 
     def draft_time(self, batch: int, context: int) -> float:
-        """T_D(B, K) + T_select(B, S, K): seconds of a drafting step (equation 3; K = S where the cache is not compressed)."""
+        """T_D(B, K) + T_select(B, S, K): seconds of a drafting step (equation 3; K = S where the cache is not compressed).
+
+        It is 0 of a drafter that drafts all tokens at once: that takes `once_time`.
+        """
         if isinstance(self.drafter, Trained):
             return self.drafter.level_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
         return self._forward(self.draft_config, batch, 1, self._kept(context)) + self._selection_time(batch, context)
 
-    def once_time(self, batch: int, context: int) -> float:
-        """Seconds of what the drafter does once for all levels of a draft: a model commits the root, and in the end what was
-        accepted."""
+    def once_time(self, batch: int, context: int, gamma: int = 1) -> float:
+        """Seconds of what the drafter does once for all levels of a chain of ``gamma`` tokens: a model commits the root, and in
+        the end what was accepted."""
         if isinstance(self.drafter, Trained):
-            return self.drafter.step_time(self.chip, batch, context, self.weight_bytes, self.kv_bytes)
+            return self.drafter.step_time(self.chip, batch, context, gamma, self.weight_bytes, self.kv_bytes)
         return 2 * self._commit(self.draft_config, batch, 1)
 
     def memory(self, batch: int, context: int) -> float:
@@ -448,10 +456,13 @@ def chain_speedup(pair: Pair, batch: int, context: int, gamma: int, alpha: float
         >>> round(chain_speedup(pair, batch=1, context=1024, gamma=4, alpha=0.8), 2)
         2.02
     """
+    level, once = pair.draft_time(batch, context), pair.once_time(batch, context, max(gamma, 1))
+    if not level:  # all tokens are drafted at once
+        level, once = once / max(gamma, 1), 0.0
     return theory.speedup_from_times(
         target_time=pair.target_time(batch, context),
-        draft_time=pair.draft_time(batch, context),
-        verify_time=pair.verify_time(batch, context, gamma) + (pair.once_time(batch, context) if gamma else 0.0),
+        draft_time=level,
+        verify_time=pair.verify_time(batch, context, gamma) + (once if gamma else 0.0),
         gamma=gamma,
         tokens=theory.expected_tokens(alpha, gamma),
     )

@@ -70,6 +70,24 @@ def test_mixture_of_attentions_goes_to_the_authors_layouts_and_back(tmp_path, ca
         assert file.read_bytes() == (tmp_path / "vllm again" / file.name).read_bytes()
 
 
+def test_a_published_mixture_of_attentions_keeps_the_layers_that_its_name_says(tmp_path, capsys) -> None:
+    """In our own layout; those of the authors have no field for them."""
+    made = MixtureOfAttentions.init(tiny_target(), jax.random.key(0), tli=1)
+    made.save_pretrained(tmp_path / "published", layout="vllm")
+    line = [
+        "convert",
+        "--drafter",
+        f"moa,tli=1:{tmp_path / 'published'}",
+        "--to",
+        "specjax",
+        "--output",
+        str(tmp_path / "ours"),
+    ]
+    assert main(line) == 0
+    capsys.readouterr()
+    assert MixtureOfAttentions.from_pretrained(tmp_path / "ours").config.tli == 1
+
+
 def test_a_layout_that_a_drafter_lacks_is_refused(drafter, tmp_path, capsys) -> None:
     Eagle.init(tiny_target(), jax.random.key(0)).save_pretrained(tmp_path / "eagle")
     for place, words in (
@@ -123,8 +141,10 @@ def test_a_client_has_of_the_target_what_its_drafter_needs(served, tmp_path, cap
     Eagle3.init(whole, key, ids=np.arange(1, 99), taps=(0, 1, 2)).save_pretrained(tmp_path / "eagle3")
     save_tiny(tmp_path / "model", num_layers=1)
     drafters = {f"moa:{tmp_path}/moa": (2, 3), f"{tmp_path}/eagle3": (3, 3), f"draft-model:{tmp_path}/model": (3, 3)}
-    for name, layers in {**drafters, "prompt-lookup": (3, 3)}.items():
-        output = tmp_path / f"part for {name.rpartition('/')[2]}"
+    MixtureOfAttentions.from_pretrained(tmp_path / "moa").save_pretrained(tmp_path / "vllm", layout="vllm")  # without tli
+    drafters |= {f"moa,tli=2:{tmp_path}/vllm": (1, 3)}
+    for number, (name, layers) in enumerate({**drafters, "prompt-lookup": (3, 3)}.items()):
+        output = tmp_path / f"part {number}"
         out = cut(capsys, served, name, output)
         part = Target.from_pretrained(output, dtype=np.float32)
         assert (part.config, part.held, part.fingerprint()) == (whole.config, layers, whole.fingerprint())

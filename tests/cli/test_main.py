@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,7 +19,9 @@ from specjax.cli import generate
 from specjax.cli.generate import GenerateConfig
 from specjax.cli.main import COMMANDS, Command, Group, find_command, main, parse_options
 from specjax.cli.plan import contexts as plan_contexts
+from specjax.drafters import MixtureOfAttentions
 from specjax.drafts.shapes import StaticTree
+from specjax.models.transformer import Target
 from specjax.planning import choice
 from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts
@@ -54,6 +57,17 @@ def test_generate_streams_the_text_that_json_reports(capsys, tiny_pair) -> None:
 
 
 @pytest.mark.full
+def test_generate_with_a_drafter_whose_name_has_a_setting(capsys, tiny_pair, tmp_path) -> None:
+    target = Target.from_pretrained(tiny_pair[0])
+    MixtureOfAttentions.init(target, jax.random.key(0), tli=1).save_pretrained(tmp_path / "moa", layout="vllm")
+    _, plain, _ = run(capsys, *generate_with(tiny_pair, "--json"))
+    name = f"moa,tli=1:{tmp_path / 'moa'}"
+    code, drafted, _ = run(capsys, *generate_with(tiny_pair, "--drafter", name, "--draft", "chain:2", "--json"))
+    assert code == 0 and json.loads(drafted)["text"] == json.loads(plain)["text"]
+    code, _, err = run(capsys, *generate_with(tiny_pair, "--drafter", name.replace("tli=1", "tli=9"), "--json"))
+    assert code == 2 and "tli=9: the target has" in " ".join(err.split())
+
+
 def test_generate_with_a_cache_in_8_bits(capsys, tiny_pair) -> None:
     target = specjax.Target.from_pretrained(tiny_pair[0], cache_dtype="int8")
     records = []

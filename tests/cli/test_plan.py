@@ -3,19 +3,27 @@
 import inspect
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from specjax.assets import embedded
 from specjax.chips import CHIPS
 from specjax.cli.main import find_command, main
+from specjax.drafters import DFlash2, TrainedDrafter
+from specjax.drafters.registry import METHODS, load_drafter
+from specjax.lowering.abstract import abstract_model, stored_drafter
 from specjax.models import huggingface
 from specjax.models.published import PUBLISHED
+from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
-from tests.conftest import tiny_config
+from specjax.sharding import make_mesh
+from tests.conftest import tiny_config, tiny_target
 
 MODELS = ("roofline", "--target", "llama-3.1-8b", "--drafter", "llama-3.2-1b")
 
@@ -92,7 +100,7 @@ def test_no_chain_is_longer_than_the_block_of_its_drafter(capsys) -> None:
     assert code == 0
     (one,) = table(out)
     assert one[4] == "7"
-    assert "blocks with room for 7 tokens: no chain is longer" in " ".join(out.split())
+    assert "A draft of this drafter has at most 7 tokens: no chain is longer" in " ".join(out.split())
     assert "raise --longest" not in out
 
 
@@ -141,6 +149,78 @@ def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path
     assert (code, "context=65: the models have positions for 64 tokens" in err) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["embedded:eagle3", "eagle3:embedded:eagle3", "embedded:mtp"])
+def test_a_trained_drafter_costs_what_its_own_shape_costs(name, capsys) -> None:
+    """Its parameters are as many as there are in memory once it is loaded, and the table has the times of these."""
+    target = Target.from_pretrained("embedded", dtype=jnp.bfloat16)
+    loaded = load_drafter(name, None, target.config, jnp.bfloat16)
+    assert isinstance(loaded, TrainedDrafter)
+    abstract = roofline.Trained(stored_drafter(name, abstract_model(target.config, make_mesh(1, 1))), target)
+    of_loaded = roofline.Trained(loaded, target)
+    assert abstract.parameters == of_loaded.parameters == sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
+    sizes = [
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drafter.params))
+        for drafter in (abstract.drafter, loaded)
+    ]
+    assert sizes[0] == sizes[1]
+    chip = replace(CHIPS["h100"], bandwidth=1e6)  # so slow that all times have digits
+    assert abstract.level_time(chip, 2, 64) == of_loaded.level_time(chip, 2, 64) > 0
+    assert abstract.step_time(chip, 2, 64, 4) == of_loaded.step_time(chip, 2, 64, 4)
+    code, out, _ = run(capsys, "roofline", "--target", "embedded", "--drafter", name, "--batch", "4096", "--context", "256")
+    assert code == 0
+    pair = roofline.Pair(target.config, CHIPS["h100"], of_loaded)
+    best = roofline.best_gamma(pair, 4096, 256, 0.8)
+    (row,) = table(out)
+    assert row[2] == f"{1e3 * pair.draft_time(4096, 256):.2f}" != "0.00"
+    assert row[4:6] == [str(best.gamma), f"{best.factor:.2f}x"]
+
+
+def test_a_drafter_of_blocks_is_read_by_its_tensors_shapes_alone(capsys, tmp_path) -> None:
+    target = tiny_target()
+    target.save_pretrained(tmp_path / "target")
+    DFlash2.init(target, jax.random.key(0), block_size=4, conv_group_size=8, selector_rank=4, selector_top_k=4).save_pretrained(
+        tmp_path / "drafter"
+    )
+    models = ("roofline", "--target", str(tmp_path / "target"), "--batch", "1", "--context", "32")
+    code, whole, _ = run(capsys, *models, "--drafter", f"dflash2:{tmp_path / 'drafter'}")
+    assert code == 0
+    assert "T_D: all of the best chain at once" in " ".join(whole.split())
+    assert "has at most 3 tokens: no chain is longer" in whole
+    code, out, _ = run(capsys, *models, "--drafter", str(tmp_path / "drafter"))
+    assert (code, table(out)) == (0, table(whole))
+
+
+SMALL = {  # what ``init`` is given, where the usual sizes do not fit so small a target
+    "dflash2": {"block_size": 4, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4},
+    "medusa": {"heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.trained is not None])
+def test_every_trained_drafter_has_the_shapes_that_it_is_loaded_with(name, tmp_path) -> None:
+    target, kind = tiny_target(), METHODS[name].trained
+    assert kind is not None
+    kind.init(target, jax.random.key(0), **SMALL.get(name, {})).save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path, dtype=jnp.bfloat16)
+    found = stored_drafter(str(tmp_path), abstract_model(target.config, make_mesh(1, 1)))
+    assert type(found) is kind
+    assert (found.config, found.draft) == (loaded.config, loaded.draft)
+    described = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drafter.params) for drafter in (found, loaded)]
+    assert described[0] == described[1]
+
+
+def test_a_draft_model_is_named_in_every_way(capsys) -> None:
+    models = ("roofline", "--target", "embedded", "--batch", "4096", "--context", "256")
+    tables = []
+    for name in ("embedded:draft", "draft-model:embedded:draft", "draft-model-intersect:embedded:draft"):
+        code, out, _ = run(capsys, *models, "--drafter", name)
+        assert code == 0
+        tables.append(table(out))
+    assert tables[0] == tables[1] == tables[2]
+    pair = roofline.Pair(huggingface.read_config(embedded("target")), CHIPS["h100"], huggingface.read_config(embedded("draft")))
+    assert tables[0][0][2] == f"{1e3 * pair.draft_time(4096, 256):.2f}" != "0.00"
+
+
 def test_of_several_draft_caches_the_best_is_chosen_for_each_number_of_rows(capsys) -> None:
     """Each size has its own acceptance rate; a line is what its size alone would give, and no other size gains more."""
     target = ("roofline", "--target", "llama-3.1-8b", "--drafter", "self", "--context", "8000", "--batch", "1", "16", "32")
@@ -185,7 +265,11 @@ FAULTS = [
         ["roofline", "--target", "llama-3.1-8b", "--drafter", "eagle3", "--draft-cache", "64"],
         "draft_cache=(64,): eagle3 has no cache to cut",
     ),
-    (["roofline", "--target", "llama-3.1-8b", "--drafter", "medusa"], "drafter='medusa': drafts all levels at once"),
+    (["roofline", "--target", "embedded", "--drafter", "early-exit:4"], "drafter='early-exit:4': is neither a draft model"),
+    (["roofline", "--target", "embedded", "--drafter", "snapkv"], "drafter='snapkv': is neither a draft model nor trained"),
+    (["roofline", "--target", "llama-3.1-8b", "--drafter", "embedded:eagle3"], "was made for a target with a vocabulary of"),
+    (["roofline", "--target", "embedded", "--drafter", "embedded:eagle3", "--draft-cache", "64"], "has no cache to cut"),
+    (["roofline", "--target", "embedded", "--drafter", "eagle9:somewhere"], "no method of that name"),
     (["roofline", "--target", "llama-3.1-8b", "--drafter", "qwen3-0.6b"], "drafter has a vocabulary of 151936"),
     (
         ["roofline", "--target", "llama-9", "--drafter", "llama-3.2-1b"],

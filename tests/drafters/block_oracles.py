@@ -427,6 +427,9 @@ class SlowBlock:
         block_size: slots.
         top_k: of the selector.
         markov: "vanilla", "gated" or "rnn", where there is a Markov head.
+        embedding_factor: of the embeddings of a block's tokens.
+        logit_factor: of the products with the head.
+        logit_cap: of the logits after that factor; None: they are unbounded.
         norm_before_residual: of P-EAGLE, as in EAGLE-3.
         eps: of the norms.
         theta: of RoPE.
@@ -444,6 +447,9 @@ class SlowBlock:
     block_size: int = BLOCK
     top_k: int = 0
     markov: str = "vanilla"
+    embedding_factor: float = 1.0
+    logit_factor: float = 1.0
+    logit_cap: float | None = None
     norm_before_residual: bool = False
     eps: float = 1e-5
     theta: float = DRAFT_THETA
@@ -519,7 +525,7 @@ class SlowBlock:
         """
         start, size = len(features), self.block_size if length is None else length
         context = self.context(features)
-        x = self.embedding[[anchor] + [MASK] * (size - 1)].astype(np.float64)
+        x = self.embedding[[anchor] + [MASK] * (size - 1)].astype(np.float64) * self.embedding_factor
         for number in range(self.layers):
             layer = f"layers.{number}"
             kind = self.layer_types[number] if self.layer_types else "full_attention"
@@ -566,7 +572,9 @@ class SlowBlock:
         chain, corrected, confidence = [], [], []
         memory: np.ndarray | float = 0.0
         for slot, state in enumerate(states):
-            logits = self.head.astype(np.float64) @ state
+            logits = self.head.astype(np.float64) @ state * self.logit_factor
+            if self.logit_cap is not None:
+                logits = np.tanh(logits / self.logit_cap) * self.logit_cap
             before = self.weights.get("markov_head.markov_w1.weight")
             before = None if before is None else before[previous].astype(np.float64)
             if before is not None:

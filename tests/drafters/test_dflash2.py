@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import jax
@@ -90,6 +91,82 @@ def test_z_lab_s_layout_is_read_and_written(variant, text, target, tmp_path) -> 
     assert all(np.array_equal(read[name], written[name]) for name in read)
     again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
     assert again.config == drafter.config
+
+
+PUBLISHED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 2.0}
+FACTORS_AT = {  # fields of dflash_config, fields beside it, and what they come to together
+    "in dflash_config": (PUBLISHED, {}, PUBLISHED),
+    "beside it": ({}, PUBLISHED, PUBLISHED),
+    "in both, of which the inner ones count": (
+        PUBLISHED,
+        {"input_embedding_scale": 3.0, "output_multiplier": 2.0, "final_logit_softcapping": 0.5},
+        PUBLISHED,
+    ),
+    "a factor alone": ({"output_multiplier": 0.4}, {}, {"output_multiplier": 0.4}),
+    "a bound alone": ({"final_logit_softcapping": 2.0}, {}, {"final_logit_softcapping": 2.0}),
+}
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
+@pytest.mark.parametrize("which", FACTORS_AT)
+def test_factors_of_embeddings_and_logits_are_those_of_z_lab(which, method, text, target, tmp_path) -> None:
+    """Against the network written out slowly, with factors that change which tokens are drafted."""
+    needs_speculators()
+    inner, beside, means = FACTORS_AT[which]
+    make_drafter(tmp_path / "drafter", method, text, **(SIZES if method == "dflash2" else {}))
+    write_as("zlab", tmp_path / "drafter", tmp_path / "zlab", text, **beside)
+    raw = json.loads((tmp_path / "zlab" / "config.json").read_text())
+    (tmp_path / "zlab" / "config.json").write_text(json.dumps(raw | {"dflash_config": raw["dflash_config"] | inner}))
+    factors = {
+        "embedding_factor": means.get("input_embedding_scale", 1.0),
+        "logit_factor": means.get("output_multiplier", 1.0),
+        "logit_cap": means.get("final_logit_softcapping"),
+    }
+    slow = slow_of(tmp_path / "zlab", text, top_k=4 if method == "dflash2" else 0, **factors)
+    drafter = load_drafter(str(tmp_path / "zlab"), None, target.config, np.float32)
+    states, chains = of_anchors(drafter, target, text)
+    before = np.concatenate([text.tokens[list(ANCHORS)][:, None], chains[:, :-1]], axis=1)
+    slots = states[:, -before.shape[1] :]
+    logits = drafter.expected(target, slots, before) if method == "dflash2" else drafter.logits(target, slots)
+    for row, at in enumerate(ANCHORS):
+        anchor = int(text.tokens[at])
+        np.testing.assert_allclose(states[row], slow.block(text.features[:at], anchor), atol=1e-4)
+        chain, expected, _ = slow.draft(text.features[:at], anchor)
+        np.testing.assert_allclose(logits[row], expected, atol=1e-4)
+        assert chains[row].tolist() == chain
+    drafter.save_pretrained(tmp_path / "again")
+    again = load_drafter(str(tmp_path / "again"), None, target.config, np.float32)
+    assert again.config == drafter.config
+    assert again.config.changed_factors == means
+    written = json.loads((tmp_path / "again" / "config.json").read_text())["dflash_config"]
+    assert {name: written[name] for name in means} == means
+
+
+def test_a_bound_of_the_drafter_takes_the_place_of_the_target_s() -> None:
+    target = tiny_target(logit_cap=3.0, logit_divisor=2.0)
+    drafter = lively(DFlash2.init(target, jax.random.key(1), block_size=4, **SIZES))
+    states = jax.random.normal(jax.random.key(2), (2, 3, target.config.hidden_size))
+    products = np.asarray(states, np.float64) @ np.asarray(target.head_weights, np.float64)
+    as_targets = 3.0 * np.tanh(products / 2.0 / 3.0)
+    np.testing.assert_allclose(drafter.logits(target, states), as_targets, atol=1e-4)
+    for factors, expected in (
+        ({"final_logit_softcapping": 5.0}, 5.0 * np.tanh(products / 5.0)),
+        ({"output_multiplier": 0.3}, 0.3 * products),
+        ({"output_multiplier": 0.3, "final_logit_softcapping": 5.0}, 5.0 * np.tanh(0.3 * products / 5.0)),
+    ):
+        changed = drafter.replace(config=replace(drafter.config, **factors))
+        np.testing.assert_allclose(changed.logits(target, states), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [DFlash, DFlash2])
+def test_with_factors_a_greedy_text_is_the_target_s(kind) -> None:
+    target = tiny_target()
+    sizes = SIZES if kind is DFlash2 else {}
+    drafter = kind.init(target, jax.random.key(1), block_size=4, variant=PUBLISHED, **sizes)
+    prompts = np.array([[1, 2, 3], [4, 5, 6]])
+    plain = specjax.generate(target, None, prompts, max_new_tokens=12)
+    drafted = specjax.generate(target, drafter, prompts, max_new_tokens=12)
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
 
 @pytest.mark.full_except("True")
@@ -375,6 +452,10 @@ def test_what_is_saved_is_read_bit_for_bit(which, tmp_path) -> None:
 
 
 def test_a_layout_that_cannot_say_it_is_refused(tmp_path) -> None:
+    with pytest.raises(
+        InputError, match="layout='speculators': cannot say factors of embeddings or logits: write it as 'dflash'"
+    ):
+        of_tiny(variant={"output_multiplier": 0.5}).save_pretrained(tmp_path, layout="speculators")
     with pytest.raises(InputError, match="layout='dflash': cannot say predictions from the anchor"):
         of_tiny(variant={"from_anchor": True}).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="a DFlash2 drafter is written in the layouts 'dflash', 'speculators'"):
@@ -423,17 +504,14 @@ FAULTS = {  # a change of config.json, tensors to leave out, and the error
         "selector_top_k=12: must be at most",
     ),
     "another rank": (of_field("selector_rank", 4), (), "candidate_selector"),
-    "logits with a factor": (of_field("output_multiplier", 2.0), (), "output_multiplier=2.0: must be 1"),
-    "embeddings with a factor": (of_field("input_embedding_scale", 2.5), (), "input_embedding_scale=2.5: must be 1"),
-    "bounded logits": (of_field("final_logit_softcapping", 30.0), (), "final_logit_softcapping=30.0: must be null"),
     "another model's layers": (lambda raw: raw | {"model_type": "llama"}, (), "the layers of a DFlash2 are those of a 'qwen3'"),
 }
 
 
-FACTORS = [  # a field, values that change nothing, and one that would
-    ("input_embedding_scale", (1, 1.0, None), 2.5),
-    ("output_multiplier", (1, 1.0, None), 0.5),
-    ("final_logit_softcapping", (None,), 30.0),
+FACTORS = [  # a field, values that change nothing, and values that it cannot have
+    ("input_embedding_scale", (1, 1.0, None), (0.0, -1.0, "2", math.inf)),
+    ("output_multiplier", (1, 1.0, None), (0.0, -1.0, "2", math.nan)),
+    ("final_logit_softcapping", (None, 0, 0.0), (-1.0, "30", True, math.nan)),
 ]
 
 
@@ -453,17 +531,38 @@ def test_a_damaged_checkpoint_is_refused_in_a_line(fault, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("kind", [DFlash, DFlash2])
-@pytest.mark.parametrize(("name", "harmless", "harmful"), FACTORS)
-def test_what_changes_nothing_is_read_and_what_would_is_refused(kind, name, harmless, harmful, tmp_path) -> None:
-    kind.init(tiny_target(), jax.random.key(0), block_size=4).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("name", "harmless", "impossible"), FACTORS)
+def test_factors_that_change_nothing_are_as_if_they_were_not_there(kind, name, harmless, impossible, tmp_path) -> None:
+    drafter = kind.init(tiny_target(), jax.random.key(0), block_size=4)
+    drafter.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+
+    def read(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(written | changes))
+        return kind.from_pretrained(tmp_path, dtype=np.float32).config
+
+    for value in harmless:
+        assert read(dflash_config=written["dflash_config"] | {name: value}) == drafter.config
+        assert read(**{name: value}) == drafter.config
+    for value in impossible:
+        with pytest.raises(CheckpointError, match=f"dflash_config.{name}={value!r}: must be"):
+            read(dflash_config=written["dflash_config"] | {name: value})
+        with pytest.raises(CheckpointError, match=f"config.json: {name}={value!r}: must be"):
+            read(**{name: value})
+
+
+@pytest.mark.parametrize("layout", ["speculators", "deepspec"])
+@pytest.mark.parametrize(("name", "harmless", "impossible"), FACTORS)
+def test_layouts_without_factors_refuse_them(name, harmless, impossible, layout, tmp_path) -> None:
+    brings = {"from_anchor": True, "own_embedding": True, "own_head": True} if layout == "deepspec" else {}
+    DFlash.init(tiny_target(), jax.random.key(0), block_size=4, variant=brings).save_pretrained(tmp_path, layout=layout)
     written = json.loads((tmp_path / "config.json").read_text())
     for value in harmless:
-        changed = written | {"dflash_config": written["dflash_config"] | {name: value}}
-        (tmp_path / "config.json").write_text(json.dumps(changed))
-        kind.from_pretrained(tmp_path, dtype=np.float32)
-    (tmp_path / "config.json").write_text(json.dumps(of_field(name, harmful)(written)))
-    with pytest.raises(CheckpointError, match=f"dflash_config.{name}={harmful}: must be"):
-        kind.from_pretrained(tmp_path, dtype=np.float32)
+        (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+        DFlash.from_pretrained(tmp_path, dtype=np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(written | {name: 2.5}))
+    with pytest.raises(CheckpointError, match=f"config.json: {name}=2.5: must be .* in this layout"):
+        DFlash.from_pretrained(tmp_path, dtype=np.float32)
 
 
 def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
@@ -481,6 +580,12 @@ def test_a_checkpoint_of_the_other_kind_is_named(tmp_path) -> None:
         ({"selector_rank": 0}, "selector_rank=0, .*: a DFlash2 has convolutions and a selector; each must be at least 1"),
         ({"ids": np.array([0, 2, 3])}, "d2t: a DFlash2 drafts any of its target's tokens"),
         ({"variant": {"confidence": True}}, "a DFlash2 has neither a Markov head nor a confidence head"),
+        ({"variant": {"output_multiplier": 0.0}}, r"output_multiplier=0\.0: must be a finite number above 0"),
+        ({"variant": {"final_logit_softcapping": math.nan}}, "final_logit_softcapping=nan: must be a finite number above 0"),
+        (
+            {"variant": {"input_embedding_scale": 2.0, "own_embedding": True}},
+            r"input_embedding_scale=2\.0: is for a drafter that uses its target's embedding and head",
+        ),
     ],
 )
 def test_what_no_dflash2_is_cannot_be_made(options, message) -> None:

@@ -635,6 +635,23 @@ def test_published_checkpoints_are_read_and_written_back(tmp_path, layout) -> No
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("layout", ["authors", "vllm"])
+def test_by_name_a_published_checkpoint_has_the_target_layer_inference_that_the_name_says(layout, tmp_path) -> None:
+    publish(tmp_path / "published", layout)
+    target = target_of(num_kv_heads=4)
+    drafter = load_drafter(f"moa,tli=1:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
+    made = MixtureOfAttentions.from_pretrained(tmp_path / "published", draft=Chain(4), dtype=jnp.float32, tli=1)
+    assert isinstance(drafter, MixtureOfAttentions)
+    assert drafter.config == made.config and drafter.config.tli == 1
+    assert drafter.fingerprint() == made.fingerprint()
+    plain = load_drafter(f"moa:{tmp_path / 'published'}", Chain(4), target.config, dtype=jnp.float32)
+    assert plain.fingerprint() != made.fingerprint()  # a client and a server of which one says no tli do not fit
+    made.save_pretrained(tmp_path / "ours")
+    with pytest.raises(InputError, match=r"tli=2: its own configuration says that it was trained with tli=1; leave tli out"):
+        load_drafter(f"moa,tli=2:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32)
+    assert load_drafter(f"moa,tli=1:{tmp_path / 'ours'}", None, target.config, dtype=jnp.float32).config == made.config
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "tli"),

@@ -74,6 +74,35 @@ def test_a_checkpoint_that_no_method_knows(tmp_path) -> None:
         load_drafter(str(tmp_path), None, tiny_config())
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("moa,tli:runs/best", "tli must be a whole number of at most nine digits; write moa:DIRECTORY"),
+        ("moa,tli=-1:runs/best", "tli must be a whole number"),
+        ("moa,tli=one:runs/best", "tli must be a whole number"),
+        ("moa,tli=1,tli=2:runs/best", "'tli=2' is given twice"),
+        ("moa,tl=1:runs/best", r"'tl=1' is no setting of moa; did you mean tli\?; write .* or moa,tli=NUMBER:DIRECTORY"),
+        ("moa,:runs/best", "'' is no setting of moa"),
+        ("eagle3,tli=1:runs/best", "'tli=1' is no setting of eagle3; write eagle3:DIRECTORY or eagle3:OWNER/NAME$"),
+        ("early-exit,layers=1:2", "'layers=1' is no setting of early-exit; write early-exit:LAYERS$"),
+        ("moa,tli=1:", "write moa:DIRECTORY"),
+        ("moo,tli=1:runs/best", r"no method of that name, .*; did you mean moa\?"),
+    ],
+)
+def test_settings_that_a_name_cannot_have_are_refused(name, message) -> None:
+    with pytest.raises(InputError, match=message):
+        registry.resolve(name)
+
+
+def test_a_directory_may_have_commas_in_its_name(tmp_path) -> None:
+    for place in ("moa,tli=1", "draft,new"):
+        tiny_target(num_layers=1).save_pretrained(tmp_path / place)
+        assert isinstance(load_drafter(str(tmp_path / place), Chain(2), tiny_config()), DraftModel)
+    method, where = registry.resolve("moa,tli=1:runs/a,b=c:d")
+    assert (method.settings, where) == ({"tli": 1}, "runs/a,b=c:d")
+    assert registry.METHODS["moa"].settings == {}
+
+
 def test_shapes_by_name() -> None:
     assert parse_shape("chain:4") == Chain(4)
     assert parse_shape("chain:12,0.4") == Chain(12, stop_below=0.4)

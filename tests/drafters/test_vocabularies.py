@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import specjax
@@ -317,6 +317,58 @@ def test_the_command_line_says_it_in_a_line(pair, foreign, capsys, monkeypatch) 
     assert again.out == out and "drafting with 3 tokens that both have" in again.err
     assert main([*command, foreign]) == 2
     assert "ask for this one by name" in capsys.readouterr().err
+
+
+# --- chats -----------------------------------------------------------------------------------------------------------
+
+TURNS = ("<|im_start|>", "<|im_end|>")
+SAME_WORDS = [f"w{i}" for i in range(60)]
+CHAT = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+def of_chats(order: list[str], **special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of words and of what begins and ends a turn, whose ids are their places in ``order``."""
+    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(order)}, unk_token="<unk>"))
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(TURNS)})
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperature, tmp_path, monkeypatch) -> None:
+    """The draft model is the target itself under other ids: what it accepts less than all of is what it could not read."""
+    words_of_target = ["<unk>", *TURNS, "user", "assistant", *SAME_WORDS]
+    order = np.random.default_rng(3).permutation(len(words_of_target) - 1) + 1
+    words_of_draft = ["<unk>", *(words_of_target[i] for i in order)]
+    model = tiny_target(vocab_size=len(words_of_target))
+    own = permuted(model, [0, *order.tolist()]).model
+    ends = {"eos_token": TURNS[1]}
+    target, draft = save(model, of_chats(words_of_target, **ends), tmp_path / "target"), tmp_path / "draft"
+    save(own, of_chats(words_of_draft, **ends), draft)
+    turns = ["w3 w9 w17", "w4 w40", "w11 w3 w3 w25"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    options = {
+        "max_new_tokens": NEW, "temperature": temperature, "key": KEYS[0], "rule": "coupled", "eos_token_ids": (),
+    }  # fmt: skip
+    expected = specjax.load(target)(messages, **options)
+
+    def steps() -> int:
+        with pytest.warns(UserWarning, match="tokenizers differ"):
+            drafted = specjax.load(target, str(draft), draft="chain:3")
+        result = drafted(messages, **options)
+        assert result.tokens == expected.tokens and result.text == expected.text
+        return int(result.statistics.steps)
+
+    assert steps() == NEW // 4  # every drafted token is accepted
+    by_roles_alone = Tokens.of
+    monkeypatch.setattr(Tokens, "of", lambda *given: replace(by_roles_alone(*given), written={}))
+    assert steps() > NEW // 4 + 3
 
 
 # --- trained models --------------------------------------------------------------------------------------------------

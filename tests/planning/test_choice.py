@@ -9,9 +9,9 @@ import pytest
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
-from specjax.drafts.shapes import Chain, StaticTree
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.planning import choice, theory
-from specjax.planning.choice import compare_drafts, measure_acceptance
+from specjax.planning.choice import Comparison, TrialAcceptance, compare_drafts, measure_acceptance
 from specjax.planning.costs import Costs
 from specjax.sampling import Sampling, probabilities
 from tests.conftest import tiny_target
@@ -66,11 +66,53 @@ def test_a_second_best_that_is_often_right_asks_for_a_tree(monkeypatch) -> None:
     assert emitted == pytest.approx(found.best.tokens, rel=0.35)
 
 
+def test_a_dynamic_tree_that_emits_most_is_chosen_for_what_it_costs(monkeypatch) -> None:
+    with_costs(monkeypatch, verify_time=lambda n: 1.0 + n / 100, draft_time=lambda width: 0.01 * width)
+    tree, drafter = DynamicTree(4, 3, 13), DraftModel(tiny_target(seed=5, num_layers=1))
+    chances = {"survival": (0.7, 0.5, 0.4), "by_rank": (0.7, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), "sampled": {}}
+
+    def compared(emitted: float, nodes: int = 33) -> Comparison:
+        acceptance = TrialAcceptance(**chances, dynamic={tree: emitted})
+        return compare_drafts(tiny_target(), drafter, PROMPTS, acceptance=acceptance, nodes=nodes)
+
+    best = compared(3.9).best
+    assert best.draft == tree
+    assert best.seconds == pytest.approx(3 * 0.04 + 1.13)  # levels of 4 nodes, and a pass over 13
+    assert best.speedup == pytest.approx(3.9 * 1.01 / best.seconds)
+    assert compared(1.5).best.draft != tree
+    assert tree not in [candidate.draft for candidate in compared(3.9, nodes=9).candidates]  # it is larger
+
+
+def test_two_dynamic_trees_are_tried_as_deep_as_chains_survive() -> None:
+    shapes = choice._dynamic_trees((0.9, 0.6, 0.5, 0.19, 0.1), vocab=11)
+    assert shapes == [DynamicTree(4, 3, 13), DynamicTree(8, 3, 33)]
+    assert choice._dynamic_trees((0.1, 0.0, 0.0), vocab=11)[0].depth == 2
+    assert choice._dynamic_trees((0.9,) * 20, vocab=6) == [DynamicTree(4, 20, 21)]
+    assert choice._dynamic_trees((0.9,), vocab=11) == []  # one level is a static tree's
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_dynamic_tree_emits_is_what_the_engine_emits_with_it(temperature) -> None:
+    target, drafter = tiny_target(), DraftModel(tiny_target(seed=5, num_layers=1))
+    sampling, prompts = Sampling(temperature=temperature), np.tile(PROMPTS, (50, 1))
+    options = GenerationOptions(max_new_tokens=60, sampling=sampling)
+    found = measure_acceptance(target, drafter, prompts, options=options, longest=3).dynamic
+    assert len(found) == 2
+    for shape, emitted in found.items():
+        keys = jax.random.split(jax.random.key(9), len(prompts))
+        result = decoding.generate(
+            target, replace(drafter, draft=shape), prompts, max_new_tokens=60, sampling=sampling, key=keys
+        )
+        steps = float(np.asarray(result.stats.steps).sum())
+        assert emitted == pytest.approx(1 + float(np.asarray(result.stats.accepted).sum()) / steps, rel=0.1)
+
+
 @pytest.mark.full
 def test_a_rule_of_chains_is_asked_about_chains_alone() -> None:
     drafter, options = DraftModel(tiny_target(seed=5, num_layers=1)), GenerationOptions(sampling=Sampling(), rule="block")
     found = measure_acceptance(tiny_target(), drafter, PROMPTS, options=options, longest=1)
-    assert (len(found.survival), found.by_rank, found.sampled) == (1, (), {})
+    assert (len(found.survival), found.by_rank, found.sampled, found.dynamic) == (1, (), {}, {})
 
 
 @pytest.mark.full
@@ -111,7 +153,7 @@ def test_chances_by_rank_are_those_of_the_models(temperature, rule, tolerance) -
 def test_prompt_lookup_is_offered_chains_alone(monkeypatch) -> None:
     with_costs(monkeypatch, verify_time=lambda n: 1.0, draft_time=lambda width: 0.01)
     found = compare_drafts(tiny_target(), PromptLookup(), PROMPTS, longest=3)
-    assert found.acceptance.by_rank == ()
+    assert found.acceptance.by_rank == () and found.acceptance.dynamic == {}
     assert {type(candidate.draft) for candidate in found.candidates} == {type(None), Chain}
 
 

@@ -1,6 +1,8 @@
+import math
 from dataclasses import replace
 from itertools import pairwise
 
+import jax
 import pytest
 
 from specjax.chips import CHIPS, Chip, find_chip
@@ -338,17 +340,46 @@ def test_a_level_of_an_assistant_by_hand() -> None:
     weights = queries + mlps + projections + norms + 4096 * 256
     of_rows = rows * (entries + 1536) + (rows - 1) * 4096 * 256
     assert found.level_time(fast, rows, context) == pytest.approx(2 * (weights + of_rows) / fast.bandwidth)
-    assert (found.step_time(fast, rows, context), found.kept(rows, context)) == (0, rows * 1536)
+    assert (found.step_time(fast, rows, context, 4), found.kept(rows, context)) == (0, rows * 1536)
 
 
 def test_eagle3_reads_its_layer_in_every_level_and_what_fuses_once() -> None:
     found, slow = trained("eagle3", "gpt-oss-20b"), replace(TOY, flops=1.0)
     hidden = 2880
     fuses = 3 * hidden * hidden  # three layers' states
-    assert found.step_time(slow, batch=1, context=1) == pytest.approx(2 * fuses, rel=0.1)
+    assert found.step_time(slow, batch=1, context=1, gamma=4) == pytest.approx(2 * fuses, rel=0.1)
     head = 32_000 * hidden
     assert 2 * head < found.level_time(slow, batch=1, context=1) < 2 * (found.parameters - fuses)
     assert found.kept(2, 100) >= 2 * 100 * 2 * 8 * 64
+
+
+def test_a_block_is_multiplied_whole_and_its_weights_are_read_once() -> None:
+    """DFlash writes all tokens of a block, JetSpec those of the chain alone, and P-EAGLE a place for each."""
+    model = abstract.abstract_model(PUBLISHED["qwen3-8b"], make_mesh(1, 1))
+    busy, slow = replace(TOY, bandwidth=1e30), replace(TOY, flops=1e30)
+
+    def times(drafter, gamma: int) -> tuple[float, float]:
+        each = Trained(drafter, model)
+        assert not each.has_levels and each.level_time(busy, 1, 1) == 0
+        return each.step_time(busy, 2, 1, gamma) * busy.flops, each.step_time(slow, 2, 1, gamma)
+
+    dflash = abstract.abstract_drafter("dflash", None, model)
+    head = 151_936 * 4096
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(dflash.params)) + head
+    assert times(dflash, 4)[0] == times(dflash, 9)[0] == pytest.approx(2 * weights * 2 * 16)
+    causal = replace(dflash, config=replace(dflash.config, causal=True))
+    assert times(causal, 4)[0] == pytest.approx(2 * weights * 2 * 5)
+    peagle = abstract.abstract_drafter("peagle", None, model)
+    assert times(peagle, 6)[0] == pytest.approx(1.5 * times(peagle, 4)[0])
+    assert times(dflash, 4)[1] == times(causal, 9)[1] > 2 * weights / slow.bandwidth
+
+
+def test_a_chain_that_is_drafted_at_once_is_paid_once() -> None:
+    pair = Pair(PUBLISHED["qwen3-8b"], CHIPS["h100"], trained("dflash", "qwen3-8b"))
+    step = pair.verify_time(8, 1024, 4) + pair.once_time(8, 1024, 4)
+    expected = theory.expected_tokens(0.8, 4) * pair.target_time(8, 1024) / step
+    assert roofline.chain_speedup(pair, 8, 1024, 4, 0.8) == pytest.approx(expected)
+    assert roofline.chain_speedup(pair, 8, 1024, 0, 0.8) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("target", "name"), [("gemma-4-e2b", "gemma4-assistant"), ("gpt-oss-20b", "eagle3")])

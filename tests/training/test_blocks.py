@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.models.transformer import Target
+from specjax.training.contract import Given
 from specjax.training.methods import DFlash2Training, DFlashTraining, DSparkTraining, JetSpecTraining
 from specjax.training.objectives import blocks
 from specjax.training.objectives.ahead import counted
@@ -44,7 +45,12 @@ STUDENTS = {
     "dspark": lambda target: DSpark.init(target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3),
     "dspark rnn": lambda target: DSpark.init(target, jax.random.key(1), block_size=SIZE - 1, markov_rank=3, markov="rnn"),
     "dflash2": lambda target: DFlash2.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, **SELECTOR),
+    "dflash2 factors": lambda target: DFlash2.init(
+        target, jax.random.key(1), block_size=SIZE, num_layers=2, variant=FACTORS, **SELECTOR
+    ),
+    "dflash factors": lambda target: DFlash.init(target, jax.random.key(1), block_size=SIZE, num_layers=2, variant=FACTORS),
 }
+FACTORS: dict[str, Any] = {"input_embedding_scale": 1.6, "output_multiplier": 0.5, "final_logit_softcapping": 4.0}
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 4}
 DEPTH = SIZE - 1
 
@@ -135,6 +141,7 @@ METHODS = {
     "dflash2": (DFlash2Training(target="here", gamma=2.0, selector_weight=0.6), "dflash2"),
     "dflash2 target": (DFlash2Training(target="here", gamma=2.0, labels="target"), "dflash2"),
     "dflash2 dpace": (DFlash2Training(target="here", dpace=0.5), "dflash2"),
+    "dflash2 factors": (DFlash2Training(target="here", gamma=2.0, selector_weight=0.6), "dflash2 factors"),
 }
 
 
@@ -198,6 +205,7 @@ def slow_loss(method, student, target=TARGET) -> tuple[float, int]:
     return expected / (13 * DEPTH), lacking
 
 
+@pytest.mark.full_except(*(name for name in METHODS if name != "dflash2 factors"))
 @pytest.mark.parametrize("name", METHODS)
 def test_the_loss_is_its_formula_summed_over_blocks_drafted_one_by_one(name) -> None:
     method, kind = METHODS[name]
@@ -422,6 +430,9 @@ def test_what_a_draft_would_be_worth_is_simulated_with_the_text_s_tokens_before_
         (DFlash2Training(target="here", selector_top_k=0), r"method\.selector_top_k=0"),
         (DFlash2Training(target="here", selector_weight=-1.0), r"method\.selector_weight=-1\.0"),
         (DFlash2Training(target="here", dpace=2.0), r"method\.dpace=2\.0"),
+        (DFlashTraining(target="here", output_multiplier=0.0), r"method\.output_multiplier=0\.0: must be a finite number"),
+        (DFlashTraining(target="here", final_logit_softcapping=-1.0), r"method\.final_logit_softcapping=-1\.0"),
+        (DFlash2Training(target="here", input_embedding_scale=-1.0), r"method\.input_embedding_scale=-1\.0"),
     ],
 )
 def test_options_out_of_range_are_refused(method, message) -> None:
@@ -433,3 +444,20 @@ def test_embedding_and_head_of_dspark_stay_unless_asked() -> None:
     method = DSparkTraining(target="here")
     assert method.frozen("params.embed") and method.frozen("params.lm_head") and not method.frozen("params.markov_in")
     assert not dataclasses.replace(method, freeze_head=False).frozen("params.embed")
+
+
+@pytest.mark.parametrize(
+    "method", [DFlashTraining(target="here", layers=1, **FACTORS), DFlash2Training(target="here", **FACTORS)]
+)
+def test_a_student_and_its_config_json_have_the_factors_of_the_method(method, tmp_path) -> None:
+    """So that a run can begin with a published drafter which has them, and what it writes drafts as it learnt."""
+    method = dataclasses.replace(
+        method, block_size=SIZE, **({"conv_group_size": 8, "selector_top_k": 4} if "2" in method.name else {})
+    )
+    student = method.init(jax.random.key(0), Given(None, np.ones(11), TARGET))  # type: ignore[arg-type]
+    assert student.config.changed_factors == FACTORS
+    student.save_pretrained(tmp_path)
+    again = type(student).from_pretrained(tmp_path, dtype=np.float32)
+    assert again.config == student.config
+    plain = dataclasses.replace(method, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0.0)
+    assert plain.init(jax.random.key(0), Given(None, np.ones(11), TARGET)).config.changed_factors == {}  # type: ignore[arg-type]

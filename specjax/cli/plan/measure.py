@@ -8,7 +8,7 @@ from rich.table import Table
 from specjax import text
 from specjax.cli.plan.on_prompts import OnPrompts
 from specjax.cli.plan.options import new_console, save_plot
-from specjax.drafts.shapes import Chain, StaticTree
+from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
 from specjax.reports.speedups import count_rows, draw_by_nodes
@@ -42,18 +42,21 @@ def run_measure(config: MeasureConfig) -> None:
         console.out(f"Best with {count_rows(rows)}: {best.draft or 'plain decoding'}, expected {best.speedup:.2f}x.")
         if isinstance(best.draft, StaticTree):
             console.out(f"  StaticTree({best.draft.choices})")
+        if isinstance(best.draft, DynamicTree):
+            console.out(f"  --draft dynamic:{best.draft.top_k},{best.draft.depth},{best.draft.nodes}")
     if config.plot:
         panels = {rows: _fastest_by_nodes(found) for rows, found in compared.items()}
         save_plot(console, draw_by_nodes(config.title, panels), config.plot)
 
 
 def _table(config: MeasureConfig, rows: int, found: Comparison) -> Table:
-    """The fastest candidates, the fastest chain, and plain decoding."""
+    """The fastest candidates, the fastest chain, the faster of the dynamic trees, and plain decoding."""
     title = f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature {config.temperature:g}"
     table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "", named=True)
     chains = [candidate for candidate in found.candidates if isinstance(candidate.draft, Chain)]
     plain = [candidate for candidate in found.candidates if candidate.draft is None]
-    shown = dict.fromkeys([*found.candidates[:_SHOWN], *chains[:1], *plain])
+    dynamic = [candidate for candidate in found.candidates if isinstance(candidate.draft, DynamicTree)]
+    shown = dict.fromkeys([*found.candidates[:_SHOWN], *chains[:1], *dynamic[:1], *plain])
     for candidate in sorted(shown, key=lambda candidate: -candidate.speedup):
         table.add_row(
             str(candidate.draft or "plain decoding"),
@@ -73,10 +76,10 @@ def _table(config: MeasureConfig, rows: int, found: Comparison) -> Table:
 
 
 def _fastest_by_nodes(found: Comparison) -> Mapping[str, Mapping[int, float]]:
-    """The speed-up of the chain of each size, and of the fastest static tree, by their nodes."""
-    fastest: dict[str, dict[int, float]] = {"chains": {}, "fastest static tree": {}}
-    for kind, of_kind in zip((Chain, StaticTree), fastest.values(), strict=True):
+    """The speed-up of the chain of each size, and of the fastest static and dynamic trees, by their nodes."""
+    fastest: dict[str, dict[int, float]] = {"chains": {}, "fastest static tree": {}, "fastest dynamic tree": {}}
+    for kind, of_kind in zip((Chain, StaticTree, DynamicTree), fastest.values(), strict=True):
         for candidate in found.candidates:  # the fastest first
             if isinstance(candidate.draft, kind):
                 of_kind.setdefault(candidate.draft.nodes, candidate.speedup)
-    return fastest
+    return {name: of_kind for name, of_kind in fastest.items() if of_kind}

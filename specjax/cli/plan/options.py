@@ -50,10 +50,15 @@ def save_plot(console: Console, figure: "Figure", plot: str) -> None:
     console.out(f"picture: {plot}")
 
 
+def is_checkpoint(name: str) -> bool:
+    """Whether ``name`` is that of a checkpoint, or of a method and one, rather than a published model's."""
+    is_place = name == "embedded" or ":" in name or "/" in name or os.path.isdir(os.path.expanduser(name))
+    return is_place and name.lower() not in PUBLISHED
+
+
 def find_model(argument: str, name: str) -> ModelConfig:
     """The published configuration of that name, or else what the config.json of the directory or hub id says."""
-    elsewhere = "/" in name or os.path.isdir(os.path.expanduser(name))
-    if elsewhere and name.lower() not in PUBLISHED:
+    if is_checkpoint(name):
         return huggingface.read_config(huggingface.locate(name, weights=False))
     try:
         return published(name)

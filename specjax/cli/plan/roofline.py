@@ -8,9 +8,9 @@ import numpy as np
 from rich.table import Table
 
 from specjax.chips import find_chip
-from specjax.cli.plan.options import check_batch, check_longest, check_plot, find_model, new_console, save_plot
-from specjax.drafters import check_vocabulary
-from specjax.drafters.registry import METHODS
+from specjax.cli.plan.options import check_batch, check_longest, check_plot, find_model, is_checkpoint, new_console, save_plot
+from specjax.drafters import TrainedDrafter, check_vocabulary
+from specjax.drafters.registry import METHODS, resolve
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.models.config import ModelConfig
@@ -29,7 +29,8 @@ class RooflineConfig:
 
     Attributes:
         target: the model to generate from: a published model such as llama-3.1-8b, a directory or a hub id.
-        drafter: its draft model, named likewise; a method whose drafters are trained for their target, such as eagle3 or
+        drafter: its draft model, named likewise; a drafter that was trained for the target, by its directory or hub id or as
+            METHOD:WHERE, whose costs are those of its own shape; a method with such drafters, such as eagle3 or
             gemma4-assistant, for one of the usual size; "self" is the target itself with a draft cache.
         draft_cache: entries that the drafter keeps of a row's cache; by default all. Of several the best is chosen for each
             number of rows.
@@ -69,7 +70,7 @@ def run_roofline(config: RooflineConfig) -> None:
     if plain := [f"{rows}" for rows, choice in best.items() if choice.gamma == 0]:
         console.out(f"Speculation does not pay at {', '.join(plain)} rows: plain decoding is best there.")
     if config.longest < asked:
-        console.out(f"A drafter of this kind writes blocks with room for {config.longest} tokens: no chain is longer.")
+        console.out(f"A draft of this drafter has at most {config.longest} tokens: no chain is longer.")
     elif config.longest == max(choice.gamma for choice in best.values()):
         console.out(f"A chain of more than {config.longest} may be better still: raise --longest.")
     console.out("The peaks of arithmetic and bandwidth are never reached: speed-ups are upper bounds.")
@@ -90,7 +91,8 @@ def _alphas(config: RooflineConfig) -> dict[int | None, float]:
 
 
 def _load_pair(config: RooflineConfig) -> roofline.Pair:
-    """The target and the drafter as shapes, on the chip; reads at most their config.json. Its draft cache is not set."""
+    """The target and the drafter as shapes, on the chip. Reads at most their config.json, and of a drafter that was trained for
+    the target the names and shapes of its tensors. Its draft cache is not set."""
     chip = find_chip(config.chip)
     if not config.target:
         raise InputError("target='': name the model to generate from, such as llama-3.1-8b")
@@ -115,20 +117,25 @@ def _find_drafter(config: RooflineConfig, target: ModelConfig) -> ModelConfig | 
     """What drafts: None for the target itself."""
     if config.drafter == "self":
         return None
-    method = METHODS.get(config.drafter)
-    if method is None or method.trained is None:
-        model = find_model("drafter", config.drafter)
-        check_vocabulary(model, target)
+    name, on_one = config.drafter, abstract.abstract_model(target, make_mesh(1, 1))
+    method, where = METHODS.get(name), name
+    if is_checkpoint(name):
+        method, where = resolve(name)
+    if method is None or method.translates:
+        model = find_model("drafter", where)
+        if not name.startswith("draft-model-intersect:"):  # with that any vocabulary will do
+            check_vocabulary(model, target)
         return model
+    if method.trained is None:
+        raise InputError(
+            f"drafter={name!r}: is neither a draft model nor trained for its target, and these tables are of such drafters; "
+            'give one, or "self" with --draft-cache ENTRIES for the target with a small cache'
+        )
     if config.draft_cache:
-        raise InputError(f"draft_cache={config.draft_cache}: {config.drafter} has no cache to cut; leave it out")
-    on_one = abstract.abstract_model(target, make_mesh(1, 1))
-    drafter = abstract.abstract_drafter(config.drafter, None, on_one)
-    assert isinstance(drafter, method.trained)
-    found = roofline.Trained(drafter, on_one)
-    if not found.has_levels:
-        raise InputError(f"drafter={config.drafter!r}: drafts all levels at once, and these tables are of one after another")
-    return found
+        raise InputError(f"draft_cache={config.draft_cache}: {name} has no cache to cut; leave it out")
+    drafter = abstract.stored_drafter(name, on_one) if is_checkpoint(name) else abstract.abstract_drafter(name, None, on_one)
+    assert isinstance(drafter, TrainedDrafter)
+    return roofline.Trained(drafter, on_one)
 
 
 def _table(
@@ -136,10 +143,12 @@ def _table(
 ) -> Table:
     """For each number of rows: the three times, the best chain, its speed-up, where speculation starts to pay, and memory."""
     room, several = f"{pair.chip.memory / 1e9:.0f}", len(alphas) > 1
+    is_at_once = isinstance(pair.drafter, roofline.Trained) and not pair.drafter.has_levels
     headers = ["rows", "T_T ms", "T_D ms", "T_V ms", "gamma", "gain", "pays from", "memory GB"]
     table = table_of_numbers(_title(config, pair), *headers, *["K"] * several)
+    what = "all of the best chain at once" if is_at_once else "a drafting step"
     table.caption = (
-        "T_T: a decoding step. T_D: a drafting step. T_V: a verification of the best chain. gain: over plain decoding. "
+        f"T_T: a decoding step. T_D: {what}. T_V: a verification of the best chain. gain: over plain decoding. "
         f"pays from: the smallest context, in tokens, at which speculation pays. The chip has {room} GB."
         + several
         * " K: entries of the best draft cache."
@@ -147,11 +156,14 @@ def _table(
     for rows, choice in best.items():
         chosen = replace(pair, draft_cache=choice.draft_cache)
         break_even = _break_even(config, pair, rows, alphas)
+        draft = (
+            chosen.once_time(rows, config.context, choice.gamma or 1) if is_at_once else chosen.draft_time(rows, config.context)
+        )
         memory = f"{chosen.memory(rows, config.context) / 1e9:,.1f}"
         table.add_row(
             str(rows),
             f"{1e3 * chosen.target_time(rows, config.context):.2f}",
-            f"{1e3 * chosen.draft_time(rows, config.context):.2f}",
+            f"{1e3 * draft:.2f}",
             f"{1e3 * chosen.verify_time(rows, config.context, choice.gamma):.2f}" if choice.gamma else "-",
             str(choice.gamma) if choice.gamma else "plain",
             f"{choice.factor:.2f}x",

@@ -64,7 +64,7 @@ class DFlash2Training(TokenMethod):
 
     def options(self) -> Mapping[str, Any]:
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        return {name: getattr(self, name) for name in names}
+        return {**super().options(), **{name: getattr(self, name) for name in names}}
 
     def each(self, student: DFlash2, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)

@@ -5,6 +5,7 @@ at depth d, from 1, it predicts the token t + 1 + d; in the words of `ahead`, th
 the context up to t, of its own document, and itself; no other block.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +148,10 @@ class TokenMethod(BlockMethod):
         loss: of a token: the cross entropy, as published, or one of the losses of acceptance (arXiv 2602.23881).
         eta: of the hybrid one, see `losses.hybrid`.
         gamma: depth d weighs ``exp(-(d - 1) / gamma)``; published are 7 for blocks of 16 and 4 for blocks of 8. 0: all alike.
+        input_embedding_scale: factor of the embeddings of a block's tokens. This and the next two are the drafter's; a run that
+            begins with a published one must name what it has.
+        output_multiplier: factor of the drafter's logits; with the next field it takes the place of the target's own.
+        final_logit_softcapping: bound of the drafter's logits after that factor; 0: none.
         dpace: weigh the depths by D-PACE with this number in place of ``gamma``; published is 0.5. -1: do not. What it goes by
             is the label's probability, or the chance of acceptance where that is the loss.
 
@@ -163,6 +168,9 @@ class TokenMethod(BlockMethod):
     eta: float = 3.0
     gamma: float = 7.0
     dpace: float = -1.0
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
 
     def check(self, window: int) -> None:
         super().check(window)
@@ -170,11 +178,22 @@ class TokenMethod(BlockMethod):
             raise ConfigError(
                 f"method.gamma={self.gamma}, method.dpace={self.dpace}: must be at least 0, and from 0 to 1, or -1 for none"
             )
+        for name in ("input_embedding_scale", "output_multiplier"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"method.{name}={getattr(self, name)}: must be a finite number above 0")
+        if not 0 <= self.final_logit_softcapping < math.inf:
+            raise ConfigError(
+                f"method.final_logit_softcapping={self.final_logit_softcapping}: must be a finite number above 0, or 0 for none"
+            )
         check_loss(self.loss, "cross_entropy", self.eta)
         if self.loss == "acceptance" and self.labels == "text":
             raise ConfigError(
                 "method.loss='acceptance', method.labels='text': of one token that is the cross entropy; give labels='target'"
             )
+
+    def options(self) -> Mapping[str, Any]:
+        factors = {name: getattr(self, name) for name in ("input_embedding_scale", "output_multiplier")}
+        return {"variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}}
 
     def token_loss(self, logits: jax.Array, target: Target, drafted: "Drafted") -> jax.Array:
         """``[B, A, D]`` the weighed loss of ``logits [B, A, D, V]``."""
