@@ -419,16 +419,28 @@ def noise_of_rows(keys: jax.Array, vocab: int, sampling: RowSampling) -> jax.Arr
 def argmax(logits: jax.Array) -> jax.Array:
     """``[...]`` the id of the largest of ``logits [..., V]``, the lowest among ties.
 
-    The largest of every block of tokens is found first, and then where it lies in the first block that has it: one pass, and
-    nothing is written. XLA's CPU backend takes many times as long for its own argmax, which reduces pairs, and writes an array
-    of ids for the search of a known maximum.
+    XLA's CPU backend takes many times as long for its own argmax, which reduces pairs.
     """
-    tops = _block_tops(logits)
+    return jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_by_passes)
+
+
+def _argmax_by_blocks(logits: jax.Array) -> jax.Array:
+    """The largest of every block of tokens is found first, and then where it lies in the first block that has it.
+
+    One pass that writes nothing: a CPU would write the ids that `_argmax_by_passes` chooses among. A TPU might have to lay the
+    logits out anew for the blocks, and devices that share a vocabulary would exchange one.
+    """
+    tops = _block_tops(logits, _count_of_blocks(logits.shape[-1]))
     top = jnp.max(tops, axis=-1, keepdims=True)
     block = _first(tops == top)
     blocks = logits.reshape(*tops.shape, -1)
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
     return block * blocks.shape[-1] + _first(inside == top)
+
+
+def _argmax_by_passes(logits: jax.Array) -> jax.Array:
+    """The largest is found first, and then where it lies: two plain reductions, which accelerators fuse with what they need."""
+    return _first(logits == _top(logits)[..., None])
 
 
 def _first(holds: jax.Array) -> jax.Array:
@@ -454,28 +466,29 @@ def can_be_drawn(logits: jax.Array) -> jax.Array:
 
 def _top(logits: jax.Array) -> jax.Array:
     """``[...]`` the largest of ``logits [..., V]``; +inf where one is NaN."""
-    return jnp.max(_block_tops(logits), axis=-1)
 
-
-def _block_tops(logits: jax.Array) -> jax.Array:
-    """``[..., blocks]`` the largest of each block of ``logits [..., V]``; where one is NaN, +inf in its block or in all.
-
-    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, so NaN is compared as +inf. There the
-    choice would be written to memory before it is reduced: NaN is looked for by a sum, which reads and writes nothing else.
-    """
+    def by_blocks(logits: jax.Array) -> jax.Array:  # as `argmax` does, so that the two share the pass
+        return jnp.max(_block_tops(logits, _count_of_blocks(logits.shape[-1])), axis=-1)
 
     def by_choice(logits: jax.Array) -> jax.Array:
-        return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits).reshape(shape), axis=-1)
+        return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
-    def by_sum(logits: jax.Array) -> jax.Array:
-        # A sum of what has one sign is NaN only where a part of it is: infinity and infinity is infinity.
-        has_nan = jnp.isnan(jnp.sum(jnp.abs(logits.astype(jnp.float32)), axis=-1, keepdims=True))
-        return jnp.where(has_nan, jnp.inf, jnp.max(logits.reshape(shape), axis=-1))
-
-    shape = (*logits.shape[:-1], _count_of_blocks(logits.shape[-1]), -1)
     if not jnp.issubdtype(logits.dtype, jnp.inexact):
-        return jnp.max(logits.reshape(shape), axis=-1)
-    return jax.lax.platform_dependent(logits, cpu=by_sum, default=by_choice)
+        return jnp.max(logits, axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=by_blocks, default=by_choice)
+
+
+def _block_tops(logits: jax.Array, count: int) -> jax.Array:
+    """``[..., count]`` the largest of each block of ``logits [..., V]``; +inf in every block where one of all is NaN.
+
+    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen by
+    `where` before it is reduced. So NaN is looked for by a sum: of what has one sign it is NaN only where a part of it is.
+    """
+    tops = jnp.max(logits.reshape(*logits.shape[:-1], count, -1), axis=-1)
+    if not jnp.issubdtype(logits.dtype, jnp.inexact):
+        return tops
+    has_nan = jnp.isnan(jnp.sum(jnp.abs(logits.astype(jnp.float32)), axis=-1, keepdims=True))
+    return jnp.where(has_nan, jnp.inf, tops)
 
 
 def _count_of_blocks(vocab: int) -> int:

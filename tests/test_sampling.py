@@ -92,9 +92,10 @@ def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
     logits[0] = -np.inf
     logits[1, :, :: max(1, vocab // 3)] = np.inf
     expected = np.argmax(logits, axis=-1)
-    for dtype in (jnp.float32, jnp.bfloat16):
-        np.testing.assert_array_equal(sampling.argmax(jnp.asarray(logits, dtype)), expected)
-    np.testing.assert_array_equal(sampling.argmax(jnp.asarray(logits[2:], jnp.int32)), expected[2:])
+    for search in (sampling.argmax, sampling._argmax_by_passes):  # on a CPU, and on other devices
+        for dtype in (jnp.float32, jnp.bfloat16):
+            np.testing.assert_array_equal(search(jnp.asarray(logits, dtype)), expected)
+        np.testing.assert_array_equal(search(jnp.asarray(logits[2:], jnp.int32)), expected[2:])
     logits[2, :, vocab // 2] = np.nan
     assert np.all(np.asarray(sampling.argmax(jnp.asarray(logits))) < vocab)
     assert np.asarray(sampling.can_be_drawn(jnp.asarray(logits))).tolist() == [[row > 2] * 2 for row in range(6)]
