@@ -216,7 +216,7 @@ class Distributions:
 
     def excess(self, ratio: jax.Array, q: jax.Array) -> jax.Array:
         """``[B, …]`` the sum of max(0, ratio * p - q) over the vocabulary, with ``ratio [B, …]`` and ``q [B, …, V]``."""
-        # Nothing here but arithmetic: so XLA sums it up in one pass also on a CPU, where a choice by `where` is written first.
+        # Nothing here but arithmetic: so XLA sums it up in one pass also on a CPU, where a choice is written first.
         # Behind the barrier the exponentials are others than those of ``total``: shared, they would be written, too.
         top, temperature = jax.lax.optimization_barrier((self.top, self.temperature))
         drawn = replace(self, top=top, temperature=temperature)._drawn()
@@ -481,8 +481,8 @@ def _top(logits: jax.Array) -> jax.Array:
 def _block_tops(logits: jax.Array, count: int) -> jax.Array:
     """``[..., count]`` the largest of each block of ``logits [..., V]``; +inf in every block where one of all is NaN.
 
-    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen by
-    `where` before it is reduced. So NaN is looked for by a sum: of what has one sign it is NaN only where a part of it is.
+    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen
+    before it is reduced. So NaN is looked for by a sum: of what has one sign it is NaN only where a part of it is.
     """
     tops = jnp.max(logits.reshape(*logits.shape[:-1], count, -1), axis=-1)
     if not jnp.issubdtype(logits.dtype, jnp.inexact):
