@@ -230,7 +230,15 @@ class Distributions:
 
 
 def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
-    """What each row's tokens are drawn from where the target, or a drafter, has ``logits [B, …, V]``."""
+    """What each row's tokens are drawn from where the target, or a drafter, has ``logits [B, …, V]``.
+
+    Examples:
+        >>> from specjax.sampling import distributions
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> p = distributions(logits, specjax.Sampling(temperature=(0.0,)).rows(1))
+        >>> p.best.tolist(), p.is_certain.tolist()  # a greedy row
+        ([1], [True])
+    """
     logits = logits.astype(jnp.float32)
     is_greedy = jnp.broadcast_to(_by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1])
     if sampling.truncated:  # what is left of the logits is an array of its own
