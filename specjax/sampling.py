@@ -51,6 +51,9 @@ Examples:
 
 RULES: tuple[str, ...] = get_args(Rule)
 
+_BLOCKS = 256
+"""Into so many blocks a vocabulary is divided where a token is searched: first for its block, then inside it."""
+
 
 def check_rule(rule: Any) -> None:
     """Refuse, with an InputError, what is none of the `RULES`.
@@ -213,6 +216,92 @@ GREEDY = Sampling(temperature=0.0)
 """The likeliest token every time."""
 
 
+@struct.dataclass
+class Distributions:
+    """The distributions that each row's tokens are drawn from, as logits and a few numbers: every p is formed where it is read.
+
+    To form all of them takes another array of the logits' size, and to write one and read it back takes longer than to work
+    out again what is in it. Made by `distributions`; of one node a row, `probabilities` is as good.
+
+    Attributes:
+        values: ``[B, …, V]`` float32 log p, but for a scale and a constant.
+        top: ``[B, …]`` the largest of them.
+        temperature: ``[B, …]`` the scale: ``(values - top) / temperature`` is log p plus a constant.
+        total: ``[B, …]`` the sum of the exponentials of that.
+        best: ``[B, …]`` int32 the likeliest token, the lowest among ties.
+        is_certain: ``[B, …]`` bool, whether p is 1 for ``best``, as it is of greedy rows.
+
+    Examples:
+        >>> from specjax.sampling import distributions
+        >>> logits = jnp.log(jnp.array([[[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]]))  # one row of two nodes
+        >>> p = distributions(logits, specjax.Sampling().rows(1))
+        >>> np.round(np.asarray(p.of(jnp.array([[1, 2]]))), 3)  # of one token at each node
+        array([[0.3, 0.8]], dtype=float32)
+        >>> np.round(np.asarray(p.at(jnp.array([1]))), 3)  # of all tokens at one node
+        array([[0.1, 0.1, 0.8]], dtype=float32)
+    """
+
+    values: jax.Array
+    top: jax.Array
+    temperature: jax.Array
+    total: jax.Array
+    best: jax.Array
+    is_certain: jax.Array
+
+    def of(self, tokens: jax.Array) -> jax.Array:
+        """``[B, …]`` the probability of one token, ``tokens [B, …]``, at every node."""
+        values = jnp.take_along_axis(self.values, tokens[..., None], axis=-1)[..., 0]
+        drawn = jnp.exp((values - self.top) / self.temperature) / self.total
+        return jnp.where(self.is_certain, (tokens == self.best).astype(drawn.dtype), drawn)
+
+    def at(self, node: jax.Array) -> jax.Array:
+        """``[B, V]`` p at each row's ``node [B]``, of distributions ``[B, N, V]``."""
+        return jax.tree.map(lambda leaf: at_nodes(leaf, node), self).all()
+
+    def all(self) -> jax.Array:
+        """``[B, …, V]`` all of them."""
+        is_best = jnp.arange(self.values.shape[-1], dtype=jnp.int32) == self.best[..., None]
+        return jnp.where(self.is_certain[..., None], is_best.astype(jnp.float32), self._drawn())
+
+    def excess(self, ratio: jax.Array, q: jax.Array) -> jax.Array:
+        """``[B, …]`` the sum of max(0, ratio * p - q) over the vocabulary, with ``ratio [B, …]`` and ``q [B, …, V]``."""
+        # Nothing here but arithmetic: so XLA sums it up in one pass also on a CPU, where a choice is written first.
+        # Behind the barrier the exponentials are others than those of ``total``: shared, they would be written, too.
+        top, temperature = jax.lax.optimization_barrier((self.top, self.temperature))
+        drawn = replace(self, top=top, temperature=temperature)._drawn()
+        drawn = jnp.sum(jnp.maximum(0.0, ratio[..., None] * drawn - q), axis=-1)
+        q_of_best = jnp.take_along_axis(q, self.best[..., None], axis=-1)[..., 0]
+        return jnp.where(self.is_certain, jnp.maximum(0.0, ratio - q_of_best), drawn)
+
+    def _drawn(self) -> jax.Array:
+        scaled = (self.values - self.top[..., None]) / self.temperature[..., None]
+        return jnp.exp(scaled) / self.total[..., None]
+
+
+def distributions(logits: jax.Array, sampling: RowSampling) -> Distributions:
+    """What each row's tokens are drawn from where the target, or a drafter, has ``logits [B, …, V]``.
+
+    Examples:
+        >>> from specjax.sampling import distributions
+        >>> logits = jnp.array([[0.0, 2.0, 1.0]])
+        >>> p = distributions(logits, specjax.Sampling(temperature=(0.0,)).rows(1))
+        >>> p.best.tolist(), p.is_certain.tolist()  # a greedy row
+        ([1], [True])
+    """
+    logits = logits.astype(jnp.float32)
+    is_greedy = jnp.broadcast_to(_by_row(sampling.temperature == 0, logits[..., 0]), logits.shape[:-1])
+    if sampling.truncated:  # what is left of the logits is an array of its own
+        values = _warped(logits, sampling)
+        top, temperature = jnp.zeros(is_greedy.shape, jnp.float32), jnp.ones(is_greedy.shape, jnp.float32)
+    else:
+        values, top = logits, _top(logits)
+        temperature = jnp.where(is_greedy, 1.0, _by_row(sampling.temperature, top))
+    total = jnp.sum(jnp.exp((values - top[..., None]) / temperature[..., None]), axis=-1)
+    return Distributions(
+        values=values, top=top, temperature=temperature, total=total, best=argmax(logits), is_certain=is_greedy
+    )
+
+
 @shape_checked
 def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> Float[Array, "B *nodes V"]:
     """The distribution that each row's tokens are drawn from, float32.
@@ -226,11 +315,9 @@ def probabilities(logits: Float[Array, "B *nodes V"], sampling: RowSampling) -> 
         >>> np.round(np.asarray(p), 3)
         array([[0.625, 0.375, 0.   ]], dtype=float32)
     """
-    one_hot = jax.nn.one_hot(argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32)
     if sampling.greedy:
-        return one_hot
-    greedy = _by_row(sampling.temperature == 0, logits)
-    return jnp.where(greedy, one_hot, jax.nn.softmax(_warped(logits, sampling), axis=-1))
+        return jax.nn.one_hot(argmax(logits.astype(jnp.float32)), logits.shape[-1], dtype=jnp.float32)
+    return distributions(logits, sampling).all()
 
 
 def perturbed(logits: jax.Array, sampling: RowSampling, noise: jax.Array, beyond: float = -np.inf) -> jax.Array:
@@ -303,6 +390,14 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
     # Any row may ask for it, and most often none does. A GPU would wait for its host to choose a branch, in every step and at
     # every depth of a draft; there the mask is a few comparisons beside the reading of the logits.
     return jax.lax.platform_dependent(logits, cuda=mask, rocm=mask, default=mask_if_asked)
+
+
+def at_nodes(values: jax.Array, node: jax.Array) -> jax.Array:
+    """``values [B, N, …]`` at each row's ``node [B]``.
+
+    Said as ``values[arange(B), node]`` it would not be seen that rows do not mix, and a mesh would exchange them.
+    """
+    return jnp.take_along_axis(values, node.reshape(-1, *(1,) * (values.ndim - 1)), axis=1)[:, 0]
 
 
 def _between(values: jax.Array, like: jax.Array) -> jax.Array:
@@ -381,18 +476,41 @@ def noise_of_rows(keys: jax.Array, vocab: int, sampling: RowSampling) -> jax.Arr
 def argmax(logits: jax.Array) -> jax.Array:
     """``[...]`` the id of the largest of ``logits [..., V]``, the lowest among ties.
 
-    Two plain reductions: XLA's CPU backend takes several times as long for its own argmax, which reduces pairs.
+    XLA's CPU backend takes many times as long for its own argmax, which reduces pairs.
     """
-    vocab = logits.shape[-1]
-    is_best = logits == _top(logits)[..., None]
-    return jnp.min(jnp.where(is_best, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=_argmax_by_blocks, default=_argmax_by_passes)
+
+
+def _argmax_by_blocks(logits: jax.Array) -> jax.Array:
+    """The largest of every block of tokens is found first, and then where it lies in the first block that has it.
+
+    One pass that writes nothing: a CPU would write the ids that `_argmax_by_passes` chooses among. A TPU might have to lay the
+    logits out anew for the blocks, and devices that share a vocabulary would exchange one.
+    """
+    tops = _block_tops(logits, _count_of_blocks(logits.shape[-1]))
+    top = jnp.max(tops, axis=-1, keepdims=True)
+    block = _first(tops == top)
+    blocks = logits.reshape(*tops.shape, -1)
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * blocks.shape[-1] + _first(inside == top)
+
+
+def _argmax_by_passes(logits: jax.Array) -> jax.Array:
+    """The largest is found first, and then where it lies: two plain reductions, which accelerators fuse with what they need."""
+    return _first(logits == _top(logits)[..., None])
+
+
+def _first(holds: jax.Array) -> jax.Array:
+    """``[...]`` int32, the first index at which ``holds [..., n]``; the last one where it holds nowhere."""
+    last = holds.shape[-1] - 1
+    return jnp.min(jnp.where(holds, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
 
 
 def can_be_drawn(logits: jax.Array) -> jax.Array:
     """``[...]`` bool, whether ``logits [..., V]`` stand for a distribution: none is NaN or +inf, and some are above -inf.
 
-    One reduction, and the same one that `argmax` and every distribution begin with: where these are computed, too, the compiler
-    makes one of them.
+    The same reductions that `argmax` and every distribution begin with: where these are computed, too, the compiler makes them
+    once.
 
     Examples:
         >>> from specjax.sampling import can_be_drawn
@@ -404,11 +522,36 @@ def can_be_drawn(logits: jax.Array) -> jax.Array:
 
 
 def _top(logits: jax.Array) -> jax.Array:
-    """``[...]`` the largest of ``logits [..., V]``; +inf where one is NaN.
+    """``[...]`` the largest of ``logits [..., V]``; +inf where one is NaN."""
 
-    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side: so NaN is compared as +inf.
+    def by_blocks(logits: jax.Array) -> jax.Array:  # as `argmax` does, so that the two share the pass
+        return jnp.max(_block_tops(logits, _count_of_blocks(logits.shape[-1])), axis=-1)
+
+    def by_choice(logits: jax.Array) -> jax.Array:
+        return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
+
+    if not jnp.issubdtype(logits.dtype, jnp.inexact):
+        return jnp.max(logits, axis=-1)
+    return jax.lax.platform_dependent(logits, cpu=by_blocks, default=by_choice)
+
+
+def _block_tops(logits: jax.Array, count: int) -> jax.Array:
+    """``[..., count]`` the largest of each block of ``logits [..., V]``; +inf in every block where one of all is NaN.
+
+    XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen
+    before it is reduced. So NaN is looked for by a sum: of what has one sign it is NaN only where a part of it is.
     """
-    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
+    tops = jnp.max(logits.reshape(*logits.shape[:-1], count, -1), axis=-1)
+    if not jnp.issubdtype(logits.dtype, jnp.inexact):
+        return tops
+    has_nan = jnp.isnan(jnp.sum(jnp.abs(logits.astype(jnp.float32)), axis=-1, keepdims=True))
+    return jnp.where(has_nan, jnp.inf, tops)
+
+
+def _count_of_blocks(vocab: int) -> int:
+    """How many blocks of equal size a search goes through: as in `draw` a power of two, if there are enough of them."""
+    count = math.gcd(vocab, _BLOCKS)
+    return count if count >= 16 else max(blocks for blocks in range(1, _BLOCKS + 1) if vocab % blocks == 0)
 
 
 def likeliest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -477,9 +620,6 @@ def _to_float(ordinal: jax.Array) -> jax.Array:
     """The inverse of `_to_ordinal`."""
     bits = jnp.where(ordinal >> 31, ordinal & jnp.uint32((1 << 31) - 1), ~ordinal)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-_BLOCKS = 256
 
 
 @shape_checked

@@ -84,6 +84,43 @@ def test_ties_are_kept_together_and_argmax_is_the_lowest() -> None:
     np.testing.assert_array_equal(probabilities(logits, Sampling(temperature=0).rows(1)), [[0, 1, 0, 0]])
 
 
+@pytest.mark.parametrize("vocab", [1, 2, 5, 11, 257, 997, 3072, 32001])  # of blocks of every kind: one, of one, of a prime
+def test_the_lowest_of_equal_tokens_is_the_likeliest(vocab) -> None:
+    """Of every dtype; of minus infinity alone the first, and of NaN any, but one that there is."""
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 4, (6, 2, vocab)).astype(np.float32)
+    logits[0] = -np.inf
+    logits[1, :, :: max(1, vocab // 3)] = np.inf
+    expected = np.argmax(logits, axis=-1)
+    for search in (sampling.argmax, sampling._argmax_by_passes):  # on a CPU, and on other devices
+        for dtype in (jnp.float32, jnp.bfloat16):
+            np.testing.assert_array_equal(search(jnp.asarray(logits, dtype)), expected)
+        np.testing.assert_array_equal(search(jnp.asarray(logits[2:], jnp.int32)), expected[2:])
+    logits[2, :, vocab // 2] = np.nan
+    assert np.all(np.asarray(sampling.argmax(jnp.asarray(logits))) < vocab)
+    assert np.asarray(sampling.can_be_drawn(jnp.asarray(logits))).tolist() == [[row > 2] * 2 for row in range(6)]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_of_distributions_everything_is_as_of_the_probabilities_written_out(truncated) -> None:
+    """Among rows that are greedy and rows that are not: of one token, of one node, and what exceeds another distribution."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(6, 3, 32)).astype(np.float32) * 2
+    q = np.array(jax.nn.softmax(logits + rng.normal(size=logits.shape), axis=-1))
+    rows = Sampling(temperature=(0.0, 1.0, 0.6, 0.0, 2.0, 1.0), top_k=(0, 5, 0, 5, 9, 0) if truncated else 0).rows(6)
+    p = np.asarray(probabilities(jnp.asarray(logits), rows), np.float64)
+    of_nodes = sampling.distributions(jnp.asarray(logits), rows)
+    tokens, node = rng.integers(0, 32, (6, 3)), np.arange(6) % 3
+    tokens[:, 0] = logits[:, 0].argmax(-1)
+    np.testing.assert_allclose(
+        of_nodes.of(jnp.asarray(tokens)), np.take_along_axis(p, tokens[..., None], -1)[..., 0], rtol=1e-5
+    )
+    np.testing.assert_allclose(of_nodes.at(jnp.asarray(node)), p[np.arange(6), node], rtol=1e-5)
+    ratio = rng.random((6, 3)).astype(np.float32)
+    expected = np.maximum(0.0, ratio[..., None] * p - q).sum(-1)
+    np.testing.assert_allclose(of_nodes.excess(jnp.asarray(ratio), jnp.asarray(q)), expected, rtol=1e-5, atol=1e-6)
+
+
 EXTREMES = [
     {"top_p": 1e-37},
     {"top_p": 1e-38},  # below the smallest normal float32, which devices flush to 0

@@ -203,8 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, command: Command, options: Sequence[str]) -> int:
     """Run a command, alone or with other processes; return its status."""
     from specjax import processes
+    from specjax.cli.silence import silence
     from specjax.progress import say, show_waits
 
+    silence()
     _keep_compilations()
     place = _find_place(name, command)
     if place is None or place.number == 0:  # of several processes one speaks

@@ -17,9 +17,12 @@ from jaxtyping import Array, Float, Int
 from specjax.drafts import tree
 from specjax.drafts.draft import Draft, Verdict
 from specjax.sampling import (
+    Distributions,
     RowSampling,
     argmax,
+    at_nodes,
     can_be_drawn,
+    distributions,
     draw,
     noise_of_rows,
     perturbed,
@@ -59,20 +62,16 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
         return descend(draft, by_rule(recursive_rejection, logits, sampling, keys))
-    at_nodes = without_ends(logits, sampling, draft.depths)
-    p = probabilities(at_nodes, sampling)
-    good, x = can_be_drawn(at_nodes), draft.tokens[:, 1:]
+    of_chain = without_ends(logits, sampling, draft.depths)
+    p, good, x = distributions(of_chain, sampling), can_be_drawn(of_chain), draft.tokens[:, 1:]
     # A drafter's q is NaN for all tokens or for none. What depends on q(x) being a number does not depend on x.
     drafted = draft.drafted & good[:, :-1] & ~jnp.isnan(_of(draft.q, x))
     drafted = jnp.cumprod(drafted, axis=1).astype(bool)
-    # With q = 0 where nothing was drafted, the rules need no special case at the end of a chain: the residual
-    # max(0, p - q) is p itself there, and the bonus token falls out of it.
-    q = jnp.where(jnp.pad(drafted, ((0, 0), (0, 1)))[..., None], draft.q, 0.0)
-    # Nor do they for a node without logits: it is the end of a chain, and any distribution may stand there.
-    p = jnp.where(good[..., None], p, jax.nn.one_hot(0, p.shape[-1], dtype=p.dtype))
-    accepted, token = CHAIN_RULES.get(sampling.rule, block)(p, q, x, drafted, keys)
+    # The rules need no special case for a node without logits: it is the end of a chain, and any distribution may stand there.
+    p = replace(p, best=jnp.where(good, p.best, 0), is_certain=p.is_certain | ~good)
+    accepted, token = CHAIN_RULES.get(sampling.rule, block)(p, draft.q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
-    return Verdict(path=path, count=accepted + 1, token=token, bad=~_at(good, accepted))
+    return Verdict(path=path, count=accepted + 1, token=token, bad=~at_nodes(good, accepted))
 
 
 def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
@@ -91,12 +90,12 @@ def follow_argmax(draft: Draft, best: jax.Array, good: jax.Array) -> Verdict:
     reached = jnp.all(matches[:, None] | ~draft.mask, axis=-1)
     last = argmax(jnp.where(reached, draft.depths, -1))
     paths = jnp.broadcast_to(tree.paths(draft.parents, draft.depth), (batch, nodes, draft.depth + 1))
-    depth = _at(jnp.broadcast_to(draft.depths, (batch, nodes)), last)
+    depth = at_nodes(jnp.broadcast_to(draft.depths, (batch, nodes)), last)
     return Verdict(
-        path=_at(paths, last).astype(jnp.int32),
+        path=at_nodes(paths, last).astype(jnp.int32),
         count=depth.astype(jnp.int32) + 1,
-        token=_at(best, last),
-        bad=~_at(good, last),
+        token=at_nodes(best, last),
+        bad=~at_nodes(good, last),
     )
 
 
@@ -118,7 +117,7 @@ def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Ar
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         noise = noise_of_rows(keys[depth], logits.shape[-1], sampling)
-        allowed = without_ends(_at(logits, node), sampling, depth)
+        allowed = without_ends(at_nodes(logits, node), sampling, depth)
         return *_holding(draft, node, argmax(perturbed(allowed, sampling, noise))), can_be_drawn(allowed)
 
     return descend(draft, visit)
@@ -191,7 +190,7 @@ def by_rule(rule: NodeRule, logits: jax.Array, sampling: RowSampling, keys: jax.
     """
 
     def visit(draft: Draft, node: jax.Array, depth: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        at_node = without_ends(_at(logits, node), sampling, depth)
+        at_node = without_ends(at_nodes(logits, node), sampling, depth)
         p = probabilities(at_node, sampling)
         return *rule(draft, node, p, _fold_in(keys, depth)), can_be_drawn(at_node)
 
@@ -250,19 +249,20 @@ def recursive_rejection(
     first, next_sibling = tree.first_children(draft.parents), tree.next_siblings(draft.parents)
 
     def following(order: Any, node: jax.Array) -> jax.Array:  # a child that was not drafted ends the row of siblings
-        child = _at(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
-        return jnp.where((child >= 0) & _at(_drafted(draft), jnp.maximum(child, 0)), child, -1)
+        child = at_nodes(jnp.broadcast_to(jnp.asarray(order, jnp.int32), draft.tokens.shape), node)
+        return jnp.where((child >= 0) & at_nodes(_drafted(draft), jnp.maximum(child, 0)), child, -1)
 
     def waiting(trial: _Trial) -> jax.Array:
         return (trial.child >= 0) & ~trial.accepted
 
     def judge(trial: _Trial) -> _Trial:
         child = jnp.maximum(trial.child, 0)
-        x, u = _at(draft.tokens, child), jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(_fold_in(accept_keys, child))
+        x = at_nodes(draft.tokens, child)
+        u = jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(_fold_in(accept_keys, child))
         # u < p/q without the division, for q(x) can be 0 in a greedy row. There q is one-hot: say it is (1, 0, 0), and the
         # children are tokens 0, 1 and 2 in this order. Token 0 rejected, q has nothing left and is 0 everywhere. Token 1 is
         # then accepted if 0 < p(1), and as p is one-hot too, that is if token 1 is the target's argmax.
-        accept = waiting(trial) & (u * _at(trial.q, x) < _at(trial.p, x))
+        accept = waiting(trial) & (u * at_nodes(trial.q, x) < at_nodes(trial.p, x))
         reject = waiting(trial) & ~accept
         residual = jnp.maximum(0.0, trial.p - trial.q)
         rest = jnp.where(jnp.arange(p.shape[-1])[None] == x[:, None], 0.0, trial.q)
@@ -277,7 +277,7 @@ def recursive_rejection(
         child=following(first, node),
         accepted=jnp.zeros(node.shape, bool),
         p=p,
-        q=_at(draft.q, node),
+        q=at_nodes(draft.q, node),
     )
     end = jax.lax.while_loop(lambda trial: jnp.any(waiting(trial)), judge, start)
     return jnp.where(end.accepted, end.child, -1), draw(end.p, token_keys)
@@ -296,11 +296,12 @@ def _normalised(mass: jax.Array, otherwise: jax.Array) -> jax.Array:
 
 @shape_checked
 def rejection(
-    p: Float[Array, "B N V"], q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
+    p: Distributions, q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Speculative sampling: accept x with probability min(1, p(x)/q(x)), else draw from norm(max(0, p - q)).
 
-    Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; q is 0 at nodes without a child.
+    Leviathan et al. 2023, arXiv 2211.17192, Algorithm 1; q counts as 0 at nodes below which nothing was ``drafted [B,
+    gamma]``: there the residual is p itself, and the bonus token falls out of it.
 
     Returns:
         ``([B] accepted tokens, [B] the token after them)``.
@@ -308,18 +309,19 @@ def rejection(
     accept_keys, token_keys = split_keys(keys, 2)
     u = _uniform(accept_keys, x.shape[1])
     # u < p/q without the division. q(x) > 0, for x was drawn from q.
-    accepted = _leading((u * _of(q, x) < _of(p, x)) & drafted)
-    return accepted, _draw_residual(jnp.ones_like(accepted, jnp.float32), _at(p, accepted), _at(q, accepted), token_keys)
+    accepted = _leading((u * _of(q, x) < _of_p(p, x)) & drafted)
+    residual = _residual(jnp.ones_like(accepted, jnp.float32), p, q, drafted, accepted)
+    return accepted, draw(residual, token_keys)
 
 
 @shape_checked
 def block(
-    p: Float[Array, "B N V"], q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
+    p: Distributions, q: Float[Array, "B N V"], x: Int[Array, "B gamma"], drafted: Any, keys: Any
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """Block verification: accept the longest prefix that passes, judged jointly.
 
-    Sun et al. 2024, arXiv 2403.10444, Algorithm 2; q is 0 at nodes without a child, which makes h equal its own value at
-    the end of the chain, p_gamma.
+    Sun et al. 2024, arXiv 2403.10444, Algorithm 2; q counts as 0 at nodes below which nothing was ``drafted [B, gamma]``,
+    which makes h equal its own value at the end of the chain, p_gamma.
 
     Returns:
         ``([B] accepted tokens, [B] the token after them)``.
@@ -332,25 +334,33 @@ def block(
         return ratio, ratio
 
     first = jnp.ones(x.shape[0], jnp.float32)
-    _, ratios = jax.lax.scan(joint_ratio, first, (_of(p, x).T, _of(q, x).T))
+    _, ratios = jax.lax.scan(joint_ratio, first, (_of_p(p, x).T, _of(q, x).T))
     ratios = jnp.concatenate([first[None], ratios]).T  # [B, N]
-    excess = jnp.sum(jnp.maximum(0.0, ratios[..., None] * p - q), axis=-1)
+    # What max(0, ratio * p - q) sums up to; with q = 0 that is the ratio.
+    excess = jnp.where(_is_parent(drafted), p.excess(ratios, q), ratios)
     below = excess + (1.0 - ratios)
     h = jnp.where(below > 0, excess / jnp.where(below > 0, below, 1.0), 0.0)  # equation (5)
     passes = (_uniform(accept_keys, x.shape[1]) < h[:, 1:]) & drafted
     accepted = jnp.max(jnp.where(passes, jnp.arange(1, x.shape[1] + 1, dtype=jnp.int32), 0), axis=1, initial=0)
-    return accepted, _draw_residual(_at(ratios, accepted), _at(p, accepted), _at(q, accepted), token_keys)
+    return accepted, draw(_residual(at_nodes(ratios, accepted), p, q, drafted, accepted), token_keys)
 
 
 CHAIN_RULES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"block": block, "rejection": rejection}
 """The rules for chains whose tokens were drawn, by the names that users give them."""
 
 
-def _draw_residual(ratio: jax.Array, p: jax.Array, q: jax.Array, keys: jax.Array) -> jax.Array:
-    """A token from norm(max(0, ratio * p - q)), each ``[B, V]``; consumes ``keys``."""
-    residual = jnp.maximum(0.0, ratio[:, None] * p - q)
+def _residual(ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array) -> jax.Array:
+    """``[B, V]`` max(0, ratio * p - q) at each row's ``node [B]``, not normalised."""
+    p_there = p.at(node)
+    q_there = jnp.where(at_nodes(_is_parent(drafted), node)[:, None], at_nodes(q, node), 0.0)
+    residual = jnp.maximum(0.0, ratio[:, None] * p_there - q_there)
     # Where p and q agree to the last bit a rejection has probability 0, but rounding may still call for a token.
-    return draw(jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p), keys)
+    return jnp.where(jnp.sum(residual, axis=-1, keepdims=True) > 0, residual, p_there)
+
+
+def _is_parent(drafted: jax.Array) -> jax.Array:
+    """``[B, N]`` whether a token was drafted below each node of a chain, of ``drafted [B, gamma]``."""
+    return jnp.pad(drafted, ((0, 0), (0, 1)))
 
 
 def _leading(passed: jax.Array) -> jax.Array:
@@ -358,17 +368,14 @@ def _leading(passed: jax.Array) -> jax.Array:
     return jnp.sum(jnp.cumprod(passed, axis=1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
 
 
-def _at(values: jax.Array, node: jax.Array) -> jax.Array:
-    """``values [B, N, …]`` at each row's ``node [B]``.
-
-    Said as ``values[arange(B), node]`` it would not be seen that rows do not mix, and a mesh would exchange them.
-    """
-    return jnp.take_along_axis(values, node.reshape(-1, *(1,) * (values.ndim - 1)), axis=1)[:, 0]
-
-
 def _of(values: jax.Array, x: jax.Array) -> jax.Array:
     """``[B, gamma]`` of ``values [B, N, V]``: node i's value of the token drafted below it."""
-    return jnp.take_along_axis(values[:, :-1], x[..., None], axis=-1)[..., 0]
+    return jnp.take_along_axis(values, jnp.pad(x, ((0, 0), (0, 1)))[..., None], axis=-1)[:, :-1, 0]
+
+
+def _of_p(p: Distributions, x: jax.Array) -> jax.Array:
+    """``[B, gamma]``: node i's probability of the token drafted below it."""
+    return p.of(jnp.pad(x, ((0, 0), (0, 1))))[:, :-1]
 
 
 def _fold_in(keys: jax.Array, number: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ Whether a rule keeps the distribution is shown in test_verification.py, by count
 accepted, and from which numbers the last token is drawn.
 """
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -11,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import sampling
 from specjax.decoding import verification
 from specjax.decoding.loop import _cut, _keys_of_step
 from specjax.decoding.state import DecodeState
 from specjax.decoding.stats import Stats, StepInfo
 from specjax.decoding.verification import by_rule, descend, follow_argmax, matching, recursive_rejection, verify
 from specjax.drafts.draft import Draft, Verdict
-from specjax.sampling import RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_ends
+from specjax.sampling import Distributions, RowSampling, Sampling, noise_of_rows, position_keys, split_keys, without_ends
 
 ROWS, LENGTH, VOCAB = 60, 3, 4
 PARENTS = np.array([-1, 0, 0, 1, 0, 1, 3, 4])
@@ -28,6 +30,12 @@ def distributions(rng: np.random.Generator, *shape: int) -> np.ndarray:
     mass = rng.random((*shape, VOCAB)) ** 2 * (rng.random((*shape, VOCAB)) > 1 / 3)
     mass[..., 0] += mass.sum(axis=-1) == 0
     return (mass / mass.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+def distributions_of(p: np.ndarray, is_certain: np.ndarray) -> Distributions:
+    """``p [B, N, V]`` as rules take it; rows that are certain have their likeliest token alone."""
+    of_nodes = sampling.distributions(jnp.log(p), Sampling().rows(len(p)))
+    return of_nodes.replace(is_certain=jnp.broadcast_to(is_certain[:, None], p.shape[:2]))
 
 
 @pytest.fixture
@@ -80,9 +88,10 @@ def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monk
     lengths = np.arange(ROWS) % (LENGTH + 1)
     drafted = np.arange(LENGTH) < lengths[:, None]
     monkeypatch.setattr(verification, "_uniform", lambda keys, count: jnp.asarray(u))
-    q = np.where(np.pad(drafted, ((0, 0), (0, 1)))[..., None], q, 0.0)
     keys = jax.random.split(jax.random.key(0), ROWS)
-    accepted, _ = verification.CHAIN_RULES[rule](jnp.asarray(p), jnp.asarray(q), jnp.asarray(x, jnp.int32), drafted, keys)
+    of_target = distributions_of(p, is_certain=np.arange(ROWS) % 3 == 0)
+    p = np.asarray(of_target.all())
+    accepted, _ = verification.CHAIN_RULES[rule](of_target, jnp.asarray(q), jnp.asarray(x, jnp.int32), drafted, keys)
     slow = {"rejection": by_rejection, "block": by_block}[rule]
     for row, length in enumerate(lengths):
         count, mass = slow(p[row].astype(float), q[row].astype(float), x[row, :length].tolist(), u[row].tolist())
@@ -90,6 +99,26 @@ def test_chains_are_accepted_as_the_papers_algorithms_say(rule, drawn_from, monk
         if mass.sum() > 1e-6:
             np.testing.assert_allclose(normalised(drawn_from[0][row]), normalised(mass), atol=1e-5)
     assert set(np.asarray(accepted).tolist()) == set(range(LENGTH + 1))
+
+
+BYTES = {"block": 15, "rejection": 11, "greedy": 3.3}
+"""Read and written at most, in units of the logits' own. With arrays of p, q and ids it was 27, 19 and 6."""
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the numbers are those of a CPU")
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("rule", BYTES)
+def test_a_chain_is_judged_without_another_array_of_the_logits_size(rule, batch) -> None:
+    """To write one takes most of the time where the vocabulary is large. What is held beside the logits is small."""
+    shape = (batch, 9, 2**15)
+    tokens = jnp.zeros(shape[:2], jnp.int32)
+    draft = Draft.chain(tokens[:, 0], tokens[:, 1:], jnp.zeros((batch, 8, shape[2])))
+    rows = Sampling(temperature=0.0).rows(batch) if rule == "greedy" else Sampling(temperature=0.8).rows(batch, rule)
+    keys = jax.random.split(jax.random.key(0), batch)
+    program = jax.jit(verify).lower(draft, jnp.zeros(shape), rows, keys).compile()
+    size = 4 * math.prod(shape)
+    assert program.cost_analysis()["bytes accessed"] < BYTES[rule] * size
+    assert program.memory_analysis().temp_size_in_bytes < 0.5 * size
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------

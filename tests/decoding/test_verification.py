@@ -690,4 +690,4 @@ def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_n
     everywhere = [array for array in arrays if array == logits.shape]
     at_a_node = [array for array in arrays if array == (rows, V)]
     assert bool(everywhere) == (how == "drawn" and temperature > 0)  # block and rejection need it along the whole chain
-    assert bool(at_a_node) == (how != "drawn" and temperature > 0)
+    assert bool(at_a_node) == (temperature > 0)  # of a chain, where its last token is drawn

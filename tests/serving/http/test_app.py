@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import select
 import signal
 import socket
@@ -538,9 +539,16 @@ BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text())
 
 @pytest.mark.parametrize("case", BODIES, ids=[case["client"] for case in BODIES])
 def test_what_real_clients_send_is_answered(case: dict[str, Any]) -> None:
+    """Whether recorded, derived from a client's source or written down. Tools are refused by name."""
+    assert re.fullmatch(r"recorded|written down|derived from the source at [\d.]+", case["origin"])
     engine = MadeUpEngine("The text.")
     engine.capacity = 1024  # fewer than many ask for
     answer = ask(engine, case["path"], content=json.dumps(case["body"]))
+    if "refused" in case:
+        assert refused(answer, 400)["param"] == case["refused"]
+        rest = {name: value for name, value in case["body"].items() if name not in ("tools", "tool_choice")}
+        assert ask(engine, case["path"], content=json.dumps(rest)).status_code == 200  # for nothing else
+        return
     assert answer.status_code == 200, answer.text
     assert [name for name in answer.headers.get("x-specjax-ignored", "").split(", ") if name] == case["ignored"]
     if not case["body"].get("stream"):
