@@ -186,7 +186,7 @@ class Bench:
         where = "none" if name == PLAIN else self.models.where[name]
         command = (sys.executable, "-m", "benchmarks.slow_server", str(config.wait), str(self.busy_file(name)), "serve")
         command += ("--target", config.target, "--drafter", where, "--drafts", *(drafts if name != PLAIN else ("none",)))
-        command += ("--rows", str(rows), "--port", "{port}", "--served-model-name", "pair")
+        command += ("--rows", str(rows), "--client-rows", str(rows), "--port", "{port}", "--served-model-name", "pair")
         command += ("--warm", "--max-logprobs", "0", "--max-prediction", "0", "--capacity", "256")
         more = {"stream_options": {"include_usage": True}, "ignore_eos": True}
         log = self.scratch / f"{name}.log"

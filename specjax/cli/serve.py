@@ -39,6 +39,10 @@ class ServeConfig:
         capacity: most tokens of a text, prompt and output; 0: what the models have positions for, as far as cache_gb holds it.
             Without cache_gb, as far as a quarter of the memory does that is free when the models are loaded, but at least 4096.
         max_queue: most requests that wait for a row; more are answered with 429.
+        client_rows: most rows that clients of one API key, or of one address where there are no keys, have at a time, their
+            drafts being verified; further ones wait. 0: half of ``rows``, at least 1.
+        client_sessions: most texts that such clients have open at a time; further ones are refused, and clients try again. 0:
+            half of all that are taken.
         cache_gb: memory of the caches, states of rows and of shared prefixes among them, in GB of 10**9 bytes; 0: enough for
             1024 tokens in every row.
         page: tokens of a page of the caches; 0: 64, on a TPU 256.
@@ -83,6 +87,8 @@ class ServeConfig:
     rows: int = 8
     capacity: int = 0
     max_queue: int = 64
+    client_rows: int = 0
+    client_sessions: int = 0
     cache_gb: float = 0.0
     page: int = 0
     chunk: int = 0
@@ -150,6 +156,8 @@ def run_serve(config: ServeConfig) -> int:
                 max_texts=config.rows + config.max_queue,
                 with_acceptance=config.per_request_spec_decode_metrics,
                 cors_origins=config.cors_origin,
+                client_sessions=config.client_sessions or None,
+                trusted_proxies=config.trusted_proxy,
             )
             where = run.address(bound, tls is not None)
             message = f"{where} is ready: {names[0]}, {config.rows} rows, texts of up to {engine.capacity} tokens ({reason})"
@@ -223,6 +231,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
         "max_logprobs": config.max_logprobs,
         "max_prediction": config.max_prediction,
         "clients": ClientDrafts(drafter) if takes_drafts else None,
+        "client_rows": config.client_rows or None,
         "warm": config.warm,
     }
     return options, reason
@@ -261,6 +270,8 @@ def check_numbers(config: ServeConfig) -> None:
         value = getattr(config, option.name)
         if isinstance(value, int | float) and not least.get(option.name, 0) <= value < math.inf:
             raise InputError(f"{option.name}={value}: must be at least {least.get(option.name, 0)}")
+    if config.client_rows > config.rows:
+        raise InputError(f"client_rows={config.client_rows}: must be at most rows={config.rows}")
     if not all(config.served_model_name or config.target):
         raise InputError("served_model_name: has an empty name; leave it out")
 

@@ -117,7 +117,8 @@ class ClientStatistics:
     Attributes:
         rows: that clients have.
         away: of those, rows of clients that are away.
-        dropped: rows that clients have lost to others.
+        dropped: rows that clients have lost to others for good.
+        preempted: rows of idle clients that were given to others, until the client's next draft.
         calls: of the target, for drafts of clients.
         drafts: that were verified.
         drafted: tokens in them, roots not counted.
@@ -137,6 +138,7 @@ class ClientStatistics:
     rows: int
     away: int
     dropped: int
+    preempted: int
     calls: int
     drafts: int
     drafted: int
@@ -250,7 +252,14 @@ class Clients:
     # --- what clients ask for ------------------------------------------------------------------------------------------
 
     def open(
-        self, tokens: Sequence[int], prompt_length: int, most: int, known: int, settings: dict[str, Any], listener: Listener
+        self,
+        tokens: Sequence[int],
+        prompt_length: int,
+        most: int,
+        known: int,
+        settings: dict[str, Any],
+        listener: Listener,
+        owner: str = "",
     ) -> ClientRow:
         """As `specjax.serving.Engine.open_row`. To be called with the lock."""
         if not 1 <= prompt_length <= len(tokens):
@@ -264,7 +273,7 @@ class Clients:
         # What need not be told need not be computed, where another text begins alike.
         shares = None if self._device.teller is None else known
         ticket = self._scheduler.submit(
-            tokens, most, prompt_length=prompt_length, shares=shares, is_client=True, needs="clients"
+            tokens, most, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
         )
         row = ClientRow(self, ticket, settings, listener, known)
         self.rows[ticket] = row
@@ -288,6 +297,7 @@ class Clients:
                     f"tokens: the root is {tokens[0]}, and the text's newest token is {row.ticket.tokens[-1]}: draft below that"
                 )
             row.draft = tokens.astype(np.int32), parents.astype(np.int32)
+            self._scheduler.has_drafted(row.ticket)
             self.wake.notify_all()
 
     def _check(self, tokens: np.ndarray, parents: np.ndarray) -> None:
@@ -325,20 +335,23 @@ class Clients:
 
     @property
     def has_work(self) -> bool:
-        """Whether a draft waits for its verdict, or somebody is to be told something."""
-        return any(row.draft is not None for row in self.rows.values()) or bool(self._events or self._scheduler.dropped)
+        """Whether a draft that has a row waits for its verdict, or somebody is to be told something."""
+        has_draft = any(row.draft is not None and ticket.state == "held" for ticket, row in self.rows.items())
+        return has_draft or bool(self._events or self._scheduler.dropped)
 
     @property
-    def are_here(self) -> bool:
-        """Whether a client that is not away has a row. Then nothing else may take long."""
-        return any(ticket.row is not None and ticket.away is None for ticket in self.rows)
+    def are_drafting(self) -> bool:
+        """Whether a client has a row that is neither away nor idle. Then nothing else may take long."""
+        placed = [ticket for ticket in self.rows if ticket.row is not None]
+        return any(ticket.away is None and not self._scheduler.is_idle(ticket) for ticket in placed)
 
     @property
     def statistics(self) -> ClientStatistics:
         """What they have, and what became of their drafts."""
         placed = [ticket for ticket in self.rows if ticket.row is not None]
         away = sum(ticket.away is not None for ticket in placed)
-        return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, **self._counts)
+        preempted = self._scheduler.times_preempted
+        return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=preempted, **self._counts)
 
     def was_read(self, read: Read, told: dict[str, jax.Array]) -> None:
         """A piece of a client's text is being read by the device; what it is ``told`` comes from there."""
@@ -347,7 +360,7 @@ class Clients:
             return
         if told and read.start + read.count > row.known:
             self._events.append((row, (read, told)))
-        if read.ticket.state == "held":
+        if read.ticket.state == "held" and not row.is_ready:  # it is not told again after it was preempted
             row.is_ready = True
             self._events.append((row, Ready(length=len(read.ticket.tokens))))
 
@@ -405,6 +418,9 @@ class Clients:
         row.draft = None
         tokens = checked.tokens[place, :count].tolist()
         self._scheduler.decoded(ticket.row, tokens, done)
+        row.known = len(ticket.tokens) - 1
+        if ticket.shares is not None:
+            ticket.shares = row.known  # if it must be read again
         if done:
             del self.rows[ticket]
         self._counts["drafts"] += 1
@@ -427,6 +443,8 @@ class Clients:
                 if not wait and isinstance(event, tuple) and not _are_here(event[1]):
                     return
                 del self._events[0]
+                if isinstance(event, Ready | Checked) and row.draft is None:
+                    self._scheduler.may_draft(row.ticket)
             if isinstance(event, tuple):
                 try:
                     told = _told_of(row.known, *event)

@@ -7,6 +7,7 @@ row is free, and a long prompt holds the others up for no longer than a chunk.
 import atexit
 import inspect
 import logging
+import math
 import operator
 import threading
 import time
@@ -139,6 +140,8 @@ class Engine:
         max_logprobs: int = 0,
         max_prediction: int = 0,
         clients: ClientDrafts | None = None,
+        client_rows: int | None = None,
+        client_idle_seconds: float = 1.0,
         warm: bool = True,
     ) -> None:
         """Compile everything, or what a first request needs, and begin to wait for requests.
@@ -164,6 +167,8 @@ class Engine:
                 log-probabilities at all: they take programs of their own, which then are not compiled.
             max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
             clients: what drafts come from clients, for `open_row`; None: there are no clients.
+            client_rows: most rows that clients of one owner have at a time; None: half of ``rows``, at least 1.
+            client_idle_seconds: after which the row of a client that sends no draft is given to who waits, until its next one.
             warm: compile everything and time it before this returns. Otherwise it returns when a plain request in one row can
                 be answered, and the rest is compiled meanwhile: texts are the same, more rows and drafts are used as they
                 become ready, and requests that need other programs wait for them. A mesh that spans processes is always warm.
@@ -187,6 +192,11 @@ class Engine:
             max_prediction=max_prediction,
             clients=clients,
         )
+        client_rows = max(1, rows // 2) if client_rows is None else client_rows
+        if not 1 <= client_rows <= rows:
+            raise InputError(f"client_rows={client_rows}: must be from 1 to rows={rows}")
+        if not 0 <= client_idle_seconds < math.inf:
+            raise InputError(f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite")
         self._setup, self._together = setup, (together := setup.together())
         if together is not None and not together.is_first:
             raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
@@ -209,6 +219,8 @@ class Engine:
             shards=self._groups,
             max_waiting=max_waiting,
             borders=self._device.most_borders(),
+            client_rows=client_rows,
+            idle_seconds=client_idle_seconds,
         )
         self._wake = threading.Condition(threading.RLock())
         self._programs = Programs(self._device.programs(setup.made_up()), self._wake)
@@ -346,6 +358,7 @@ class Engine:
         min_p: float = 0.0,
         seed: int = 0,
         eos_token_ids: Sequence[int] | None = None,
+        owner: str = "",
     ) -> ClientRow:
         """Ask for a row for a client, whose drafts come from elsewhere. Returns at once.
 
@@ -353,8 +366,10 @@ class Engine:
         states its settings: no ``default_sampling`` stands for those that are left out here.
 
         A row is the client's until the text is over, or it is closed or dropped: where others need rows or pages, first that of
-        a client that is away (`ClientRow.is_away`). As long as clients that are not away have all rows, others wait: close what
-        is not used.
+        a client that is away (`ClientRow.is_away`). Next goes the row of a client that could draft and has not done so for
+        ``client_idle_seconds``. It is not told, and drafts when it likes: then it waits for a row again, its text is read, and
+        the verdict is the one that it would have had. As long as clients that draft have all rows, others wait: close what is
+        not used.
 
         Args:
             tokens: ``[n]`` token ids of the prompt, and of whatever there is already of the text.
@@ -368,6 +383,8 @@ class Engine:
             min_p: in [0, 1].
             seed: of the random draws.
             eos_token_ids: ids that end the text.
+            owner: whose client it is. The clients of one owner have at most ``client_rows`` rows of the engine at a time, and
+                further ones wait. Empty: it is not counted.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -390,7 +407,7 @@ class Engine:
         settings = self._setup.settings(options, length)
         with self._wake:
             self._check_open()
-            return self._clients.open(tokens, length, max_new_tokens, known, settings, listener)
+            return self._clients.open(tokens, length, max_new_tokens, known, settings, listener, owner)
 
     @property
     def client_drafts(self) -> ClientDrafts | None:
@@ -510,7 +527,7 @@ class Engine:
                     while not (self._has_work() or self._closing):
                         if self._programs.error is not None or (to_time := self._next_to_time()) is not None:
                             break
-                        self._wake.wait()
+                        self._wake.wait(self._seconds_until_idle())
                     if self._closing:
                         break
                     if self._programs.error is not None:
@@ -549,6 +566,11 @@ class Engine:
     def _has_work(self) -> bool:
         """Whether there is something to read, to decode, to verify or to hand out. With the lock."""
         return self._scheduler.can_go_on() or self._clients.has_work or bool(self._undelivered or self._unread)
+
+    def _seconds_until_idle(self) -> float | None:
+        """How long the thread may sleep before somebody who waits can have an idle client's row. With the lock."""
+        seconds = self._scheduler.seconds_until_idle()
+        return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
 
     def _programs_changed(self) -> None:
         """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
@@ -706,9 +728,9 @@ class Engine:
             width, number, logprobs = self._choose()
             self._draft = str(self._choice.drafts[number] or "none")
             drafter = self._device.drafters[number]
-            # Where a prompt is half read its owner waits, and a client may send a draft at any time. Where there is neither,
-            # the call ends by itself when a row is free.
-            is_short = bool(scheduler.reading) or self._clients.are_here
+            # Where a prompt is half read its owner waits, and a client that drafts may send its next draft at any time. Where
+            # there is neither, the call ends by itself when a row is free.
+            is_short = bool(scheduler.reading) or self._clients.are_drafting
             steps = max(1, self.steps // 4) if is_short else self.steps
             scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
             if not scheduler.running:
@@ -1084,6 +1106,10 @@ def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, p
         raise InputError(f"steps={steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
 
 
+_FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
+"""Arguments of `Engine` that say nothing of what is compiled."""
+
+
 def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = None, **options: Any) -> None:
     """What every process but the first does with an `Engine` over several processes, until the engine is closed.
 
@@ -1105,7 +1131,7 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     check_options("follow", options, Engine)
     given = inspect.signature(Engine).bind(target, drafter, **options)
     given.apply_defaults()
-    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name not in ("max_waiting", "warm")})
+    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name not in _FIRST_PROCESS_ALONE})
     together = setup.together()
     if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")

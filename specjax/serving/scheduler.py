@@ -15,11 +15,20 @@ pages than there are.
 A client, whose drafts come from elsewhere, holds its row: once its prompt is read, the client says when the text goes on, and
 nothing is decoded. A row that is held may be dropped; then the client must ask anew. Rows of clients that are away go first,
 longest away first, also for whoever waits. Those of other clients go where a text that has a row needs pages: as any that is
-newer, and where all other texts are clients' (nobody knows when they go on). Who only waits drives out nobody who is there.
+newer, and where all other texts are clients' (nobody knows when they go on).
+
+A client that could draft and has not done so for `Scheduler`'s ``idle_seconds`` is idle. Where others need its row or its
+pages it is preempted: it loses both, and keeps its text. With its next draft it joins the end of the line. When it has a row
+again its text is read, and who only waits does not get that row before the draft has its verdict. So each turn brings a client
+on, and the line moves whenever a text ends or a client becomes idle.
+
+Clients of one owner have at most ``client_rows`` rows at a time. Their other tickets wait, and the tickets of others pass them.
 """
 
+import time
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,17 +50,20 @@ class Ticket:
     """A request, from its submission to its end.
 
     Attributes:
-        number: counts submissions.
+        number: its place in the order of submissions; of a client that comes back after it was preempted, that of its return.
         tokens: prompt and what was generated so far.
         prompt_length: tokens of the prompt.
         most: new tokens.
-        state: where it is. A client's is held once its prompt is read, and may be dropped.
+        state: where it is. A client's is held once its prompt is read. Then it may be preempted, and comes back with the
+            client's next draft; or dropped, and does not come back.
         row: its row, while it has one.
         put_back: how often it had to give way after its prompt was begun.
         shares: most tokens that need not be computed, where another prompt that begins alike was read; None: any number.
         cached: tokens that another prompt had read when its own was begun.
         is_client: whether it is a client's.
+        owner: whose it is; of one owner's clients only so many have rows at a time. Empty: they are not counted.
         away: since when the client is away, by the scheduler's count of departures; None: it is not.
+        idle_since: when its client could begin to draft, by the scheduler's clock; None: it could not, or has sent a draft.
         needs: what it waits for beside a row, see `Scheduler.hold_back`; None: nothing.
         salt: only prompts with the same one share what was read of them.
     """
@@ -60,13 +72,15 @@ class Ticket:
     tokens: list[int]
     prompt_length: int
     most: int
-    state: Literal["waiting", "reading", "running", "held", "done", "cancelled", "dropped"] = "waiting"
+    state: Literal["waiting", "reading", "running", "held", "preempted", "done", "cancelled", "dropped"] = "waiting"
     row: int | None = None
     put_back: int = 0
     shares: int | None = None
     cached: int = 0
     is_client: bool = False
+    owner: str = ""
     away: int | None = None
+    idle_since: float | None = None
     needs: str | None = None
     salt: str = ""
 
@@ -124,6 +138,7 @@ class Scheduler:
     Attributes:
         table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
         times_put_back: of all tickets.
+        times_preempted: how often an idle client has lost its row to others.
         dropped: clients' tickets that have lost their rows, for whoever is to tell them.
 
     Examples:
@@ -155,6 +170,9 @@ class Scheduler:
         shards: int = 1,
         max_waiting: int | None = None,
         borders: int | None = None,
+        client_rows: int | None = None,
+        idle_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """All rows and pages free.
 
@@ -168,6 +186,9 @@ class Scheduler:
             shards: equal groups of rows, with a pool of pages each.
             max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
             borders: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
+            client_rows: most rows that the clients of one owner have at a time; None: any number.
+            idle_seconds: after which a client that sends no draft is idle.
+            clock: seconds.
         """
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
@@ -181,7 +202,9 @@ class Scheduler:
         self._passed = [0] * shards  # pieces of others that were read since the last one of the oldest prompt
         self._ahead = page  # what `reserve` was asked for last
         self._departures = 0
-        self.times_put_back = 0
+        self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
+        self._preempted: set[Ticket] = set()
+        self.times_put_back = self.times_preempted = 0
         self.dropped: list[Ticket] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
@@ -195,6 +218,7 @@ class Scheduler:
         prompt_length: int | None = None,
         shares: int | None = None,
         is_client: bool = False,
+        owner: str = "",
         needs: str | None = None,
         salt: str = "",
     ) -> Ticket:
@@ -206,6 +230,7 @@ class Scheduler:
             prompt_length: tokens of the prompt; None: all of them.
             shares: as `Ticket.shares`: with 0, all is computed, whoever has read a part of it before.
             is_client: its row is held when the prompt is read.
+            owner: as `Ticket.owner`.
             needs: as `Ticket.needs`.
             salt: as `Ticket.salt`.
 
@@ -227,12 +252,12 @@ class Scheduler:
                 f"prompt ({length} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
                 f"there are {total}: shorten the prompt, or give more pages"
             )
-        taken = sum(row is not None and row.ticket.away is None for row in self._rows)
+        taken = sum(row is not None and not self._may_lose_row(row.ticket) for row in self._rows)
         free = max(0, self._most_rows - taken)
-        if self._max_waiting is not None and len(self._waiting) >= self._max_waiting + free:
-            raise QueueFullError(f"{len(self._waiting)} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._submitted, list(tokens), length, most, shares=shares, is_client=is_client, needs=needs, salt=salt)
-        self._submitted += 1
+        if self._max_waiting is not None and (length_of_line := self._length_of_line()) >= self._max_waiting + free:
+            raise QueueFullError(f"{length_of_line} requests wait, and no more may (max_waiting): try again later")
+        ticket = Ticket(self._next_number(), list(tokens), length, most, shares=shares, needs=needs, salt=salt)
+        ticket.is_client, ticket.owner = is_client, owner
         self._waiting.append(ticket)
         return ticket
 
@@ -240,6 +265,8 @@ class Scheduler:
         """End it, wherever it is; nothing happens where it has ended."""
         if ticket.state == "waiting":
             self._waiting.remove(ticket)
+        elif ticket.state == "preempted":
+            self._preempted.remove(ticket)
         elif ticket.row is not None:
             self._leave(ticket)
         else:
@@ -259,6 +286,45 @@ class Scheduler:
         if is_away != (ticket.away is not None):
             self._departures += 1
             ticket.away = self._departures if is_away else None
+
+    def may_draft(self, ticket: Ticket) -> None:
+        """A client whose row is held has all that it needs for its next draft: from now on it may become idle."""
+        if ticket.state == "held":
+            ticket.idle_since = self._clock()
+
+    def has_drafted(self, ticket: Ticket) -> None:
+        """A client has sent a draft: it is not idle. If it was preempted it waits for a row, behind those who wait already."""
+        ticket.idle_since = None
+        if ticket.state == "preempted":
+            self._preempted.remove(ticket)
+            ticket.state, ticket.number = "waiting", self._next_number()
+            self._waiting.append(ticket)
+
+    def is_idle(self, ticket: Ticket) -> bool:
+        """Whether a client has a row, and has sent no draft for so long that others may have the row."""
+        if ticket.state != "held" or ticket.idle_since is None:
+            return False
+        return self._clock() - ticket.idle_since >= self._idle_seconds
+
+    def seconds_until_idle(self) -> float | None:
+        """Seconds until a client becomes idle whose row somebody may have who waits; None: nobody waits, or no client may."""
+        if not self._waiting:
+            return None
+        tickets = [self._holder(row).ticket for row in self.held]
+        now = self._clock()
+        left = [ticket.idle_since + self._idle_seconds - now for ticket in tickets if ticket.idle_since is not None]
+        return min((seconds for seconds in left if seconds > 0), default=None)
+
+    def _next_number(self) -> int:
+        self._submitted += 1
+        return self._submitted - 1
+
+    def _length_of_line(self) -> int:
+        """How many wait. Of one owner's clients only so many count as it may have rows, lest it fills the line for all."""
+        if self._client_rows is None:
+            return len(self._waiting)
+        of_owner = Counter(ticket.owner for ticket in self._waiting if ticket.owner)
+        return len(self._waiting) - sum(max(0, count - self._client_rows) for count in of_owner.values())
 
     # --- prompts -------------------------------------------------------------------------------------------------------
 
@@ -302,11 +368,14 @@ class Scheduler:
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
-        while ticket := next((ticket for ticket in self._waiting if ticket.needs not in self._held_back), None):
+        while ticket := self._head_of_line():
+            if self._has_all_its_rows(ticket.owner):
+                self._make_way(self._rows_of(ticket.owner))
+                continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             free = free if self.occupied < self._most_rows else []
             if not free:
-                if not self._drop_away(self._occupied):
+                if not self._make_way(self._occupied):
                     return
                 continue
             shards = {self._shard(row) for row in free}
@@ -316,12 +385,34 @@ class Scheduler:
             others = [self._holder(other) for other in self._of_shard(shard)]
             theirs = sum(max(0, self._missing(other, self._goal(other.ticket))) for other in others)
             if others and self._pools[shard].available < self._wanted(ticket, shard) + theirs:
-                if not self._drop_away(self._of_shard(shard)):
+                if not self._make_way(self._of_shard(shard)):
                     return
                 continue
             self._waiting.remove(ticket)
             ticket.state, ticket.row = "reading", row
             self._rows[row] = _Row(ticket)
+
+    def _head_of_line(self) -> Ticket | None:
+        """Who is to have the next row: the first of those that need nothing else, and whose owner may have it."""
+        for ticket in self._waiting:
+            if ticket.needs in self._held_back:
+                continue
+            rows = self._rows_of(ticket.owner) if self._has_all_its_rows(ticket.owner) else []
+            if not rows or any(self._may_lose_row(self._holder(row).ticket) for row in rows):
+                return ticket
+        return None
+
+    def _rows_of(self, owner: str) -> list[int]:
+        """The rows that the clients of an ``owner`` have."""
+        return [row for row in self._occupied if owner and self._holder(row).ticket.owner == owner]
+
+    def _has_all_its_rows(self, owner: str) -> bool:
+        """Whether the clients of an ``owner`` have as many rows as they may."""
+        return bool(owner) and self._client_rows is not None and len(self._rows_of(owner)) >= self._client_rows
+
+    def _may_lose_row(self, ticket: Ticket) -> bool:
+        """Whether a client's row may be given to who only waits."""
+        return ticket.away is not None or self.is_idle(ticket)
 
     def _goal(self, ticket: Ticket) -> int:
         """Entries that a text may come to in the next decode call, as far as it may grow at all."""
@@ -428,9 +519,10 @@ class Scheduler:
 
     def clear(self) -> None:
         """Cancel every ticket, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
-        for ticket in [*self._waiting, *(row.ticket for row in self._rows if row is not None)]:
+        for ticket in [*self._waiting, *self._preempted, *(row.ticket for row in self._rows if row is not None)]:
             ticket.state, ticket.row = "cancelled", None
         self._waiting.clear()
+        self._preempted.clear()
         self._rows = [None] * len(self._rows)
         self._pools = [PagePool(pool.total, self._borders) for pool in self._pools]
         self.table[:] = self._pools[0].total
@@ -444,6 +536,8 @@ class Scheduler:
         numbers = [ticket.number for ticket in self._waiting]
         if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
             raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
+        if any(ticket.state != "preempted" or ticket.row is not None for ticket in self._preempted):
+            raise RuntimeError("preempted: a client that has lost its row has one, or has gone on")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
             prefixes = [prefix for holder in holders for prefix in holder.prefixes]
@@ -462,6 +556,8 @@ class Scheduler:
         ticket = row.ticket
         if ticket.row != number or ticket.state not in ("reading", "running", "held"):
             raise RuntimeError(f"row {number}: its ticket is {ticket.state}, in row {ticket.row}")
+        if ticket.idle_since is not None and ticket.state != "held":
+            raise RuntimeError(f"row {number}: its ticket is {ticket.state}, and its client is said to be able to draft")
         if len(ticket.tokens) > ticket.limit or not 0 <= (row.read or 0) < max(len(ticket.tokens), 1):
             raise RuntimeError(
                 f"row {number}: {row.read or 0} of {len(ticket.tokens)} tokens are read, and there may be {ticket.limit}"
@@ -522,7 +618,7 @@ class Scheduler:
             return True
         while (taken := pool.take(missing)) is None:
             rows = self._of_shard(self._shard(number))
-            if self._drop_away(rows):
+            if self._make_way(rows):
                 if self._rows[number] is not row:
                     return False
                 continue
@@ -546,12 +642,24 @@ class Scheduler:
             rows = list(held)  # without it nobody would go on: clients may do nothing for long
         return max(rows, key=lambda row: self._holder(row).ticket.number)
 
-    def _drop_away(self, rows: Sequence[int]) -> bool:
-        """Drop the client that has been away for the longest of those in ``rows``; False: none is."""
-        away = [(ticket.away, ticket) for row in rows if (ticket := self._holder(row).ticket).away is not None]
+    def _make_way(self, rows: Sequence[int]) -> bool:
+        """Take the row of a client that does nothing: of those in ``rows`` the one that has been away for the longest, or else
+        the one that has been idle for the longest. False: there is none."""
+        tickets = [self._holder(row).ticket for row in rows]
+        away = [(ticket.away, ticket) for ticket in tickets if ticket.away is not None]
+        idle = [(ticket.idle_since, ticket) for ticket in tickets if ticket.idle_since is not None and self.is_idle(ticket)]
         if away:
-            self._give_way(min(away, key=lambda each: each[0])[1])
-        return bool(away)
+            self._give_way(min(away, key=lambda pair: pair[0])[1])
+        elif idle:
+            self._preempt(min(idle, key=lambda pair: pair[0])[1])
+        return bool(away or idle)
+
+    def _preempt(self, ticket: Ticket) -> None:
+        """Its row is free, and it waits for its client's next draft."""
+        self._leave(ticket)
+        ticket.state = "preempted"
+        self._preempted.add(ticket)
+        self.times_preempted += 1
 
     def _give_way(self, ticket: Ticket) -> None:
         """Its row is free. A client's ticket whose prompt is read, or whose client is away, is dropped; others wait again."""
@@ -583,7 +691,7 @@ class Scheduler:
         pool.give_back(row.pages)
         self.table[number] = pool.total
         self._rows[number] = None
-        ticket.row = None
+        ticket.row = ticket.idle_since = None
 
     def _fill(self, number: int) -> None:
         """Write the row's line of the table."""

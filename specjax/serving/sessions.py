@@ -31,7 +31,10 @@ Rules:
   changed. A Resume that comes twice, under one epoch, changes nothing the second time. Nor does an Open, which has a ``nonce``.
   While the text is read, either is answered with Opened, so that the client knows that it was heard.
 - A session that has lost its connection is *away*. It is kept for a while, and so is its row, unless somebody else needs that.
-  The row of a client that is connected, but sends no draft for as long, may be given to somebody else, too.
+  The row of a client that is connected, but sends no draft for a second, is given to somebody who waits, too; then the
+  session stays, and its next draft has its verdict once there is a row and the text is read again. A draft that is sent
+  again meanwhile is answered with Opened, so that the client knows that it was heard.
+- Of one API key, or of one address where there are no keys, only so many sessions are taken.
 - Who resumes may lack something. If it is the newest verdict, Ready names the length before it, and the client sends its draft
   again. Otherwise the text is read anew from where the client is, in another row, and what it was not told is told.
 - A session belongs to whoever has opened it. To others it does not exist.
@@ -101,6 +104,7 @@ class Terms:
         drafter: likewise of the drafter.
         away_seconds: that a session without a connection is kept.
         sessions: most of them.
+        sessions_per_owner: most of one API key, or of one address where there are no keys; None: half of all, at least 1.
         unsent_bytes: most that may wait to be sent over a connection; None: what is told of two whole texts, and a MiB, but no
             more than `MOST_UNSENT`.
 
@@ -118,7 +122,13 @@ class Terms:
     drafter: str = ""
     away_seconds: float = 120.0
     sessions: int = 256
+    sessions_per_owner: int | None = None
     unsent_bytes: int | None = None
+
+    @property
+    def most_of_one_owner(self) -> int:
+        """Most sessions of one API key, or of one address."""
+        return max(1, self.sessions // 2) if self.sessions_per_owner is None else self.sessions_per_owner
 
     @property
     def most_unsent(self) -> int:
@@ -166,13 +176,19 @@ class Connection:
 
     Attributes:
         owner: whom its sessions belong to.
+        counted_as: with what other sessions and rows those that are opened here are counted; empty: with none.
         unsent: bytes that were handed to ``send`` and are not `sent`.
     """
 
     def __init__(
-        self, sessions: "Sessions", owner: str, send: Callable[[bytes], None], close: Callable[[FrameError], None]
+        self,
+        sessions: "Sessions",
+        owner: str,
+        send: Callable[[bytes], None],
+        close: Callable[[FrameError], None],
+        counted_as: str = "",
     ) -> None:
-        self.owner, self.unsent = owner, 0
+        self.owner, self.counted_as, self.unsent = owner, counted_as, 0
         self._sessions, self._send, self._close = sessions, send, close
         self._is_lost = False
 
@@ -215,6 +231,7 @@ class _Session:
     Attributes:
         id: what it is called.
         owner: whom it belongs to.
+        counted_as: with what other sessions and rows it is counted; empty: with none.
         precision: of what comes down.
         settings: as the engine takes them.
         text: committed tokens.
@@ -237,6 +254,7 @@ class _Session:
 
     id: bytes
     owner: str
+    counted_as: str
     precision: wire.Precision
     settings: dict[str, Any]
     text: "array[int]"
@@ -312,15 +330,23 @@ class Sessions:
         """Whether a client is waiting for more of a text."""
         return any(session.connection is not None and not session.over for session in self._sessions.values())
 
-    def connect(self, owner: str, send: Callable[[bytes], None], close: Callable[[FrameError], None]) -> Connection:
+    def connect(
+        self,
+        owner: str,
+        send: Callable[[bytes], None],
+        close: Callable[[FrameError], None],
+        counted_as: str | None = None,
+    ) -> Connection:
         """A client has come.
 
         Args:
             owner: whom its sessions belong to.
             send: hands a frame to the client, at once or later; `Connection.sent` says when it has gone.
             close: the client has to be cut off.
+            counted_as: what limits of sessions and rows go by, such as an address where nobody has a key; None: the owner.
+                Empty: there are no limits.
         """
-        return Connection(self, owner, send, close)
+        return Connection(self, owner, send, close, owner if counted_as is None else counted_as)
 
     def leave(self, connection: Connection) -> None:
         """A connection is no more: its sessions are away."""
@@ -332,15 +358,12 @@ class Sessions:
         self._count()
 
     def tick(self) -> None:
-        """End the sessions that have been away for too long. Rows of clients that are here, and have sent no draft for as long,
-        may be given to others. To be called now and then."""
+        """End the sessions that have been away for too long. To be called now and then."""
         until = self._clock() - self.terms.away_seconds
         for session in list(self._sessions.values()):
             if session.connection is None and session.away_since <= until:
                 self.statistics.dropped += 1
                 self._end(session)
-            elif session.row is not None and session.is_ready and session.draft is None and session.quiet_since <= until:
-                session.row.is_away = True
 
     def close(self) -> None:
         """End all of them."""
@@ -390,10 +413,17 @@ class Sessions:
         settings |= {"eos_token_ids": None if asked.eos is None else tuple(asked.eos)}
         text = array("i", wire.unpack(asked.tokens).tolist())
         session = _Session(
-            self._make_id(), connection.owner, asked.precision, settings, text, nonce=asked.nonce, connection=connection
+            self._make_id(),
+            connection.owner,
+            connection.counted_as,
+            asked.precision,
+            settings,
+            text,
+            nonce=asked.nonce,
+            connection=connection,
         )
         try:
-            goes = self._who_goes()
+            goes = self._who_goes(connection.counted_as)
             self._read(session, asked.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"
@@ -425,13 +455,20 @@ class Sessions:
                 return name, f"{name}={theirs}: this server has {ours}; draft with the same weights as the server has"
         return None
 
-    def _who_goes(self) -> _Session | None:
-        """Where there is no room for one more session: the text that ended first, or else the client that left first."""
-        if len(self._sessions) < self.terms.sessions:
+    def _who_goes(self, counted_as: str) -> _Session | None:
+        """Where there is no room for one more session: the text that ended first, or else the client that left first. Where
+        one key or address has all the sessions that it may have, it is one of those."""
+        terms, sessions = self.terms, list(self._sessions.values())
+        of_owner = [session for session in sessions if counted_as and session.counted_as == counted_as]
+        if len(of_owner) >= terms.most_of_one_owner:
+            sessions, of_whom = of_owner, " of this API key or address"
+        elif len(sessions) >= terms.sessions:
+            of_whom = ""
+        else:
             return None
-        may_go = [session for session in self._sessions.values() if session.over or session.connection is None]
+        may_go = [session for session in sessions if session.over or session.connection is None]
         if not may_go:
-            raise QueueFullError(f"there are {self.terms.sessions} sessions; try again later")
+            raise QueueFullError(f"there are {len(sessions)} sessions{of_whom}, and no more are taken; end one, or wait")
         return min(may_go, key=lambda session: (not session.over, session.quiet_since if session.over else session.away_since))
 
     def _read(self, session: _Session, known: int) -> None:
@@ -443,7 +480,8 @@ class Sessions:
         session.told = min(known, len(session.text) - 1)
         listener = partial(self._listen, session, session.number)
         try:
-            session.row = self._engine.open_row(list(session.text), known=known, listener=listener, **session.settings)
+            settings = {"known": known, "listener": listener, "owner": session.counted_as, **session.settings}
+            session.row = self._engine.open_row(list(session.text), **settings)
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None
 
@@ -468,12 +506,14 @@ class Sessions:
             self._verify(session, session.row, draft)
 
     def _again(self, connection: Connection, session: _Session, draft: wire.Draft) -> None:
-        """The newest draft once more. While it is verified there is nothing to do: the answer comes."""
+        """The newest draft once more. While it waits to be verified the answer is that it was heard."""
         before = session.draft or (session.kept and session.kept[0])
         if before is None or msgspec.structs.replace(draft, epoch=before.epoch) != before:
             raise FrameError(4400, f"sequence={draft.sequence}: another draft had this number; send the same one again")
         if session.draft is None and session.kept is not None:
             self._send(connection, msgspec.structs.replace(session.kept[1], epoch=session.epoch))
+        elif session.draft is not None:  # it may wait for a row for long, and the client is to know that it was heard
+            self._send(connection, self._opened(session))
 
     @staticmethod
     def _has(session: _Session, draft: wire.Draft) -> bool:

@@ -164,6 +164,8 @@ def test_a_key_that_is_not_there_or_not_wanted(tmp_path, capsys) -> None:
     ("option", "value"),
     [
         ("rows", "0"),
+        ("client_rows", "9"),
+        ("client_sessions", "-1"),
         ("max-queue", "-1"),
         ("cache-gb", "nan"),
         ("cache-gb", "-1"),

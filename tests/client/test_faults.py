@@ -31,7 +31,9 @@ class Place:
         target = tiny_target(num_layers=2)
         drafter = DRAFTERS[name](target)
         clients = ClientDrafts(drafter, nodes=8, depth=4)
-        self.engine = Engine(target, drafts=(None,), rows=1, widths=(1,), capacity=CAPACITY, page=8, chunk=8, clients=clients)
+        sizes = {"rows": 1, "widths": (1,), "capacity": CAPACITY, "page": 8, "chunk": 8}
+        # Never idle: the engine's time is not the simulation's.
+        self.engine = Engine(target, drafts=(None,), clients=clients, client_idle_seconds=1e9, **sizes)
         self.terms = Terms(nodes=8, depth=4, capacity=CAPACITY, tells=clients.tells(target))
         self.device = SlowDevice(target, drafter, SHAPES, CAPACITY)
         self._expected: dict[Request, list[int]] = {}

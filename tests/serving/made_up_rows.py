@@ -37,6 +37,7 @@ class MadeUpRow:
     def __init__(self, engine: "MadeUpRows", tokens: list[int], limit: int, listener: Callable[[Any], None]) -> None:
         self.engine, self.tokens, self.limit, self.listener = engine, tokens, limit, listener
         self.is_away = self.is_closed = self.is_dropped = False
+        self.owner = ""
 
     def say(self, event: Any) -> None:
         self.engine.held.append((self, event))
@@ -93,12 +94,15 @@ class MadeUpRows:
             return {}
         return {"hidden": np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(-1, 2)}
 
-    def open_row(self, tokens: Sequence[int], *, prompt_length: int, max_new_tokens: int, known: int, listener, **_: Any):
+    def open_row(
+        self, tokens: Sequence[int], *, prompt_length: int, max_new_tokens: int, known: int, listener, owner: str = "", **_: Any
+    ):
         if self.error is not None:
             raise self.error
         if max(tokens) >= VOCABULARY:
             raise InputError(f"tokens: {max(tokens)} is no token")
         row = MadeUpRow(self, list(tokens), prompt_length + max_new_tokens, listener)
+        row.owner = owner
         self.rows.append(row)
         for start in range(0, len(tokens) - 1, self.chunk):
             stop = min(start + self.chunk, len(tokens) - 1)

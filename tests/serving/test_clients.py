@@ -58,10 +58,10 @@ def drafting(target, teller) -> Iterator[Engine]:
         yield engine
 
 
-def drafting_engine(target, teller, *drafts: str | None) -> Engine:
+def drafting_engine(target, teller, *drafts: str | None, **options) -> Engine:
     own = specjax.Eagle3.init(target, jax.random.key(5))
     clients = ClientDrafts(teller, nodes=NODES, depth=DEPTH)
-    return Engine(target, own, drafts=drafts, rows=4, widths=(2, 4), pages=16, clients=clients, **SIZES)
+    return Engine(target, own, drafts=drafts, rows=4, widths=(2, 4), pages=16, clients=clients, **SIZES, **options)
 
 
 def plain_engine(target, **options) -> Engine:
@@ -82,8 +82,8 @@ Draft = tuple[list[int], list[int]]
 class Client:
     """Drafts below what it knows, and keeps what it is told."""
 
-    def __init__(self, engine: Engine, request: Request, tokens: Sequence[int] = ()) -> None:
-        self.engine, self.request = engine, request
+    def __init__(self, engine: Engine, request: Request, tokens: Sequence[int] = (), owner: str = "") -> None:
+        self.engine, self.request, self.owner = engine, request, owner
         self.tokens = list(tokens or request.prompt)
         self.told: list[dict[str, np.ndarray]] = []
         self.over, self.opened, self.drafts = "", 0, 0
@@ -99,6 +99,7 @@ class Client:
             listener=self.events.put,
             seed=self.request.seed,
             eos_token_ids=self.request.eos_token_ids,
+            owner=self.owner,
             **self.request.settings,
         )
         self.opened, self.draft, self.is_ready = self.opened + 1, None, False
@@ -112,6 +113,7 @@ class Client:
                 self.note(arrays, count)
             case Ready(length):
                 assert length == len(self.tokens) == self.row.length
+                assert not self.is_ready, "it is said once, though the text may be read again"
                 self.is_ready = True
             case Checked(accepted, token, arrays):
                 assert self.draft is not None
@@ -259,6 +261,25 @@ def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target,
     check_at_rest(drafting)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
+def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(target, teller, seed) -> None:
+    """What is read again is not told again."""
+    rng = random.Random(seed)
+    requests = [some_request(rng, number) for number in range(20)]
+    with drafting_engine(target, teller, "chain:3", client_idle_seconds=0.0) as engine:
+        handles = [request.submit(engine) for request in requests[:8]]
+        clients = [Client(engine, request, owner=rng.choice(["", "me"])) for request in requests[8:]]
+        run(engine, target, clients, rng)
+        for request, handle in zip(requests, handles, strict=False):
+            check_tokens(target, request, handle.result(PATIENCE).tokens, is_whole=True)
+        assert engine.statistics.clients.preempted > 0
+        check_at_rest(engine)
+    for client in clients:
+        check_tokens(target, client.request, client.text, is_whole=True)
+        check_told(target, teller, client)
+
+
 @pytest.mark.thorough
 def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(target, teller) -> None:
     requests = [some_request(random.Random(seed), seed) for seed in range(16)]
@@ -394,6 +415,119 @@ def test_who_waits_has_the_row_of_who_is_away_for_the_longest(plain, target) -> 
     first.row.is_away = False
     first.ask(first.root())
     assert second.events.empty()
+
+
+@pytest.mark.parametrize("settings", [{}, WARM], ids=["greedy", "drawn"])
+def test_a_completion_does_not_wait_for_clients_that_do_nothing(target, settings) -> None:
+    """They go on afterwards, as if nothing had been between."""
+    requests = [Request(tuple(range(VOCABULARY)) * 2, 16, settings, seed=seed) for seed in range(2)]
+    rights = [expected(target, request) for request in requests]
+    with plain_engine(target, client_idle_seconds=0.0) as engine:
+        clients = [Client(engine, request).ready() for request in requests]
+        for client in clients:
+            client.ask(client.root())
+        completions = [Request((3, 1), 4, seed=seed) for seed in range(2)]
+        for completion, handle in [(each, each.submit(engine)) for each in completions]:
+            assert handle.result(PATIENCE).tokens == expected(target, completion)
+        assert 1 <= engine.statistics.clients.preempted <= 2
+        before = engine.statistics
+        while not all(client.over for client in clients):
+            for client in (client for client in clients if not client.over):
+                client.ask(client.root())
+        after = engine.statistics
+        assert after.prompt_tokens_shared > before.prompt_tokens_shared  # their prompts were not computed again
+        assert (after.clients.dropped, after.clients.rows) == (0, 0)
+        check_at_rest(engine)
+    assert [tuple(client.text) for client in clients] == rights
+    assert [client.opened for client in clients] == [1, 1]
+
+
+def test_the_engine_wakes_up_by_itself_when_a_client_becomes_idle(target) -> None:
+    """Nothing else happens by which it would."""
+    with plain_engine(target, client_idle_seconds=0.05) as engine:
+        clients = [Client(engine, Request(PROMPT, 8, seed=seed)).ready() for seed in range(2)]
+        request = Request((3, 1), 4)
+        assert request.submit(engine).result(PATIENCE).tokens == expected(target, request)
+        assert engine.statistics.clients.preempted == 1
+        assert all(client.events.empty() for client in clients)  # they need not know
+
+
+def test_clients_and_requests_take_turns(target) -> None:
+    """Each client waits for its verdict while others have its row, and each has it."""
+    requests = [Request(PROMPT, 6, WARM, seed=seed) for seed in range(5)]
+    with plain_engine(target, client_idle_seconds=0.0) as engine:
+        handles = [Request((3, 1), 12, seed=seed).submit(engine) for seed in range(3)]
+        clients = [Client(engine, request).ready() for request in requests]
+        while not all(client.over for client in clients):
+            drafting = [client for client in clients if not client.over]
+            for client in drafting:
+                client.send(client.root())
+            for client in drafting:
+                assert isinstance(client.hear(), Checked)
+        assert [len(handle.result(PATIENCE).tokens) for handle in handles] == [12] * 3
+        assert engine.statistics.clients.preempted >= len(clients) - 2
+        check_at_rest(engine)
+    assert [tuple(client.text) for client in clients] == [expected(target, request) for request in requests]
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(0.0, 1), (1e6, 4)], ids=["idle", "drafting"])
+def test_only_a_client_that_drafts_makes_calls_shorter(target, seconds, share) -> None:
+    with plain_engine(target, client_idle_seconds=seconds) as engine:
+        steps, decode = [], engine._device.decode
+
+        def noting(number: int, table: Any, free: Any, count: int, *rest: Any) -> Any:
+            steps.append(count)
+            return decode(number, table, free, count, *rest)
+
+        engine._device.decode = noting
+        client = Client(engine, Request(PROMPT, 8)).ready()
+        Request((3, 1), 12).submit(engine).result(PATIENCE)
+        assert set(steps) == {engine.steps // share}
+        client.ask(client.root())
+
+
+def test_a_client_whose_draft_waits_for_a_row_is_closed(target) -> None:
+    with plain_engine(target, client_idle_seconds=0.0) as engine:
+        clients = [Client(engine, Request(PROMPT, 8, seed=seed)).ready() for seed in range(2)]
+        request = Request((3, 1), 4)
+        with engine._wake:
+            handle = request.submit(engine)
+            engine._scheduler.can_go_on()  # a client's row is given away
+            (client,) = (client for client in clients if client.row.ticket.state == "preempted")
+            client.send(client.root())
+            assert (client.row.ticket.state, engine._clients.has_work) == ("waiting", False)
+            client.row.close()
+        assert handle.result(PATIENCE).tokens == expected(target, request)
+        for each in clients:
+            each.row.close()
+        check_at_rest(engine)
+        assert client.events.empty()
+
+
+def test_clients_of_one_owner_leave_rows_to_others(plain, target) -> None:
+    """Half of them, where nothing else is said."""
+    first = Client(plain, Request(PROMPT, 8), owner="me").ready()
+    second = Client(plain, Request(PROMPT, 8, seed=1), owner="me")
+    other = Client(plain, Request(PROMPT, 8, seed=2), owner="you").ready()
+    assert (second.row.ticket.state, second.events.empty()) == ("waiting", True)
+    other.row.close()
+    request = Request((3, 1), 4)
+    assert request.submit(plain).result(PATIENCE).tokens == expected(target, request)
+    first.row.close()
+    second.ready().ask(second.root())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"client_rows": 0}, "client_rows=0"),
+        ({"client_rows": 3}, "client_rows=3"),
+        ({"client_idle_seconds": -1}, "-1: must be"),
+    ],
+)
+def test_limits_of_clients_that_cannot_be_are_refused(target, options, message) -> None:
+    with pytest.raises(InputError, match=message):
+        plain_engine(target, **options)
 
 
 def test_who_waits_has_the_row_that_is_closed(plain, target) -> None:

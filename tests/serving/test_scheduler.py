@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -675,6 +676,200 @@ def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> Non
     made.submit([2], most=1)
 
 
+# --- clients that do nothing -------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler, list[Ticket]]:
+    """A scheduler, and clients that have been able to draft since one second after another."""
+    made = scheduler(**{"rows": count, "clock": clock, **sizes})
+    clients = [made.submit([token] * 6, most=6, is_client=True) for token in range(count)]
+    held(made, *clients)
+    for ticket in clients:
+        made.may_draft(ticket)
+        clock.now += 1.0
+    return made, clients
+
+
+def test_who_waits_has_the_row_of_the_client_that_is_idle_for_the_longest() -> None:
+    clock = Clock()
+    made, (first, second) = with_idle_clients(clock, 2, idle_seconds=3.0)
+    waiting = made.submit([7, 7], most=2)
+    clock.now = 2.9
+    assert (made.can_go_on(), made.seconds_until_idle()) == (False, pytest.approx(0.1))
+    clock.now = 3.0
+    assert made.can_go_on()
+    assert (first.state, first.row, waiting.row, second.state) == ("preempted", None, 0, "held")
+    assert (made.times_preempted, made.dropped, made.waiting) == (1, [], 0)
+    assert made.seconds_until_idle() is None  # nobody waits
+    made.check()
+
+
+def test_a_client_that_was_preempted_comes_back_with_its_text_behind_those_who_wait() -> None:
+    clock = Clock()
+    made, (client,) = with_idle_clients(clock, 1)
+    made.decoded(0, [8, 9], done=False)
+    running, waiting = made.submit([7, 7], most=2), made.submit([6, 6], most=2)
+    read_all(made)
+    assert (client.state, running.state) == ("preempted", "running")
+    made.has_drafted(client)
+    made.check()
+    assert (client.state, made.waiting) == ("waiting", 2)
+    finish(made, running)
+    read_all(made)
+    assert (waiting.state, client.state) == ("running", "waiting")
+    clock.now += 100.0
+    finish(made, waiting)
+    reads = read_all(made)
+    assert [(read.ticket, read.start, read.count) for read in reads] == [(client, 4, 3)]  # its prompt was read already
+    assert (client.state, client.tokens) == ("held", [0] * 6 + [8, 9])
+    another = made.submit([5, 5], most=2)
+    clock.now += 100.0
+    assert not made.can_go_on()  # the draft that it came back with has no verdict yet
+    made.may_draft(client)
+    assert not made.can_go_on()
+    clock.now += 1.0
+    assert made.can_go_on()
+    assert (client.state, another.state) == ("preempted", "reading")
+
+
+def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -> None:
+    clock = Clock()
+    made, (client,) = with_idle_clients(clock, 1, rows=2)
+    other = made.submit([7, 7], most=2)
+    read_all(made)
+    assert (client.state, other.state) == ("held", "running")
+    made.submit([6, 6], most=2)
+    made.has_drafted(client)
+    clock.now += 100.0
+    assert (made.next_reads(), client.state, made.seconds_until_idle()) == ([], "held", None)
+
+
+def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> None:
+    clock = Clock()
+    made, (client,) = with_idle_clients(clock, 1, rows=3, pages=8)
+    running, newer = made.submit([2] * 2, most=12), made.submit([3, 3], most=4)
+    read_all(made)
+    assert made.reserve(8) == []
+    assert (client.state, running.state, newer.state) == ("preempted", "running", "running")
+
+
+def test_who_is_away_is_dropped_before_anybody_is_preempted() -> None:
+    clock = Clock()
+    made, (first, second) = with_idle_clients(clock, 2)
+    made.set_away(second, True)
+    made.submit([7, 7], most=2)
+    assert made.can_go_on()
+    assert (first.state, second.state) == ("held", "dropped")
+
+
+def test_rows_of_idle_clients_count_as_free_for_those_who_wait() -> None:
+    clock = Clock()
+    made, _ = with_idle_clients(clock, 1, max_waiting=0, idle_seconds=5.0)
+    with pytest.raises(QueueFullError):
+        made.submit([2], most=1)
+    clock.now = 5.0
+    made.submit([2], most=1)
+
+
+def test_a_client_that_was_preempted_is_cancelled_and_cleared() -> None:
+    made, (first, second) = with_idle_clients(Clock(), 2, idle_seconds=0.0)
+    for _ in range(2):
+        made.submit([7, 7], most=2)
+    assert made.can_go_on()
+    assert (first.state, second.state) == ("preempted", "preempted")
+    made.cancel(first)
+    made.check()
+    made.clear()
+    made.check()
+    assert (first.state, second.state) == ("cancelled", "cancelled")
+    made.has_drafted(second)
+    assert made.waiting == 0
+
+
+def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> None:
+    """And so do requests that come all the time: each turn brings a text on."""
+    clock = Clock()
+    made = scheduler(rows=1, pages=32, clock=clock)
+    clients = [made.submit([token] * 4, most=5, is_client=True) for token in range(2)]
+    requests = [made.submit([5, 5], most=2)]
+    turns = []
+    while not all(client.state == "done" for client in clients):
+        read_all(made)
+        ticket = made.ticket_of(0)
+        assert ticket is not None
+        turns.append(ticket)
+        if ticket.is_client:
+            made.decoded(0, [1], done=len(ticket.tokens) + 1 == ticket.limit)  # one verdict for each turn
+            made.may_draft(ticket)
+            clock.now += 1.0
+        else:
+            finish(made, ticket)
+            requests.append(made.submit([5, 5], most=2))
+        made.can_go_on()
+        for client in clients:
+            made.has_drafted(client)
+    assert turns[:3] == [*clients, requests[0]]
+    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one request.
+    for client in clients:
+        places = [place for place, ticket in enumerate(turns) if ticket is client]
+        assert len(places) == 5
+        assert max(second - first for first, second in pairwise(places)) == 3
+
+
+# --- owners of clients -------------------------------------------------------------------------------------------------
+
+
+def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
+    made = scheduler(rows=4, pages=32, client_rows=2)
+    mine = [made.submit([token] * 2, most=2, is_client=True, owner="me") for token in range(3)]
+    yours = made.submit([4, 4], most=2, is_client=True, owner="you")
+    plain = made.submit([5, 5], most=2)
+    read_all(made)
+    assert [ticket.state for ticket in (*mine, yours, plain)] == ["held", "held", "waiting", "held", "running"]
+    nobodys = made.submit([6, 6], most=2, is_client=True)
+    finish(made, plain)
+    read_all(made)
+    assert (mine[2].state, nobodys.state) == ("waiting", "held")
+    finish(made, mine[0])
+    read_all(made)
+    assert mine[2].state == "held"
+
+
+def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> None:
+    clock = Clock()
+    made = scheduler(rows=3, client_rows=1, clock=clock)
+    first, second = (made.submit([token] * 2, most=2, is_client=True, owner="me") for token in range(2))
+    other = made.submit([2, 2], most=2, is_client=True, owner="you")
+    read_all(made)
+    made.may_draft(first)
+    made.may_draft(other)
+    clock.now += 1.0
+    read_all(made)
+    assert (first.state, second.state, other.state) == ("preempted", "held", "held")
+
+
+def test_one_owner_does_not_fill_the_line_for_others() -> None:
+    made = scheduler(rows=4, pages=32, client_rows=2, max_waiting=3)
+    running = [made.submit([5, 5], most=2) for _ in range(4)]
+    read_all(made)
+    for _ in range(9):
+        made.submit([1, 1], most=2, is_client=True, owner="me")
+    made.submit([5, 5], most=2)
+    with pytest.raises(QueueFullError):
+        made.submit([5, 5], most=2)
+    assert [ticket.state for ticket in running] == ["running"] * 4
+
+
 # --- all of it, under random schedules ---------------------------------------------------------------------------------
 
 
@@ -715,13 +910,17 @@ class Device:
         self.pages = draw.randint(4, 14)
         self.tails = draw.choice([(), (1,)])
         sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
-        self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28)
+        self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28, **self.options())
         self.memory: dict[tuple[int, int, int], int] = {}
         self.begun: dict[Ticket, int] = {}  # how much of its prompt has been read, since it has its row
         self.requests: dict[Ticket, Request] = {}
         self.started: list[int] = []
         self.seen: Counter[str] = Counter()
         self.common = [[draw.randrange(7) for _ in range(13)] for _ in range(2)]
+
+    def options(self) -> dict[str, Any]:
+        """What else the scheduler is given."""
+        return {}
 
     # What the device does.
 
@@ -824,11 +1023,14 @@ class Device:
                 coming -= 1
                 self.submit()
             self.step()
-            if self.scheduler.idle and not self.scheduler.held and not coming:
+            if self.is_over() and not coming:
                 break
         else:
             pytest.fail("somebody starves")
         self.check_end()
+
+    def is_over(self) -> bool:
+        return self.scheduler.idle and not self.scheduler.held
 
     # What must hold.
 
@@ -937,6 +1139,63 @@ class WithClients(Device):
                 self.seen["put back"] += 1
 
 
+class WithIdleClients(WithClients):
+    """Clients draft when they like, and time passes. Those of one owner have so many rows."""
+
+    def options(self) -> dict[str, Any]:
+        self.clock, self.client_rows = Clock(), self.draw.randint(1, self.rows)
+        self.drafts: set[Ticket] = set()
+        return {"clock": self.clock, "idle_seconds": self.draw.choice([0.0, 1.0, 5.0]), "client_rows": self.client_rows}
+
+    def submit(self) -> None:
+        before = set(self.requests)
+        super().submit()
+        for new in set(self.requests) - before:
+            new.owner = self.draw.choice(["", "one", "another"]) if new.is_client else ""
+
+    def step(self) -> None:
+        self.clock.now += self.draw.choice([0.0, 0.5, 2.0])
+        Device.step(self)
+        for ticket in [ticket for ticket in self.requests if ticket.is_client]:
+            if self.draw.random() < 0.05:
+                self.scheduler.set_away(ticket, self.draw.random() < 0.5)
+            if ticket.state == "held" and ticket not in self.drafts and ticket.idle_since is None:
+                self.scheduler.may_draft(ticket)
+            if ticket.state == "preempted" or ticket.idle_since is not None:
+                if self.draw.random() < 0.4:
+                    self.seen["comes back"] += ticket.state == "preempted"
+                    self.scheduler.has_drafted(ticket)
+                    self.drafts.add(ticket)
+            elif ticket.state == "held" and self.draw.random() < 0.5:
+                self.drafts.remove(ticket)
+                self.verify(ticket)
+        self.check_pages()
+        self.scheduler.check()
+
+    def is_over(self) -> bool:
+        return super().is_over() and not any(ticket.state == "preempted" for ticket in self.requests)
+
+    def check_order(self, before: dict[Ticket, int]) -> None:
+        super().check_order(before)
+        owners = Counter(ticket.owner for ticket in self.holders() if ticket.owner)
+        assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
+        in_line = [ticket for ticket in self.requests if ticket.state == "waiting" and ticket not in before]
+        for ticket in self.holders():
+            passed = [other for other in in_line if other.number < ticket.number and ticket not in before]
+            assert all(owners[other.owner] == self.client_rows for other in passed if other.owner), "the head is passed"
+            assert all(other.owner for other in passed), "the head is passed"
+
+    def check_left(self, before: dict[Ticket, int]) -> None:
+        for ticket, place in before.items():
+            if ticket.state == "preempted":
+                assert ticket.is_client and ticket not in self.drafts, "a client that drafts loses its row"
+                self.seen["preempted"] += 1
+            if ticket.state == "dropped" and ticket.away is None:
+                left = [other for other, shard in self.holders().items() if shard == place and other in before]
+                assert not any(self.scheduler.is_idle(other) for other in left), "an idle one stays"
+        super().check_left(before)
+
+
 def shared_pages(made: Scheduler, shard: int) -> set[int]:
     pages = [page for prefix in made._pools[shard]._prefixes for page in prefix.pages]
     assert len(pages) == len(set(pages)), "a page has not one owner"
@@ -961,6 +1220,11 @@ def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1000), WithClients)
     assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "dropped, being there")) > 30
+
+
+def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
+    seen = run_schedules(range(600), WithIdleClients)
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "preempted", "comes back")) > 30
 
 
 class Checking(WithClients):

@@ -17,7 +17,16 @@ from specjax.wire import FrameError
 from tests.serving.made_up_rows import DEPTH, NODES, MadeUpRows, next_token, told_of, whole
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-TERMS = Terms(nodes=NODES, depth=DEPTH, capacity=512, tells={"hidden": (2,)}, sessions=4, target="t", drafter="d")
+TERMS = Terms(
+    nodes=NODES,
+    depth=DEPTH,
+    capacity=512,
+    tells={"hidden": (2,)},
+    sessions=4,
+    sessions_per_owner=4,
+    target="t",
+    drafter="d",
+)
 
 
 class World:
@@ -43,9 +52,9 @@ class World:
 class Wire:
     """One connection, and what came over it."""
 
-    def __init__(self, world: World, owner: str = "me") -> None:
+    def __init__(self, world: World, owner: str = "me", counted_as: str | None = None) -> None:
         self.world, self.frames, self.error = world, [], None
-        self.connection = world.sessions.connect(owner, self.frames.append, self._close)
+        self.connection = world.sessions.connect(owner, self.frames.append, self._close, counted_as)
 
     def _close(self, error: FrameError) -> None:
         self.error = error
@@ -171,11 +180,12 @@ def test_the_same_draft_again_has_the_same_verdict_byte_for_byte():
     line = Wire(world)
     session = line.open()
     line.say(draft(session, PROMPT))
-    line.say(draft(session, PROMPT))  # while it is verified: the answer comes once
+    line.say(draft(session, PROMPT))  # while it is verified: it was heard, and the answer comes once
     world.settle()
-    (first,) = line.frames
+    opened, first = line.frames
+    assert isinstance(wire.decode_down(opened), wire.Opened)
     line.say(draft(session, PROMPT))
-    assert line.frames == [first, first]
+    assert line.frames == [opened, first, first]
     assert world.rows.verified == 1
 
 
@@ -302,7 +312,7 @@ def test_an_answer_comes_over_the_connection_that_there_is():
     first.say(draft(session, PROMPT))
     second.say(resume(session, PROMPT))
     second.say(draft(session, PROMPT, epoch=1))
-    assert [type(each) for each in second.heard()] == [wire.Ready, wire.Verdict]
+    assert [type(each) for each in second.heard()] == [wire.Ready, wire.Opened, wire.Verdict]
     assert first.heard() == []
 
 
@@ -438,31 +448,19 @@ def test_who_is_away_for_too_long_is_forgotten():
     assert line.heard() == [wire.Forgotten(session=session)]
 
 
-def test_the_row_of_who_sends_no_draft_may_go():
+def test_who_is_connected_and_sends_no_draft_keeps_its_session():
+    """Its row may be given to others meanwhile, which it need not know: see `specjax.serving.scheduler`."""
     world = World()
     line = Wire(world)
     session = line.open()
-    row = world.rows.rows[0]
     line.say(draft(session, PROMPT))
+    line.heard()
     world.now = 1000.0
     world.sessions.tick()
-    assert not row.is_away  # its draft is being verified
-    line.heard()
-    world.now += 119
-    world.sessions.tick()
-    assert not row.is_away
-    world.now += 1
-    world.sessions.tick()
-    assert row.is_away
-    assert world.sessions.statistics.sessions == 1
+    assert (world.rows.rows[0].is_away, world.sessions.statistics.sessions) == (False, 1)
     line.say(draft(session, AFTER, 2))
-    assert not row.is_away
     assert isinstance(line.heard()[0], wire.Verdict)
-    world.now += 120
-    world.sessions.tick()
-    line.say(resume(session, TEXT[: len(AFTER) + 3]))
-    world.sessions.tick()
-    assert not row.is_away
+    assert len(world.rows.rows) == 1
 
 
 # --- who may, and how much -------------------------------------------------------------------------------------------
@@ -581,6 +579,39 @@ def test_a_text_that_has_ended_makes_room():
     assert lines[3].heard() == [wire.Forgotten(session=sessions[3])]
     lines[3].say(resume(sessions[0], PROMPT))
     assert isinstance(lines[3].heard()[0], wire.Ready)
+
+
+def test_one_owner_has_so_many_sessions_and_another_one_has_room():
+    world = World(replace(TERMS, sessions=8, sessions_per_owner=None))
+    lines = [Wire(world) for _ in range(5)]
+    sessions = [line.open() for line in lines[:4]]  # half of all
+    lines[4].say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
+    (refused,) = lines[4].heard()
+    assert refused.code == "full"
+    assert refused.message.startswith("there are 4 sessions of this API key or address")
+    other = Wire(world, owner="you")
+    kept = other.open()
+    other.connection.lost()  # who is away makes room for who has the same owner alone
+    lines[4].say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
+    assert lines[4].heard()[0].code == "full"
+    lines[1].connection.lost()
+    lines[4].open()
+    lines[4].say(resume(sessions[1], PROMPT))
+    assert lines[4].heard() == [wire.Forgotten(session=sessions[1])]
+    back = Wire(world, owner="you")
+    back.say(resume(kept, PROMPT))
+    assert isinstance(back.heard()[0], wire.Ready)
+    assert [row.owner for row in world.rows.rows] == ["me"] * 4 + ["you", "me"]
+
+
+def test_who_has_no_key_is_counted_by_the_address_and_a_trusted_proxy_is_not():
+    world = World(replace(TERMS, sessions=9, sessions_per_owner=1))
+    by_address = [Wire(world, owner="", counted_as=address) for address in ("10.0.0.1/32", "10.0.0.2/32", "", "")]
+    for line in by_address:
+        line.open()
+    again = Wire(world, owner="", counted_as="10.0.0.1/32")
+    again.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
+    assert again.heard()[0].code == "full"
 
 
 def test_a_text_that_is_not_taken_needs_no_room():

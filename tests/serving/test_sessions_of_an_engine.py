@@ -3,6 +3,7 @@
 import os
 import queue
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,17 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
+    with serving() as made:
+        yield made
+
+
+@contextmanager
+def serving(**options: Any) -> Iterator[Served]:
     target = tiny_target()
     clients = ClientDrafts(Eagle3.init(target, jax.random.key(1)), nodes=6, depth=4)
     work: queue.SimpleQueue[Any] = queue.SimpleQueue()
     sizes = {"rows": 2, "widths": (2,), "capacity": 48, "page": 8, "chunk": 8}
-    with Engine(target, drafts=(None,), clients=clients, **sizes) as engine:
+    with Engine(target, drafts=(None,), clients=clients, **sizes, **options) as engine:
         tells = clients.tells(engine.target)
         sessions = Sessions(engine, Terms(nodes=6, depth=4, capacity=48, tells=tells), post=work.put)
         yield Served(engine, sessions, work)
@@ -153,3 +160,29 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     again.open()
     np.testing.assert_allclose(np.stack(client.told)[: len(again.told)], np.stack(again.told), atol=1e-4)
     again.say(wire.Close(session=again.session))
+
+
+@pytest.mark.full
+def test_sessions_that_take_each_others_row_hear_nothing_of_it_and_have_their_texts():
+    """One key has one of the two rows. Each draft takes it from the other session, which is idle."""
+    samplings: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]
+    with serving(client_idle_seconds=0.0) as served:
+        handles = [served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **each) for each in samplings]
+        expected = [[*PROMPT, *handle.result().tokens] for handle in handles]
+        clients, over = [Client(served, **each) for each in samplings], ""
+        for client in clients:
+            client.open()
+        while not over:
+            for client, text in zip(clients, expected, strict=True):
+                draft = client.draft([*text[len(client.text) : len(client.text) + 1], 0])
+                client.say(draft)
+                client.say(draft)  # again, for it may take long
+                assert isinstance(client.hear(), wire.Opened)
+                verdict = client.hear()
+                client.follow(draft, verdict)
+                over = verdict.over
+        statistics = served.engine.statistics.clients
+        assert statistics.preempted > 10
+        assert statistics.dropped == 0
+        assert [client.text for client in clients] == expected
+        assert [len(client.told) for client in clients] == [len(text) - 1 for text in expected]

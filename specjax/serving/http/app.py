@@ -79,6 +79,9 @@ class AppOptions:
         with_acceptance: tell in answers how the drafts of their texts fared.
         cors_origins: origins of web pages, such as ``https://chat.example``, whose scripts may send requests and read the
             answers; ``*``: all pages.
+        client_sessions: most texts that clients of one key draft at a time, or of one address where there are no keys; None:
+            half of all.
+        trusted_proxies: addresses or networks from which any number of them may come.
 
     Examples:
         >>> from specjax.serving.http.app import AppOptions
@@ -94,6 +97,8 @@ class AppOptions:
     body_seconds: float = 30.0
     with_acceptance: bool = False
     cors_origins: tuple[str, ...] = ()
+    client_sessions: int | None = None
+    trusted_proxies: tuple[str, ...] = ()
 
 
 class Service:
@@ -126,7 +131,9 @@ class Service:
         )
         self.texts = TokenTexts(tokenizer)
         self._most_characters = engine.capacity * max(map(len, tokenizer.get_vocab()))
-        self.drafts = None if engine.client_drafts is None else Drafts(engine)
+        self.drafts = None
+        if engine.client_drafts is not None:
+            self.drafts = Drafts(engine, options.client_sessions, options.trusted_proxies)
         self.metrics = Metrics(engine, options.names[0], self.drafts and self.drafts.statistics)
         self.is_draining = False
         self.begun = int(time.time())

@@ -5,12 +5,13 @@ so that nobody waits for a client that reads slowly.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from specjax.serving.http.places import network_of, networks
 from specjax.serving.sessions import Connection, Sessions, SessionStatistics, Terms
 from specjax.wire import MOST_UP, FrameError
 
@@ -26,8 +27,14 @@ class Drafts:
         most_up: bytes of a frame that comes.
     """
 
-    def __init__(self, engine: Any) -> None:
-        """At an ``engine`` that takes drafts of clients."""
+    def __init__(self, engine: Any, sessions_per_owner: int | None = None, trusted: Sequence[str] = ()) -> None:
+        """At an ``engine`` that takes drafts of clients.
+
+        Args:
+            engine: the engine.
+            sessions_per_owner: as in `specjax.serving.sessions.Terms`.
+            trusted: addresses, or networks, from which any number of sessions may come: proxies.
+        """
         taken = engine.client_drafts
         tells = taken.tells(engine.target)
         terms = Terms(
@@ -37,7 +44,9 @@ class Drafts:
             tells=tells,
             target=engine.target.fingerprint(),
             drafter="" if taken.drafter is None else taken.drafter.fingerprint(),
+            sessions_per_owner=sessions_per_owner,
         )
+        self._trusted = networks(trusted)
         self.sessions = Sessions(engine, terms, post=self._post)
         self.most_up = min(MOST_UP, 4 * engine.capacity + 4096)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,13 +62,20 @@ class Drafts:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(work)
 
+    def _network_of(self, websocket: WebSocket) -> str:
+        """The address of a client without a key, or its network; empty where nobody knows it, or a proxy is between."""
+        network = network_of("" if websocket.client is None else websocket.client.host, self._trusted)
+        return "" if network is None else str(network)
+
     async def serve(self, websocket: WebSocket) -> None:
         """One connection, until one of both ends it."""
         self._loop = asyncio.get_running_loop()
         await websocket.accept()
         waiting: asyncio.Queue[bytes] = asyncio.Queue()
         cut: asyncio.Future[FrameError] = self._loop.create_future()
-        connection = self.sessions.connect(websocket.scope["specjax.owner"], waiting.put_nowait, cut.set_result)
+        owner = websocket.scope["specjax.owner"]
+        counted_as = owner or self._network_of(websocket)
+        connection = self.sessions.connect(owner, waiting.put_nowait, cut.set_result, counted_as)
         reading = asyncio.ensure_future(_read(websocket, connection))
         writing = asyncio.ensure_future(_write(websocket, connection, waiting))
         ends: list[asyncio.Future[Any]] = [reading, writing, cut]

@@ -119,6 +119,8 @@ class _OfEngine:
         yield self._gauge("specjax:programs", "Programs that the engine uses, once they are compiled.", is_.programs)
         yield self._gauge("specjax:programs_compiled", "Of those, that are compiled.", is_.compiled)
         if self._sessions is not None:
+            taken = "Rows of idle clients that were given to others, until the client's next draft."
+            yield self._counter("specjax:client_preemptions", taken, is_.clients.preempted)
             yield from self._of_sessions(self._sessions)
 
     def _of_sessions(self, are: SessionStatistics) -> Iterator[Metric]:

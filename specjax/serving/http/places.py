@@ -79,7 +79,7 @@ class Places:
         Beyond the limits it has one of the reserved places. Are these taken, the oldest connection there that has asked for
         nothing gives way, and if all have asked, the oldest.
         """
-        owner = self._owner(address)
+        owner = network_of(address, self._trusted)
         refusal = ""
         if self._count >= self._most:
             refusal = "too many connections; try again later"
@@ -107,16 +107,24 @@ class Places:
             if not self._of[owner]:
                 del self._of[owner]
 
-    def _owner(self, address: str) -> Network | None:
-        """Whose connections are counted together; None: nobody's."""
-        if not address:
-            return None
-        found = ipaddress.ip_address(address.partition("%")[0])
-        found = getattr(found, "ipv4_mapped", None) or found
-        if any(found in network for network in self._trusted):
-            return None
-        # Who has IPv6 has 64 bits of addresses.
-        return ipaddress.ip_network((found, 64 if found.version == 6 else 32), strict=False)
+
+def network_of(address: str, trusted: Sequence[Network]) -> Network | None:
+    """The network whose clients are counted together with the one at an ``address``; None: they are not counted, for nobody
+    knows whence they come, or it is ``trusted``.
+
+    Examples:
+        >>> from specjax.serving.http.places import network_of, networks
+        >>> str(network_of("2001:db8::5", ())), network_of("10.0.0.1", networks(["10.0.0.0/8"]))
+        ('2001:db8::/64', None)
+    """
+    if not address:
+        return None
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed
+    if any(parsed in network for network in trusted):
+        return None
+    # Who has IPv6 has 64 bits of addresses.
+    return ipaddress.ip_network((parsed, 64 if parsed.version == 6 else 32), strict=False)
 
 
 def networks(names: Sequence[str]) -> list[Network]:

@@ -134,6 +134,7 @@ def test_a_text_and_what_prometheus_is_told():
         metrics = urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/metrics").read().decode()
     values = dict(re.findall(r"^specjax:client_(\w+)\{.*\} (\S+)$", metrics, re.MULTILINE))
     assert (values["sessions"], values["sessions_away"], values["sessions_opened_total"]) == ("2.0", "2.0", "2.0")
+    assert values["preemptions_total"] == "6.0"  # as the made up engine says
     assert float(values["drafts_total"]) > 8
     assert float(values["received_bytes_total"]) > 1000
     assert float(values["sent_bytes_total"]) > 1000
@@ -180,6 +181,29 @@ def test_no_one_without_a_key():
             session = open_session(mine)
             assert ask(other, resume(session, PROMPT)) == wire.Forgotten(session=session)
             assert ask(mine, draft(session, PROMPT)).token == AFTER[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "keys", "expected"),
+    [
+        ({}, ("", ""), wire.Refused),
+        ({"trusted_proxies": ("127.0.0.0/8",)}, ("", ""), wire.Opened),
+        ({"api_keys": KEYS, "only_loopback": False}, (KEYS[0], KEYS[0]), wire.Refused),
+        ({"api_keys": KEYS, "only_loopback": False}, KEYS, wire.Opened),
+    ],
+    ids=["one address", "a trusted proxy", "one key", "two keys"],
+)
+def test_one_key_or_address_has_so_many_sessions(options: dict[str, Any], keys: tuple[str, str], expected: type):
+    with serving(client_sessions=1, **options) as (_, address), line(address, keys[0]) as mine:
+        session = open_session(mine)
+        with line(address, keys[1]) as other:
+            answer = ask(other, begin())
+            assert isinstance(answer, expected)
+            if expected is wire.Refused:
+                assert answer.code == "full"
+                mine.send(wire.encode(wire.Close(session=session)))
+                assert isinstance(ask(mine, resume(session, PROMPT)), wire.Forgotten)
+                open_session(other)  # there is room again, over the same connection
 
 
 def test_no_page_of_another_site():
