@@ -171,7 +171,7 @@ def main(config: EngineHostConfig) -> None:
         raise InputError(
             f"repeats={config.repeats}, rows={config.rows}, new_tokens={config.new_tokens}: at least 1, at most 700"
         )
-    generator = pipeline.load(config.target, config.drafter)
+    generator = pipeline.load(config.target, config.drafter, generation_config=None)
     table = Table(title="milliseconds of the host, median (range)" if not config.real else "milliseconds, median (range)")
     for name in ("rows", "a submission", "a decode call"):
         table.add_column(name, justify="right")

@@ -1,6 +1,7 @@
 """Between text and tokens: prompts in, a stream of text out."""
 
 import json
+import logging
 import re
 import shutil
 from bisect import bisect_left
@@ -17,6 +18,15 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.progress import waiting
 from specjax.templates import Messages, Render, Settings, read_settings, renderer, settings_of, without_settings
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return "PyTorch was not found" not in record.getMessage()
+
+
+# Only transformers' tokenizers are used here, and they need no PyTorch. Its remark, made when it is imported, would stand above the
+# output of every program. Whatever else it has to say is let through; commands leave out more (specjax/cli/silence.py).
+logging.getLogger("transformers").addFilter(_is_not_about_torch)
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
 

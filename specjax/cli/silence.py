@@ -2,7 +2,7 @@
 
 transformers reads a checkpoint's tokenizer, and remarks on the configuration beside it as if it were to run the model. specjax
 reads that configuration itself, and refuses by name what it cannot follow. All else is let through: for instance, that a
-tokenizer splits text in a wrong way. A program that uses the library hears everything.
+tokenizer splits text in a wrong way. A program that uses the library hears all but that there is no PyTorch (specjax/text.py).
 """
 
 import logging
@@ -10,8 +10,6 @@ import warnings
 from dataclasses import dataclass
 
 REMARKS = {
-    # Tokenizers need no PyTorch.
-    "transformers": ("PyTorch was not found",),
     # A configuration is read as that of another class, or has its rotary embedding written in the older way.
     "transformers.configuration_utils": ("You are using a model of type", "got `key=rope_scaling` in kwargs"),
     "transformers.modeling_rope_utils": ("Unrecognized keys in `rope_parameters`",),
