@@ -24,8 +24,8 @@ def _is_not_about_torch(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
 
 
-# Only transformers' tokenizers are used here, and they need no PyTorch. Its remark, made when it is imported, would stand above the
-# output of every program. Whatever else it has to say is let through; commands leave out more (specjax/cli/silence.py).
+# Only transformers' tokenizers are used here, and they need no PyTorch. Its remark, made when it is imported, would stand above
+# the output of every program. Whatever else it has to say is let through; commands leave out more (specjax/cli/silence.py).
 logging.getLogger("transformers").addFilter(_is_not_about_torch)
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
