@@ -220,8 +220,8 @@ GREEDY = Sampling(temperature=0.0)
 class Distributions:
     """The distributions that each row's tokens are drawn from, as logits and a few numbers: every p is formed where it is read.
 
-    To form all of them takes another array of the logits' size, and to write one and read it back takes longer than to work
-    out again what is in it. Made by `distributions`; of one node a row, `probabilities` is as good.
+    Storing all probabilities would need an array as large as the logits. Recomputing them is faster than writing and reading
+    that array. Made by `distributions`; of one node a row, `probabilities` is as good.
 
     Attributes:
         values: ``[B, …, V]`` float32 log p, but for a scale and a constant.
@@ -265,8 +265,8 @@ class Distributions:
 
     def excess(self, ratio: jax.Array, q: jax.Array) -> jax.Array:
         """``[B, …]`` the sum of max(0, ratio * p - q) over the vocabulary, with ``ratio [B, …]`` and ``q [B, …, V]``."""
-        # Nothing here but arithmetic: so XLA sums it up in one pass also on a CPU, where a choice is written first.
-        # Behind the barrier the exponentials are others than those of ``total``: shared, they would be written, too.
+        # There is no `where` inside the sum: XLA's CPU backend would store its result. The barrier keeps XLA from sharing these
+        # exponentials with ``total``, which would store them, too.
         top, temperature = jax.lax.optimization_barrier((self.top, self.temperature))
         drawn = replace(self, top=top, temperature=temperature)._drawn()
         drawn = jnp.sum(jnp.maximum(0.0, ratio[..., None] * drawn - q), axis=-1)
@@ -539,7 +539,7 @@ def _block_tops(logits: jax.Array, count: int) -> jax.Array:
     """``[..., count]`` the largest of each block of ``logits [..., V]``; +inf in every block where one of all is NaN.
 
     XLA's CPU backend leaves NaN out of a maximum where it computes several side by side, and writes to memory what is chosen
-    before it is reduced. So NaN is looked for by a sum: of what has one sign it is NaN only where a part of it is.
+    before it is reduced. So NaN is found by summing absolute values: that sum is NaN only if an element is.
     """
     tops = jnp.max(logits.reshape(*logits.shape[:-1], count, -1), axis=-1)
     if not jnp.issubdtype(logits.dtype, jnp.inexact):

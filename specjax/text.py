@@ -592,7 +592,7 @@ class TextStream:
         # Special tokens are left out: decoding would skip them, and in a run of them it would skip all of them every time.
         self._tokens = [token for token in map(int, prompt) if self._kinds[token] != _NO_TEXT]
         self._ends_in_byte = False
-        # Only the end of a prompt is looked at token by token: its single bytes are not finished. A prompt may be long.
+        # The single bytes at the end of a prompt are not finished.
         start = len(self._tokens)
         while start and not self._is_text(self._tokens[start - 1]):
             start -= 1

@@ -88,7 +88,7 @@ class Tokens:
         literal = {each.content: i for i, each in added.items() if i not in special}
         plain = {token: i for token, i in vocabulary.items() if i not in special and i not in added}
         unknown = tokenizer.unk_token_id
-        # What a model expects after text that it could not read is no reason to draft the target's token for such text.
+        # The unknown token is left out: both models may have one, but it stands for different text in each.
         nothing = set() if unknown in roles.values() else {unknown}
         written = {token: i for token, i in vocabulary.items() if (i in special or i in added) and i not in nothing}
         unknown = roles.get("eos_token", 0) if unknown is None or (size is not None and unknown >= size) else unknown

@@ -41,8 +41,8 @@ class ServeConfig:
         max_queue: most requests that wait for a row; more are answered with 429.
         client_rows: most rows that clients of one API key, or of one address where there are no keys, have at a time, their
             drafts being verified; further ones wait. 0: half of ``rows``, at least 1.
-        client_sessions: most texts that such clients have open at a time; further ones are refused, and clients try again. 0:
-            half of all that are taken.
+        client_sessions: most texts that such clients have open at a time. A further one takes the place of one that has
+            ended, or whose client is away; else it is refused, and the client tries again. 0: half of all that are taken.
         cache_gb: memory of the caches, states of rows and of shared prefixes among them, in GB of 10**9 bytes; 0: enough for
             1024 tokens in every row.
         page: tokens of a page of the caches; 0: 64, on a TPU 256.

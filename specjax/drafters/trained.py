@@ -336,7 +336,7 @@ class TrainedDrafter(Drafter[State]):
         return DraftingReads(level=(self.own_weights, state, target.head_as_stored))
 
     def tokens_at_once(self, length: int) -> int:
-        """Tokens of a row that what it does once for a chain of ``length`` tokens is done for (`DraftingReads.step`)."""
+        """How many tokens of a row go through what is done once a draft (`DraftingReads.step`), for ``length`` tokens."""
         return 1
 
     @classmethod

@@ -270,7 +270,7 @@ def measure_acceptance(
 
 
 def _dynamic_trees(survival: tuple[float, ...], vocab: int) -> list[DynamicTree]:
-    """Those to try, for a chain that survives so. Of a tree of one level a static one says all."""
+    """The dynamic trees to try, given how far chains survive. Trees of one level are left out: static trees cover them."""
     depth = max(2, sum(chance >= _DEEP for chance in survival))
     if len(survival) < depth:
         return []

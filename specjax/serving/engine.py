@@ -168,7 +168,8 @@ class Engine:
             max_prediction: most tokens of a prediction that are copied in a step. With 0 a request may bring none.
             clients: what drafts come from clients, for `open_row`; None: there are no clients.
             client_rows: most rows that clients of one owner have at a time; None: half of ``rows``, at least 1.
-            client_idle_seconds: after which the row of a client that sends no draft is given to who waits, until its next one.
+            client_idle_seconds: seconds without a draft after which a client's row may go to a waiting request. The client gets
+                a row again when it next drafts.
             warm: compile everything and time it before this returns. Otherwise it returns when a plain request in one row can
                 be answered, and the rest is compiled meanwhile: texts are the same, more rows and drafts are used as they
                 become ready, and requests that need other programs wait for them. A mesh that spans processes is always warm.
@@ -367,8 +368,8 @@ class Engine:
 
         A row is the client's until the text is over, or it is closed or dropped: where others need rows or pages, first that of
         a client that is away (`ClientRow.is_away`). Next goes the row of a client that could draft and has not done so for
-        ``client_idle_seconds``. It is not told, and drafts when it likes: then it waits for a row again, its text is read, and
-        the verdict is the one that it would have had. As long as clients that draft have all rows, others wait: close what is
+        ``client_idle_seconds``. The client is not told. When it next drafts, it waits for a row, its text is read again, and
+        the verdict is the same. As long as clients that draft have all rows, others wait: close what is
         not used.
 
         Args:

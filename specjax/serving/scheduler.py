@@ -63,7 +63,7 @@ class Ticket:
         is_client: whether it is a client's.
         owner: whose it is; of one owner's clients only so many have rows at a time. Empty: they are not counted.
         away: since when the client is away, by the scheduler's count of departures; None: it is not.
-        idle_since: when its client could begin to draft, by the scheduler's clock; None: it could not, or has sent a draft.
+        idle_since: since when its client could draft and has not, by the scheduler's clock; None: it could not, or has drafted.
         needs: what it waits for beside a row, see `Scheduler.hold_back`; None: nothing.
         salt: only prompts with the same one share what was read of them.
     """
@@ -204,6 +204,7 @@ class Scheduler:
         self._departures = 0
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
         self._preempted: set[Ticket] = set()
+        self._looked_at = clock()  # when rows were given out last
         self.times_put_back = self.times_preempted = 0
         self.dropped: list[Ticket] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
@@ -311,9 +312,10 @@ class Scheduler:
         if not self._waiting:
             return None
         tickets = [self._holder(row).ticket for row in self.held]
-        now = self._clock()
-        left = [ticket.idle_since + self._idle_seconds - now for ticket in tickets if ticket.idle_since is not None]
-        return min((seconds for seconds in left if seconds > 0), default=None)
+        since = [ticket.idle_since for ticket in tickets if ticket.idle_since is not None]
+        # One that has become idle since rows were given out last is to be looked at once more: nobody else would wake us.
+        left = [since + self._idle_seconds - self._clock() for since in since if self._looked_at - since < self._idle_seconds]
+        return max(0.0, min(left)) if left else None
 
     def _next_number(self) -> int:
         self._submitted += 1
@@ -368,9 +370,10 @@ class Scheduler:
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
+        self._looked_at = self._clock()
         while ticket := self._head_of_line():
-            if self._has_all_its_rows(ticket.owner):
-                self._make_way(self._rows_of(ticket.owner))
+            if self._has_all_its_rows(ticket.owner):  # an idle client loses nothing, one that is away its session
+                self._make_way(self._rows_of(ticket.owner), is_idle_first=True)
                 continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             free = free if self.occupied < self._most_rows else []
@@ -537,7 +540,7 @@ class Scheduler:
         if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
             raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
         if any(ticket.state != "preempted" or ticket.row is not None for ticket in self._preempted):
-            raise RuntimeError("preempted: a client that has lost its row has one, or has gone on")
+            raise RuntimeError("preempted: a request in this set still has a row, or is in another state")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
             prefixes = [prefix for holder in holders for prefix in holder.prefixes]
@@ -642,13 +645,13 @@ class Scheduler:
             rows = list(held)  # without it nobody would go on: clients may do nothing for long
         return max(rows, key=lambda row: self._holder(row).ticket.number)
 
-    def _make_way(self, rows: Sequence[int]) -> bool:
+    def _make_way(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
         """Take the row of a client that does nothing: of those in ``rows`` the one that has been away for the longest, or else
-        the one that has been idle for the longest. False: there is none."""
+        the one that has been idle for the longest; with ``is_idle_first`` the other way round. False: there is none."""
         tickets = [self._holder(row).ticket for row in rows]
         away = [(ticket.away, ticket) for ticket in tickets if ticket.away is not None]
         idle = [(ticket.idle_since, ticket) for ticket in tickets if ticket.idle_since is not None and self.is_idle(ticket)]
-        if away:
+        if away and not (is_idle_first and idle):
             self._give_way(min(away, key=lambda pair: pair[0])[1])
         elif idle:
             self._preempt(min(idle, key=lambda pair: pair[0])[1])

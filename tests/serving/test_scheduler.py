@@ -763,6 +763,36 @@ def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> No
     assert (client.state, running.state, newer.state) == ("preempted", "running", "running")
 
 
+def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -> None:
+    """Nobody else would wake the engine: it must not wait for ever."""
+    clock = Clock()
+    made, (client,) = with_idle_clients(clock, 1, idle_seconds=2.0)
+    made.submit([7, 7], most=2)
+    clock.now = 1.999
+    assert not made.can_go_on()
+    clock.now = 2.001
+    assert made.seconds_until_idle() == 0.0
+    assert made.can_go_on()
+    assert client.state == "preempted"
+
+
+def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -> None:
+    """It loses nothing, and the other one its session, although rows are free."""
+    clock = Clock()
+    made = scheduler(rows=4, client_rows=2, clock=clock)
+    away, idle = (made.submit([token] * 6, most=6, is_client=True, owner="one") for token in range(2))
+    held(made, away, idle)
+    made.may_draft(idle)
+    made.set_away(away, True)
+    clock.now += 10.0
+    third = made.submit([7] * 6, most=6, is_client=True, owner="one")
+    read_all(made)
+    assert (away.state, idle.state, third.state) == ("held", "preempted", "held")
+    made.submit([8] * 6, most=6, is_client=True, owner="one")
+    read_all(made)
+    assert away.state == "dropped"
+
+
 def test_who_is_away_is_dropped_before_anybody_is_preempted() -> None:
     clock = Clock()
     made, (first, second) = with_idle_clients(clock, 2)

@@ -93,7 +93,7 @@ class TextRequest:
         n: texts for each prompt.
         max_tokens: of each text; None: as many as fit.
         min_tokens: before which no text ends.
-        temperature: this and the next three as in `specjax.pipeline.settings`, the model's defaults among them.
+        temperature: 0 is greedy. What a request leaves out of this and the next three is `Limits.default_sampling`.
         top_p: in (0, 1].
         top_k: 0 is no limit.
         min_p: in [0, 1].
