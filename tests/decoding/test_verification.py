@@ -27,7 +27,7 @@ from specjax.drafters.expansion import expand
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
-from specjax.sampling import RowSampling, Sampling, draw, probabilities, split_keys
+from specjax.sampling import Distributions, RowSampling, Sampling, draw, probabilities, split_keys
 
 V, GAMMA, HORIZON = 5, 3, 3
 TIERS = pytest.mark.parametrize("draws", [32_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
@@ -432,7 +432,14 @@ def dropping(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.A
 
 
 def unwarped_bonus(real: Any) -> Any:
-    return lambda logits, sampling: real(logits, sampling).at[:, -1].set(jax.nn.softmax(logits[:, -1]))
+    def unwarped(logits: jax.Array, sampling: RowSampling) -> Distributions:
+        """Of the last node what the target has before it is warped, as every distribution's logits."""
+        found = real(logits, sampling)
+        total = jnp.sum(jnp.exp(logits[:, -1]), axis=-1)
+        numbers = {"values": logits[:, -1], "top": 0.0, "temperature": 1.0, "total": total, "is_certain": False}
+        return found.replace(**{name: getattr(found, name).at[:, -1].set(value) for name, value in numbers.items()})
+
+    return unwarped
 
 
 WARPED = Case(sampling=SETTINGS[8])
@@ -444,10 +451,10 @@ MUTANTS = {
     "residual without the ratio": patched(
         "full block",
         Case("zeros"),
-        (verification, "_draw_residual", lambda real: lambda ratio, p, q, keys: real(jnp.ones_like(ratio), p, q, keys)),
+        (verification, "_residual", lambda real: lambda ratio, *others: real(jnp.ones_like(ratio), *others)),
     ),
     "no residual": patched(
-        "full rejection", Case(), (verification, "_draw_residual", lambda real: lambda ratio, p, q, keys: draw(p, keys))
+        "full rejection", Case(), (verification, "_residual", lambda real: lambda ratio, p, q, drafted, node: p.at(node))
     ),
     "q not renormalised": patched(
         "verify",
@@ -458,7 +465,7 @@ MUTANTS = {
             lambda real: lambda mass, otherwise: mass if mass is otherwise else real(mass, otherwise),
         ),
     ),
-    "bonus of the unwarped target": patched("block", WARPED, (verification, "probabilities", unwarped_bonus)),
+    "bonus of the unwarped target": patched("block", WARPED, (verification, "distributions", unwarped_bonus)),
     "one key judges and draws": patched(
         "full rejection",
         Case(),

@@ -121,6 +121,13 @@ class Client:
             parents=wire.pack([255, *range(len(ahead)), 0], "uint8"),
         )
 
+    def verdict(self) -> wire.Verdict:
+        """Wait for the verdict. A draft that is sent again while it waits is answered with another message: it was heard."""
+        while isinstance(message := self.hear(), wire.Opened):
+            pass
+        assert isinstance(message, wire.Verdict)
+        return message
+
     def follow(self, draft: wire.Draft, verdict: wire.Verdict) -> None:
         tokens = wire.unpack(draft.tokens).tolist()
         self.text += [*(tokens[node] for node in verdict.accepted), verdict.token]
@@ -145,7 +152,7 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
             client.connect()
             if client.resume() == len(client.text):
                 client.say(msgspec.structs.replace(draft, epoch=client.epoch))
-        verdict = client.hear()
+        verdict = client.verdict()
         client.follow(draft, verdict)
         over = verdict.over
         if 0.3 < how < 0.5 and not over:  # the client forgets something
@@ -169,18 +176,18 @@ def test_sessions_that_take_each_others_row_hear_nothing_of_it_and_have_their_te
     with serving(client_idle_seconds=0.0) as served:
         handles = [served.engine.submit(PROMPT, max_new_tokens=LIMIT, eos_token_ids=(), **each) for each in samplings]
         expected = [[*PROMPT, *handle.result().tokens] for handle in handles]
-        clients, over = [Client(served, **each) for each in samplings], ""
+        clients = [Client(served, **each) for each in samplings]
         for client in clients:
             client.open()
-        while not over:
-            for client, text in zip(clients, expected, strict=True):
+        under_way = list(zip(clients, expected, strict=True))
+        while under_way:
+            for client, text in list(under_way):
                 draft = client.draft([*text[len(client.text) : len(client.text) + 1], 0])
                 client.say(draft)
-                client.say(draft)  # again, for it may take long
-                assert isinstance(client.hear(), wire.Opened)
-                verdict = client.hear()
+                verdict = client.verdict()
                 client.follow(draft, verdict)
-                over = verdict.over
+                if verdict.over:
+                    under_way.remove((client, text))
         statistics = served.engine.statistics.clients
         assert statistics.preempted > 10
         assert statistics.dropped == 0

@@ -74,6 +74,7 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
 @pytest.mark.full
 def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
     """More than fit the pages: some are put back, and report each token once."""
+    engine.submit(PROMPT, max_new_tokens=1, temperature=0.7, seed=0).result(PATIENCE)  # what makes keys may have been freed
     before = compilations()
     wishes = [{"logprobs": 2}, {}, {"logprobs": 0, "echo": True}, {"spans": True}, {"prediction": [4, 2, 7, 1, 5, 5]}, {}]
     handles = [
