@@ -11,6 +11,11 @@ GenerationConfig = Literal["auto", "none"]
 """Whether a checkpoint's own sampling parameters stand where an option, or a request, states none."""
 
 
+def read_choice(choice: GenerationConfig) -> Literal["auto"] | None:
+    """Return what `specjax.load` is given for an option ``--generation-config``."""
+    return None if choice == "none" else choice
+
+
 def say_defaults(default_sampling: Sampling | None, otherwise: str, stated: Mapping[str, Any] | None = None) -> None:
     """Say in a line which of a checkpoint's sampling parameters are in force; nothing where none is.
 

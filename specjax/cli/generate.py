@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 
 from specjax import pipeline, text
-from specjax.cli.defaults import GenerationConfig, say_defaults
+from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.names import parse_shape
@@ -113,7 +113,7 @@ def load_generator(config: GenerateConfig) -> pipeline.TextGenerator:
     shape = parse_shape(config.draft) if config.draft not in ("", "auto") else None
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
     kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
-    kept |= {"generation_config": None if config.generation_config == "none" else config.generation_config}
+    kept |= {"generation_config": read_choice(config.generation_config)}
     return pipeline.load(config.target, config.drafter, draft=shape, mesh=mesh, **kept)
 
 

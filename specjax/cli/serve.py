@@ -12,7 +12,7 @@ import jax
 import tyro
 
 from specjax import decoding, pipeline
-from specjax.cli.defaults import GenerationConfig, say_defaults
+from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
 from specjax.drafters import NoDraft
 from specjax.drafters.mixture_of_attentions import with_told
 from specjax.errors import InputError
@@ -204,7 +204,7 @@ def engine_options(config: ServeConfig) -> tuple[dict[str, Any], str]:
     mesh = mesh_for(config.mesh)
     kept = {"dtype": config.dtype or None, "weights": config.weights, "cache_dtype": config.cache_dtype}
     kept |= {"chat_template": config.chat_template, "chat_template_kwargs": config.chat_template_kwargs}
-    kept |= {"generation_config": None if config.generation_config == "none" else config.generation_config}
+    kept |= {"generation_config": read_choice(config.generation_config)}
     generator = pipeline.load(config.target, config.drafter, mesh=mesh, **kept)
     say_defaults(generator.default_sampling, "temperature 1")
     drafter = generator.drafter

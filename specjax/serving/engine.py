@@ -47,7 +47,6 @@ USUAL_TEXT = 1024
 """Tokens a row that there are pages for, unless asked for otherwise."""
 
 _LOGGER = logging.getLogger(__name__)
-_COUNTED = tuple(Stats.__dataclass_fields__)  # what a decode call counts in each row
 
 
 @dataclass(frozen=True)
@@ -823,13 +822,12 @@ class Engine:
     ) -> bool:
         """Note what a decode call has come to, and what it took. Return whether a text still runs."""
         is_copying = isinstance(self._choice.drafts[call[1]], Copies)
-        stats = Stats(*(getattr(progress.stats, name) for name in _COUNTED))
         with self._wake:
             self._counts["calls"] += 1
             rows, copying_rows = [], []
             for row, (ticket, handle) in snapshot.items():
                 try:
-                    self._take_row(progress, stats, row, ticket, handle)
+                    self._take_row(progress, row, ticket, handle)
                 except Exception as error:  # this text's: the others go on
                     self._give_up(ticket, handle, error)
                     continue
@@ -837,9 +835,9 @@ class Engine:
                 if handle.wanted.prediction:
                     copying_rows.append(row)
             # All rows at once: with many, a few operations for each would keep the device waiting.
-            new = _difference(stats, self._counted, rows)
-            measured = _difference(stats, self._counted, copying_rows) if is_copying else new
-            self._counted = _copies(stats)
+            new = _difference(progress.stats, self._counted, rows)
+            measured = _difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            self._counted = _copies(progress.stats)
             self._total.add(new)
             self._choice.record(
                 *call,
@@ -852,10 +850,10 @@ class Engine:
             )
             return bool(self._scheduler.running)
 
-    def _take_row(self, progress: device_rows.Progress, stats: Stats, row: int, ticket: Ticket, handle: Handle) -> None:
+    def _take_row(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> None:
         """Note what one row has come to. With the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
-        handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(stats).values())), matched)
+        handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched)
         if self._scheduler.ticket_of(row) is ticket:  # it was not cancelled meanwhile
             news = self._news(progress, row, ticket, handle)
             self._scheduler.decoded(row, news.tokens, news.done)

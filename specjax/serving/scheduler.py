@@ -312,10 +312,10 @@ class Scheduler:
         if not self._waiting:
             return None
         tickets = [self._holder(row).ticket for row in self.held]
-        since = [ticket.idle_since for ticket in tickets if ticket.idle_since is not None]
+        starts = [ticket.idle_since for ticket in tickets if ticket.idle_since is not None]
         # One that has become idle since rows were given out last is to be looked at once more: nobody else would wake us.
-        left = [since + self._idle_seconds - self._clock() for since in since if self._looked_at - since < self._idle_seconds]
-        return max(0.0, min(left)) if left else None
+        not_seen_idle = [start for start in starts if self._looked_at - start < self._idle_seconds]
+        return max(0.0, min(not_seen_idle) + self._idle_seconds - self._clock()) if not_seen_idle else None
 
     def _next_number(self) -> int:
         self._submitted += 1

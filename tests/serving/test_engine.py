@@ -856,7 +856,7 @@ FAULTS_OF_ONE_TEXT = {
     "nobody has asked for it, and it runs": forget_who_asked_once_it_runs,
     "the device has lost tokens": make_the_device_lose_tokens,
     "its statistics": make_the_handle_fail("take_stats"),
-    "its row": make_a_method_fail("_take_row", 3),
+    "its row": make_a_method_fail("_take_row", 2),
     "its tokens": make_the_handle_fail("deliver"),
 }
 
