@@ -37,7 +37,7 @@ from benchmarks.network import FIVE_G, FOUR_G, NONE, Conditions, Proxy
 from benchmarks.serving_clients import Answer, Request, over_http, tokens_of
 from benchmarks.serving_servers import Running, Server
 from specjax import client, text
-from specjax.client.device import Device
+from specjax.client.device import ClientDevice
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
@@ -218,7 +218,7 @@ class Stopwatch:
         calls: drafts so far.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: ClientDevice) -> None:
         """Of a ``device``, from now on."""
         self.seconds, self.calls = 0.0, 0
         for name in ("propose", "hear", "assume"):

@@ -1,7 +1,7 @@
 """What needs no clock of a client and a server: bytes of a round, drafts from numbers with fewer digits, text after a cut.
 
-The client's own parts do the work, in one process and without a socket: `specjax.client.device.Device` hears what the target
-tells of a text that is there already, and drafts below it.
+The client's own parts do the work, in one process and without a socket: `specjax.client.device.ClientDevice` receives the
+target's hidden states of a text that is there already, and drafts below it.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import numpy as np
 
 import specjax
 from specjax import wire
-from specjax.client.device import ALONE, Device, Settings
+from specjax.client.device import ALONE, ClientDevice, Settings
 from specjax.client.speculation import Speculation
 from specjax.drafters import Drafter, Eagle3, MixtureOfAttentions
 from specjax.drafters.mixture_of_attentions import with_told
@@ -92,7 +92,7 @@ def draft(nodes: int) -> bytes:
     tokens, parents = np.zeros(nodes + 1, np.int32), np.maximum(np.arange(-1, nodes), 0).astype(np.uint8)
     parents[0] = NO_PARENT
     packed = {"tokens": wire.pack(tokens, "int32"), "parents": wire.pack(parents, "uint8")}
-    return wire.encode(wire.Draft(session=bytes(16), epoch=0, sequence=100, base=500, digest=bytes(8), **packed))
+    return wire.encode(wire.DraftMessage(session=bytes(16), epoch=0, sequence=100, base=500, digest=bytes(8), **packed))
 
 
 def verdict(tells: Mapping[str, tuple[int, ...]], tokens: int, precision: wire.Precision) -> bytes:
@@ -100,7 +100,7 @@ def verdict(tells: Mapping[str, tuple[int, ...]], tokens: int, precision: wire.P
     draw = np.random.default_rng(0)
     arrays = {name: wire.pack(draw.standard_normal((tokens, *each)), precision) for name, each in tells.items()}
     accepted = list(range(1, tokens))
-    answer = wire.Verdict(
+    answer = wire.VerdictMessage(
         session=bytes(16), epoch=0, sequence=100, accepted=accepted, token=1000, arrays=arrays, over="", seconds=0.025
     )
     return wire.encode(answer)
@@ -122,7 +122,7 @@ class Reading:
         self.texts = texts
         room = texts.shape[1] + 2 * ALONE
         most = [room, target.config.max_positions, drafter.max_positions or room]
-        self.device = Device(target, drafter, [Chain(CHAIN)], min(most))
+        self.device = ClientDevice(target, drafter, [Chain(CHAIN)], min(most))
         self.settings = Settings.of(GREEDY, seed=0)
         taps = drafter.taps(target.config)
 

@@ -27,7 +27,7 @@ from specjax.decoding.rows import Progress
 from specjax.decoding.stats import Stats
 from specjax.errors import InputError
 from specjax.serving import Engine
-from specjax.serving.device import Device
+from specjax.serving.device import EngineDevice
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class EngineHostConfig:
 
 
 class InstantDevice:
-    """Stands for an engine's `Device`: every answer is there at once, and each step emits two tokens in each row.
+    """Stands for an engine's `EngineDevice`: every answer is there at once, and each step emits two tokens in each row.
 
     Attributes:
         gaps: seconds from the answer to one decode call until the next is asked for, where all rows had a text in both.
     """
 
-    def __init__(self, device: Device, token: int) -> None:
+    def __init__(self, device: EngineDevice, token: int) -> None:
         """Make answers of ``token`` in place of ``device``, whose other methods and sizes remain."""
         self._device, self._token = device, token
         rows, self._most = device.sizes.rows, device.sizes.steps * (device.depth + 1)

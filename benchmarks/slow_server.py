@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from specjax.cli.main import main
-from specjax.serving.device import Device
+from specjax.serving.device import EngineDevice
 
 
 class Slow:
@@ -47,7 +47,7 @@ class Slow:
     def once(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, which is a pass, slower."""
 
-        def slow(device: Device, *given: Any, **named: Any) -> Any:
+        def slow(device: EngineDevice, *given: Any, **named: Any) -> Any:
             started = time.perf_counter()
             found = jax.block_until_ready(call(device, *given, **named))
             self.wait(started, 1)
@@ -58,7 +58,7 @@ class Slow:
     def steps(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, which is as many passes as its rows have made steps, slower."""
 
-        def slow(device: Device, *given: Any, **named: Any) -> Any:
+        def slow(device: EngineDevice, *given: Any, **named: Any) -> Any:
             started, before = time.perf_counter(), np.asarray(device.state.stats.steps)
             progress = jax.block_until_ready(call(device, *given, **named))
             made = np.asarray(progress.stats.steps) - before
@@ -70,8 +70,8 @@ class Slow:
 
 def slow_down(slow: Slow) -> None:
     """From now on the target of every engine in this process waits in each pass."""
-    Device.verify, Device.read = slow.once(Device.verify), slow.once(Device.read)
-    Device.decode = slow.steps(Device.decode)
+    EngineDevice.verify, EngineDevice.read = slow.once(EngineDevice.verify), slow.once(EngineDevice.read)
+    EngineDevice.decode = slow.steps(EngineDevice.decode)
 
 
 if __name__ == "__main__":

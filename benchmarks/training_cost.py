@@ -23,7 +23,7 @@ from rich.table import Table
 
 import specjax
 from specjax.errors import InputError
-from specjax.training.contract import Given, TrainingMethod
+from specjax.training.contract import StudentInputs, TrainingMethod
 from specjax.training.methods import Eagle3Training, HassTraining, MoATraining
 
 
@@ -59,7 +59,7 @@ def methods(length: int) -> dict[str, TrainingMethod]:
 def compiled(method: TrainingMethod, target: specjax.Target, batch: dict[str, jax.Array]) -> tuple[Callable[[], Any], float]:
     """A step, and the floating point operations that the compiler counts in it."""
     vocab = target.config.vocab_size
-    given = Given(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
+    given = StudentInputs(tokenizer=None, counts=np.ones(vocab), target=target)  # pyright: ignore[reportArgumentType]
     student: Any = method.init(jax.random.key(0), given)
 
     def loss(params: Any, target: specjax.Target, batch: dict[str, jax.Array]) -> jax.Array:

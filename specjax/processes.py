@@ -53,7 +53,7 @@ JAX need not look: in a pod of Kubernetes it would complain that it cannot ask t
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where a process stands among those that it works with.
 
     Attributes:
@@ -63,8 +63,8 @@ class Place:
         devices: numbers of the devices of its host that are its own; None: all.
 
     Examples:
-        >>> from specjax.processes import Place
-        >>> Place("10.0.0.1:8476", count=2, number=1)
+        >>> from specjax.processes import ProcessPlace
+        >>> ProcessPlace("10.0.0.1:8476", count=2, number=1)
         Place(address='10.0.0.1:8476', count=2, number=1, devices=None)
     """
 
@@ -103,7 +103,7 @@ class Member:
         return f"process {self.number} ({self.host}, pid {self.pid})"
 
 
-def find(environment: Mapping[str, str] = os.environ) -> Place | None:
+def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
     """What the environment says of this process's place; None: it works alone.
 
     Three variables say it on any machines: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID. LeaderWorkerSets of
@@ -125,7 +125,7 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
     if address := environment.get("JAX_COORDINATOR_ADDRESS"):
         count, number = (_number_in(environment, name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         if count is not None and number is not None:
-            return _checked(Place(address, count, number))
+            return _checked(ProcessPlace(address, count, number))
         found = _of_scheduler(environment)
         if found is None:
             raise InputError(
@@ -133,17 +133,17 @@ def find(environment: Mapping[str, str] = os.environ) -> Place | None:
                 "set JAX_NUM_PROCESSES and JAX_PROCESS_ID too"
             )
         count, number = found.count if count is None else count, found.number if number is None else number
-        return _checked(Place(address, count, number, found.devices))
+        return _checked(ProcessPlace(address, count, number, found.devices))
     if leader := environment.get("LWS_LEADER_ADDRESS"):
         count, number = (_number_in(environment, name) for name in ("LWS_GROUP_SIZE", "LWS_WORKER_INDEX"))
         if count is None or number is None:
             raise InputError(f"LWS_LEADER_ADDRESS={leader!r}: LWS_GROUP_SIZE and LWS_WORKER_INDEX are not both set: set them")
         port = _number_in(environment, "JAX_COORDINATOR_PORT") or PORT
-        return _checked(Place(f"{leader}:{port}", count, number))
+        return _checked(ProcessPlace(f"{leader}:{port}", count, number))
     return _of_scheduler(environment)
 
 
-def _checked(place: Place) -> Place | None:
+def _checked(place: ProcessPlace) -> ProcessPlace | None:
     host, colon, port = place.address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
         raise InputError(f"the address of the first process is {place.address!r}: give HOST:PORT, as JAX_COORDINATOR_ADDRESS")
@@ -161,7 +161,7 @@ def _number_in(environment: Mapping[str, str], variable: str) -> int | None:
     return None if value is None else int(value)
 
 
-def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
+def _of_scheduler(environment: Mapping[str, str]) -> ProcessPlace | None:
     """What a scheduler that JAX knows says."""
     # JAX has no public name for what `jax.distributed.initialize` finds, and that alone would not say who is who.
     from jax._src.cloud_tpu_init import running_in_cloud_tpu_vm
@@ -182,7 +182,7 @@ def _of_scheduler(environment: Mapping[str, str]) -> Place | None:
     # JAX takes a task of Slurm's to be one device's. Where a node has one task alone, all of its devices are meant.
     if environment.get("SLURM_STEP_NUM_NODES") == str(count):
         devices = None
-    return Place(address, count, number, None if devices is None else tuple(devices))
+    return ProcessPlace(address, count, number, None if devices is None else tuple(devices))
 
 
 def _join_seconds() -> float:
@@ -365,7 +365,7 @@ def speaks() -> bool:
     return _joined is None or _joined.is_first
 
 
-def join(place: Place | None = None, *, task: str = "", say: Callable[[str], None] | None = None) -> Processes | None:
+def join(place: ProcessPlace | None = None, *, task: str = "", say: Callable[[str], None] | None = None) -> Processes | None:
     """Meet the other processes, and give JAX the devices of all. To be called before the first array is made.
 
     Args:
@@ -438,7 +438,7 @@ def _versions() -> str:
     return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
 
 
-def _gather(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
+def _gather(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
     """In the first process: wait until all others have said who they are, and tell each the roster."""
     deadline = time.monotonic() + seconds
     here: dict[int, tuple[Member, _Link]] = {}
@@ -524,7 +524,7 @@ def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
     return member if is_one and 0 <= member.number < member.count else None
 
 
-def _report(place: Place, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
+def _report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, _Link]]:
     """In every other process: tell the first who this is, and wait for the roster."""
     deadline = time.monotonic() + seconds
     host, _, port = place.address.rpartition(":")

@@ -147,7 +147,7 @@ class Generate:
             if name not in batch:
                 raise InputError(f"column={name!r}: the batch has {', '.join(batch)}: name one of these")
         numbers = [int(number) for number in batch[self.copy]] if self.copy else [0] * len(batch[self.column])
-        rows = [_Row(value, f"{self.column} of row {row}") for row, value in enumerate(batch[self.column])]
+        rows = [_PromptRow(value, f"{self.column} of row {row}") for row, value in enumerate(batch[self.column])]
         begun = [self._begin(row, number) for row, number in zip(rows, numbers, strict=True)]
         return {**batch, **_columns([end() for end in begun])}
 
@@ -161,7 +161,7 @@ class Generate:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _begin(self, row: "_Row", number: int) -> Callable[[], dict[str, Any]]:
+    def _begin(self, row: "_PromptRow", number: int) -> Callable[[], dict[str, Any]]:
         """Ask for what follows a prompt; what is returned waits for it, and gives the new columns of the row."""
         try:
             prompt = self._engine.encode(row.prompt)
@@ -178,7 +178,7 @@ class Generate:
         handle = self._engine.submit(prompt, key=key, is_chat=row.is_chat, **self._settings)
         return lambda: self._written(row, prompt, handle.result())
 
-    def _written(self, row: "_Row", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
+    def _written(self, row: "_PromptRow", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
         written = WrittenTokens.of_turns([(prompt, answer.tokens)], self._fingerprints[row.is_chat])
         said = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": "", **written.record()}
         if row.is_chat:
@@ -186,7 +186,7 @@ class Generate:
         # Both together: a character may lie on either side of the cut.
         return said | {"text": self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)}
 
-    def _left_out(self, row: "_Row", why: str) -> dict[str, Any]:
+    def _left_out(self, row: "_PromptRow", why: str) -> dict[str, Any]:
         nothing = {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[row.is_chat]}
         left = {"answer": "", REGENERATED_FROM: row.origin, "left_out": why, **nothing}
         return left | ({"messages": list(row.prompt)} if row.is_chat else {"text": ""})
@@ -197,7 +197,7 @@ def _on_host() -> AbstractContextManager[Any]:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
 
 
-class _Row:
+class _PromptRow:
     """A prompt, in whatever form a column has it.
 
     Attributes:

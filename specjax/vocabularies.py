@@ -32,7 +32,7 @@ _BYTES_ALONE = frozenset(character for character in _BYTE_OF if ord(character) >
 
 
 @dataclass(frozen=True)
-class Tokens:
+class VocabularyTokens:
     """The tokens of a tokenizer, by what they stand for.
 
     Attributes:
@@ -42,8 +42,8 @@ class Tokens:
         written: the ids of special and other added tokens by how they are written, but for that of what has no token.
 
     Examples:
-        >>> from specjax.vocabularies import Tokens, texts_of
-        >>> tokens = Tokens(texts_of({"▁the": 3, "A": 4, "<0x41>": 0}), {"eos_token": 2})
+        >>> from specjax.vocabularies import VocabularyTokens, texts_of
+        >>> tokens = VocabularyTokens(texts_of({"▁the": 3, "A": 4, "<0x41>": 0}), {"eos_token": 2})
         >>> tokens.by_text
         {b' the': 3, b'A': 4}
         >>> len(tokens)  # different texts, and an end
@@ -65,7 +65,7 @@ class Tokens:
         return {*self.roles.values(), *self.written.values()} - self.texts.keys()
 
     @classmethod
-    def of(cls, tokenizer: Any, size: int | None = None) -> "Tokens":
+    def of(cls, tokenizer: Any, size: int | None = None) -> "VocabularyTokens":
         """Those of a tokenizer of transformers.
 
         Args:
@@ -74,9 +74,9 @@ class Tokens:
 
         Examples:
             >>> from specjax.assets import embedded
-            >>> from specjax.vocabularies import Tokens
+            >>> from specjax.vocabularies import VocabularyTokens
             >>> tokenizer = specjax.text.load_tokenizer(embedded("target"))
-            >>> tokens = Tokens.of(tokenizer)
+            >>> tokens = VocabularyTokens.of(tokenizer)
             >>> tokens.texts[tokens.by_text[b" import"]]
             b' import'
         """
@@ -135,20 +135,20 @@ def texts_of(vocabulary: Mapping[str, int], added: Mapping[str, int] | None = No
     return {i: text for _, i, text in sorted(found)}
 
 
-def shared_tokens(target: Tokens, draft: Tokens) -> dict[int, int]:
+def shared_tokens(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]:
     """The draft's token for each of the target's that it has too, ascending; no two of them alike.
 
     Special tokens, and others that were added, are the same where they are written alike; of the rest, where a text ends and
     where it begins. A special token and a word of the vocabulary are never the same.
 
     Examples:
-        >>> from specjax.vocabularies import Tokens, shared_tokens, texts_of
-        >>> target = Tokens(texts_of({"Ġthe": 0, "Ġcat": 1, "Ċ": 2}), {"eos_token": 3})
-        >>> draft = Tokens(texts_of({"<0x0A>": 0, "▁cat": 8, "▁dog": 9}), {"eos_token": 5})
+        >>> from specjax.vocabularies import VocabularyTokens, shared_tokens, texts_of
+        >>> target = VocabularyTokens(texts_of({"Ġthe": 0, "Ġcat": 1, "Ċ": 2}), {"eos_token": 3})
+        >>> draft = VocabularyTokens(texts_of({"<0x0A>": 0, "▁cat": 8, "▁dog": 9}), {"eos_token": 5})
         >>> shared_tokens(target, draft)
         {1: 8, 2: 0, 3: 5}
-        >>> target = Tokens({0: b"cat"}, {"eos_token": 3}, written={"<|im_start|>": 2, "<|im_end|>": 3})
-        >>> draft = Tokens({8: b"cat"}, {"eos_token": 1}, written={"<|im_start|>": 6, "<|im_end|>": 7, "</s>": 1})
+        >>> target = VocabularyTokens({0: b"cat"}, {"eos_token": 3}, written={"<|im_start|>": 2, "<|im_end|>": 3})
+        >>> draft = VocabularyTokens({8: b"cat"}, {"eos_token": 1}, written={"<|im_start|>": 6, "<|im_end|>": 7, "</s>": 1})
         >>> shared_tokens(target, draft)  # what is written alike goes before what has one role
         {0: 8, 2: 6, 3: 7}
     """
@@ -163,15 +163,15 @@ def shared_tokens(target: Tokens, draft: Tokens) -> dict[int, int]:
     return dict(sorted(shared.items()))
 
 
-def read_as(target: Tokens, draft: Tokens) -> dict[int, int]:
+def read_as(target: VocabularyTokens, draft: VocabularyTokens) -> dict[int, int]:
     """What a draft model reads for each of the target's tokens: the same token; where it has none, the longest end of it.
 
-    For special tokens that it lacks it reads `Tokens.unknown`.
+    For special tokens that it lacks it reads `VocabularyTokens.unknown`.
 
     Examples:
-        >>> from specjax.vocabularies import Tokens, read_as, texts_of
-        >>> target = Tokens(texts_of({"Ġthe": 0, "Ġcats": 1}), {"bos_token": 2})
-        >>> draft = Tokens(texts_of({"▁the": 4, "ts": 5, "s": 6}), {}, unknown=7)
+        >>> from specjax.vocabularies import VocabularyTokens, read_as, texts_of
+        >>> target = VocabularyTokens(texts_of({"Ġthe": 0, "Ġcats": 1}), {"bos_token": 2})
+        >>> draft = VocabularyTokens(texts_of({"▁the": 4, "ts": 5, "s": 6}), {}, unknown=7)
         >>> read_as(target, draft)
         {0: 4, 1: 5, 2: 7}
     """

@@ -125,6 +125,6 @@ def test_the_page_names_the_command() -> None:
 def test_verdicts_have_the_size_that_is_counted() -> None:
     frame = client_server_counts.verdict({"hidden": (64,)}, 3, "float16")
     answer = wire.decode_down(frame)
-    assert isinstance(answer, wire.Verdict)
+    assert isinstance(answer, wire.VerdictMessage)
     assert len(answer.accepted) == 2
     assert wire.unpack(answer.arrays["hidden"]).shape == (3, 64)

@@ -26,7 +26,7 @@ from specjax.assets import embedded
 from specjax.chips import Chip
 from specjax.cli import client, env
 from specjax.cli.main import COMMANDS, Command, Group, main
-from specjax.client.events import Report
+from specjax.client.events import TextReport
 from specjax.drafters import Eagle3
 from specjax.drafters.registry import METHODS
 from specjax.evaluation import losslessness
@@ -85,7 +85,7 @@ def _kind(described: Any) -> str:
 
 def client_events() -> Names:
     """Return the kinds of events of a text that a client drafts, which its report tells apart."""
-    events = get_args(specjax.client.Event)
+    events = get_args(specjax.client.TextEvent)
     return {"kinds": [Moment.of(event(tokens=(1,), text=""), seconds=0.0).kind for event in events]}
 
 
@@ -187,9 +187,17 @@ def metrics() -> Names:
 def printed(capsys: pytest.CaptureFixture[str]) -> Names:
     """Return the paths of the fields of what commands print with ``--json``, or write."""
     assert main(["generate", "--target", "embedded", "--prompt", "import os", "--max-new-tokens", "1", "--json"]) == 0
-    said = {"generate": json.loads(capsys.readouterr().out), "client": client.as_json(Report(round_trips=[0.1], depths=[1]))}
+    said = {
+        "generate": json.loads(capsys.readouterr().out),
+        "client": client.as_json(TextReport(round_trips=[0.1], depths=[1])),
+    }
     found = {name: sorted(set(_paths(value))) for name, value in said.items()}
-    classes = {"env": env.Report, "plan compile": Compiled, "chip": Chip, "evaluate --lossless": losslessness.Verdict}
+    classes = {
+        "env": env.EnvironmentReport,
+        "plan compile": Compiled,
+        "chip": Chip,
+        "evaluate --lossless": losslessness.LosslessnessVerdict,
+    }
     found |= {name: sorted(_fields(kind)) for name, kind in classes.items()}
     written = WrittenTokens.of_turns([([5, 6], [7])], "a fingerprint")
     found["tokens of a data set"] = sorted(written.record())

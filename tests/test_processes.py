@@ -13,7 +13,7 @@ import pytest
 
 from specjax import processes
 from specjax.errors import InputError
-from specjax.processes import Member, Place
+from specjax.processes import Member, ProcessPlace
 from tests import three_processes
 from tests.processes import ends_all, free_port, wait
 from tests.processes import processes as started
@@ -37,22 +37,28 @@ OPEN_MPI = {
     ("environment", "place"),
     [
         ({}, None),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}, Place("a:1", 3, 2)),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}, ProcessPlace("a:1", 3, 2)),
         ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        ({"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0"}, Place("m-0.m.ns:8476", 2, 0)),
+        (
+            {"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0"},
+            ProcessPlace("m-0.m.ns:8476", 2, 0),
+        ),
         (
             {"LWS_LEADER_ADDRESS": "m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "JAX_COORDINATOR_PORT": "99"},
-            Place("m:99", 2, 1),
+            ProcessPlace("m:99", 2, 1),
         ),
         ({"LWS_LEADER_ADDRESS": "m-0.m.ns", "LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0"}, None),
-        (SLURM, Place(f"node07:{4711 % 4096 + 61440}", 4, 2, (0,))),
+        (SLURM, ProcessPlace(f"node07:{4711 % 4096 + 61440}", 4, 2, (0,))),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # a task of an array is one process
         ({"SLURM_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}, None),  # a batch script, outside of any step
-        (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place("a:1", 4, 2, (0,))),
-        (SLURM | {"SLURM_STEP_NUM_NODES": "4"}, Place(f"node07:{4711 % 4096 + 61440}", 4, 2)),  # a task has all of its node
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "a:1"}, ProcessPlace("a:1", 4, 2, (0,))),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "4"},
+            ProcessPlace(f"node07:{4711 % 4096 + 61440}", 4, 2),
+        ),  # a task has all of its node
         (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),  # four that have nothing to do with each other
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod that is no job's
-        (OPEN_MPI, Place(f"10.9.0.1:{1314521088 // 4096 % 4096 + 61440}", 2, 1, (1,))),
+        (OPEN_MPI, ProcessPlace(f"10.9.0.1:{1314521088 // 4096 % 4096 + 61440}", 2, 1, (1,))),
     ],
 )
 def test_each_environment_says_its_place(monkeypatch, environment, place) -> None:
@@ -92,7 +98,7 @@ def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0
     def run(place: int, member: Member) -> None:
         way = processes._gather if place == 0 else processes._report
         try:
-            found[place], links = way(Place(address, count, member.number), member, seconds)
+            found[place], links = way(ProcessPlace(address, count, member.number), member, seconds)
             for link in links.values():
                 link.close()
         except InputError as error:
@@ -142,7 +148,7 @@ def test_all_know_all_whoever_else_comes_to_the_port() -> None:
 
 def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> None:
     address = free_address()
-    place = Place(address, 3, 0)
+    place = ProcessPlace(address, 3, 0)
     rosters: list = []
     first = threading.Thread(target=lambda: rosters.append(processes._gather(place, member(0), 60.0)[0]))
     first.start()
@@ -174,7 +180,7 @@ def test_what_is_no_process_0_is_named() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(InputError, match=f"{address}: (what listens there|process 0 ended)"):
-            processes._report(Place(address, 2, 1), member(1, 2), 5.0)
+            processes._report(ProcessPlace(address, 2, 1), member(1, 2), 5.0)
 
 
 @pytest.mark.parametrize(
@@ -199,14 +205,14 @@ def test_all_hear_why_they_cannot_begin(others, says) -> None:
 
 def test_a_first_process_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"localhost:\d+: after 0.3 s nothing answers there"):
-        processes._report(Place(free_address(), 2, 1), member(1, 2), 0.3)
+        processes._report(ProcessPlace(free_address(), 2, 1), member(1, 2), 0.3)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"{address}: cannot listen at port"):
-            processes._gather(Place(address, 2, 0), member(0, 2), 1.0)
+            processes._gather(ProcessPlace(address, 2, 0), member(0, 2), 1.0)
 
 
 @pytest.mark.full

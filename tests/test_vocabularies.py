@@ -5,7 +5,7 @@ import json
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specjax.vocabularies import Tokens, read_as, shared_tokens, texts_of
+from specjax.vocabularies import VocabularyTokens, read_as, shared_tokens, texts_of
 
 TEXTS = ["the cat sat on the mat, and the cats sat there\n", "a naïve café: 漢字 and the end\n"] * 20
 
@@ -47,7 +47,7 @@ def test_every_byte_of_byte_level_bpe() -> None:
 
 def test_texts_are_what_the_tokenizers_decode() -> None:
     for tokenizer in (byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")):
-        tokens = Tokens.of(tokenizer)
+        tokens = VocabularyTokens.of(tokenizer)
         for text in TEXTS[:2]:
             encoded = tokenizer.encode(text, add_special_tokens=False)
             assert b"".join(tokens.texts[i] for i in encoded) == text.encode()
@@ -58,7 +58,7 @@ def test_texts_are_what_the_tokenizers_decode() -> None:
 
 def test_a_trained_pair_of_both_kinds_shares_words_and_bytes() -> None:
     target, draft = byte_level(eos_token="<end>"), sentence_piece(bos_token="<s>", eos_token="</s>")
-    ours, theirs = Tokens.of(target), Tokens.of(draft)
+    ours, theirs = VocabularyTokens.of(target), VocabularyTokens.of(draft)
     shared = shared_tokens(ours, theirs)
     assert ours.roles == {"eos_token": 0} and theirs.roles == {"eos_token": 2, "bos_token": 1}
     assert shared[0] == 2
@@ -71,8 +71,8 @@ def test_a_trained_pair_of_both_kinds_shares_words_and_bytes() -> None:
 
 
 def test_of_several_tokens_with_one_text_one_is_taken() -> None:
-    target = Tokens(texts_of({"▁": 3, "A": 4, "<0x41>": 1, "<0x20>": 2}), {})
-    draft = Tokens(texts_of({"Ġ": 7, "A": 6, "ĠĠ": 5}, added={"A": 9, "  ": 2}), {})
+    target = VocabularyTokens(texts_of({"▁": 3, "A": 4, "<0x41>": 1, "<0x20>": 2}), {})
+    draft = VocabularyTokens(texts_of({"Ġ": 7, "A": 6, "ĠĠ": 5}, added={"A": 9, "  ": 2}), {})
     assert target.by_text == {b" ": 3, b"A": 4}  # not the bytes', which have lower ids
     assert draft.by_text == {b"  ": 2, b" ": 7, b"A": 6}  # the lowest
     assert shared_tokens(target, draft) == {3: 7, 4: 6}
@@ -82,14 +82,14 @@ def test_of_several_tokens_with_one_text_one_is_taken() -> None:
 
 def test_special_tokens_go_by_their_roles() -> None:
     words = texts_of({"Ġa": 0, "Ġb": 1})
-    both = Tokens(words, {"eos_token": 5, "bos_token": 5})
-    assert shared_tokens(both, Tokens(words, {"eos_token": 8, "bos_token": 9})) == {0: 0, 1: 1, 5: 8}
-    assert shared_tokens(Tokens(words, {"eos_token": 8, "bos_token": 9}), both) == {0: 0, 1: 1, 8: 5}
-    assert shared_tokens(Tokens(words, {"bos_token": 9}), Tokens(words, {"eos_token": 9})) == {0: 0, 1: 1}
+    both = VocabularyTokens(words, {"eos_token": 5, "bos_token": 5})
+    assert shared_tokens(both, VocabularyTokens(words, {"eos_token": 8, "bos_token": 9})) == {0: 0, 1: 1, 5: 8}
+    assert shared_tokens(VocabularyTokens(words, {"eos_token": 8, "bos_token": 9}), both) == {0: 0, 1: 1, 8: 5}
+    assert shared_tokens(VocabularyTokens(words, {"bos_token": 9}), VocabularyTokens(words, {"eos_token": 9})) == {0: 0, 1: 1}
     # Neither are words the same as special tokens that are written like them.
     one, other = byte_level(eos_token="Ġthe"), byte_level(eos_token="<end>")
-    shared = shared_tokens(Tokens.of(one), Tokens.of(other))
-    assert shared[0] == 0 and all(Tokens.of(other).texts.get(j) != b" the" for j in shared.values())
+    shared = shared_tokens(VocabularyTokens.of(one), VocabularyTokens.of(other))
+    assert shared[0] == 0 and all(VocabularyTokens.of(other).texts.get(j) != b" the" for j in shared.values())
 
 
 def test_added_tokens_are_written_as_they_are() -> None:
@@ -97,7 +97,7 @@ def test_added_tokens_are_written_as_they_are() -> None:
     before = len(tokenizer)
     tokenizer.add_tokens(["  é"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
-    tokens = Tokens.of(tokenizer)
+    tokens = VocabularyTokens.of(tokenizer)
     assert tokens.texts[before] == "  é".encode()
     assert before + 1 not in tokens.texts and before + 1 not in tokens.roles.values()
 
@@ -109,7 +109,7 @@ def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
     one.add_special_tokens({"additional_special_tokens": chat, "pad_token": "<pad>"})
     other.add_tokens([chat[2]])  # not a special one here
     other.add_special_tokens({"additional_special_tokens": ["<mask>", *chat[1::-1]], "pad_token": "<pad>"})
-    ours, theirs = Tokens.of(one), Tokens.of(other)
+    ours, theirs = VocabularyTokens.of(one), VocabularyTokens.of(other)
     shared = shared_tokens(ours, theirs)
     for token in (*chat, "<pad>"):
         assert shared[one.convert_tokens_to_ids(token)] == other.convert_tokens_to_ids(token) != other.unk_token_id
@@ -120,15 +120,15 @@ def test_special_and_added_tokens_that_are_written_alike_are_the_same() -> None:
     assert read_as(theirs, ours)[other.convert_tokens_to_ids("<mask>")] == ours.unknown
     word = byte_level(eos_token="<end>")
     word.add_special_tokens({"additional_special_tokens": ["the"]})
-    plain = Tokens(texts_of({"the": 7}), {})
-    assert shared_tokens(Tokens.of(word), plain).get(word.convert_tokens_to_ids("the")) is None
+    plain = VocabularyTokens(texts_of({"the": 7}), {})
+    assert shared_tokens(VocabularyTokens.of(word), plain).get(word.convert_tokens_to_ids("the")) is None
 
 
 def test_of_ends_that_differ_those_that_are_written_alike_are_the_same() -> None:
     """A chat model's end is the end of a turn, which a base model has among its special tokens."""
     texts = {9: b"a"}
-    chat = Tokens(texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1})
-    base = Tokens(texts, {"eos_token": 5, "bos_token": 5}, written={"<|end|>": 5, "<|turn|>": 6})
+    chat = VocabularyTokens(texts, {"eos_token": 1, "bos_token": 0}, written={"<|end|>": 0, "<|turn|>": 1})
+    base = VocabularyTokens(texts, {"eos_token": 5, "bos_token": 5}, written={"<|end|>": 5, "<|turn|>": 6})
     assert shared_tokens(chat, base) == {0: 5, 1: 6, 9: 9}
     assert shared_tokens(base, chat) == {5: 0, 6: 1, 9: 9}
     assert len(chat) == 3
@@ -136,15 +136,17 @@ def test_of_ends_that_differ_those_that_are_written_alike_are_the_same() -> None
 
 def test_ids_that_the_model_lacks_are_left_out() -> None:
     tokenizer = byte_level(eos_token="<end>")
-    assert max(Tokens.of(tokenizer).texts) == len(tokenizer) - 1 > 280
-    assert max(Tokens.of(tokenizer, size=280).texts) == 279
+    assert max(VocabularyTokens.of(tokenizer).texts) == len(tokenizer) - 1 > 280
+    assert max(VocabularyTokens.of(tokenizer, size=280).texts) == 279
     last = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<far>")
     last.add_special_tokens({"eos_token": "<far>"})
     count = len(tokenizer)
-    assert Tokens.of(last).roles == {"eos_token": count} and Tokens.of(last, size=count).roles == {}
+    assert VocabularyTokens.of(last).roles == {"eos_token": count} and VocabularyTokens.of(last, size=count).roles == {}
 
 
 def test_what_is_read_for_tokens_that_the_drafter_lacks() -> None:
-    target = Tokens(texts_of({"Ġunder": 0, "Ġline": 1, "Ã©": 2, "Ċ": 3}), {"eos_token": 4, "bos_token": 5})
-    draft = Tokens(texts_of({"r": 0, "er": 1, "nder": 2, "▁line": 3, "e": 4, "<0xA9>": 5}), {"eos_token": 6}, unknown=7)
+    target = VocabularyTokens(texts_of({"Ġunder": 0, "Ġline": 1, "Ã©": 2, "Ċ": 3}), {"eos_token": 4, "bos_token": 5})
+    draft = VocabularyTokens(
+        texts_of({"r": 0, "er": 1, "nder": 2, "▁line": 3, "e": 4, "<0xA9>": 5}), {"eos_token": 6}, unknown=7
+    )
     assert read_as(target, draft) == {0: 2, 1: 3, 2: 5, 3: 7, 4: 6, 5: 7}

@@ -25,7 +25,7 @@ FAILS = "fails"
 
 def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
-    together = processes.join(processes.Place(coordinator, 3, process), say=print)
+    together = processes.join(processes.ProcessPlace(coordinator, 3, process), say=print)
     assert together is not None and processes.joined() is together and processes.speaks() == (process == 0)
     heard = []
     if together.is_first:

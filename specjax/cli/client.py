@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from specjax.client import Committed, Event, Patience, Provisional, Report
+from specjax.client import CommittedEvent, Patience, ProvisionalEvent, TextEvent, TextReport
 from specjax.client.exchange import ServerRefusedError
 from specjax.client.link import LinkRefusedError
 from specjax.client.private import PrivateWriter
@@ -152,7 +152,7 @@ def tell(writer: Writer | PrivateWriter, *, as_object: bool, is_all_provisional:
         show(writer, Console())
     else:
         for event in writer:
-            if isinstance(event, Committed) or (is_all_provisional and isinstance(event, Provisional)):
+            if isinstance(event, CommittedEvent) or (is_all_provisional and isinstance(event, ProvisionalEvent)):
                 print(event.text, end="", flush=True)
         print()
     print(summary(writer.report), file=sys.stderr)
@@ -171,7 +171,7 @@ def read_lines(name: str, path: str) -> tuple[str, ...]:
     return found
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: TextReport) -> dict[str, Any]:
     """What ``--json`` prints: the committed text first."""
     fields = asdict(report)
     fields["tokens_a_round"] = round(report.tokens_a_round, 3)
@@ -180,7 +180,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return fields
 
 
-def summary(report: Report) -> str:
+def summary(report: TextReport) -> str:
     """What it took, in a line."""
     if not report.rounds:
         said = f"nothing was verified; {len(report.provisional_tokens)} provisional tokens in {report.seconds:.1f} s"
@@ -197,14 +197,14 @@ def summary(report: Report) -> str:
     return "; ".join(said)
 
 
-def show(events: Iterable[Event], console: Console) -> None:
+def show(events: Iterable[TextEvent], console: Console) -> None:
     """The text while it grows: what is committed plainly, and what is provisional in grey italics behind it."""
     committed, provisional = "", []
     with Live(console=console, refresh_per_second=20, vertical_overflow="visible") as live:
         for event in events:
-            if isinstance(event, Provisional):
+            if isinstance(event, ProvisionalEvent):
                 provisional.append(event.text)
-            elif isinstance(event, Committed):
+            elif isinstance(event, CommittedEvent):
                 del provisional[: event.confirmed]
                 committed += event.text
             else:

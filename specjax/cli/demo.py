@@ -13,7 +13,7 @@ from rich.table import Table
 from specjax import pipeline, text
 from specjax.assets import embedded
 from specjax.decoding.options import GenerationOptions
-from specjax.demo import Comparison, Measured, OnInflated, compiling, inflate
+from specjax.demo import Measured, MethodComparison, OnInflated, compiling, inflate
 from specjax.drafters import MTP, Drafter, DraftModel, Eagle3, EarlyExit, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree
 from specjax.errors import InputError
@@ -93,7 +93,7 @@ def run_demo(config: DemoConfig) -> None:
     with waiting("loading the models"):
         stage = _Stage.load(console)
     chosen = {name: each for name, each in stage.drafters.items() if config.all or name in FEW}
-    comparisons = [Comparison(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
+    comparisons = [MethodComparison(way, stage.target, *text.pad(stage.prompts), options) for way, options in ways.items()]
     with waiting(f"compiling {SHOWN}"):  # alone: it is wanted first
         comparisons[0].compile(chosen[SHOWN])
     with compiling(comparisons, chosen) as wait_for_all:
@@ -147,7 +147,7 @@ class _Stage:
         prompts = [text.encode(tokenizer, prompt) for prompt in PROMPTS]
         return cls(console, small, target, methods(target, small), tokenizer, prompts)
 
-    def show(self, comparison: Comparison, drafter: Drafter | None, row: int) -> None:
+    def show(self, comparison: MethodComparison, drafter: Drafter | None, row: int) -> None:
         """One of the prompts dim, then its output as it comes, the accepted draft tokens in green."""
         prompt = self.prompts[row]
         shown, accepted, stream = len(prompt), 0, text.TextStream(self.tokenizer, prompt)

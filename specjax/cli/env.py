@@ -78,7 +78,7 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Report:
+class EnvironmentReport:
     """What the command prints.
 
     Attributes:
@@ -119,10 +119,10 @@ def main(arguments: Sequence[str]) -> int:
     return run_env(EnvConfig(json=parser.parse_args(arguments).json))
 
 
-def make_report() -> Report:
+def make_report() -> EnvironmentReport:
     """Look at the packages, ask JAX, and compare."""
     packages = {name: package.version for name in SHOWN if (package := find_package(name))}
-    return Report(
+    return EnvironmentReport(
         python=sys.version.partition(" ")[0],
         executable=sys.executable,
         packages=packages,
@@ -198,7 +198,7 @@ def hugging_face_cache() -> str:
     return str(HF_HUB_CACHE)
 
 
-def to_text(report: Report) -> str:
+def to_text(report: EnvironmentReport) -> str:
     """Return the report as lines of two columns, and the mismatches below them."""
     rows = [("Python", f"{report.python} ({report.executable})"), *report.packages.items()]
     rows.append(("devices", _name_devices(report.jax.devices) or "none"))
@@ -218,7 +218,7 @@ def to_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def to_json(report: Report) -> str:
+def to_json(report: EnvironmentReport) -> str:
     """Return the report as one JSON object."""
     mismatches = [{"problem": mismatch.problem, "command": mismatch.command} for mismatch in report.mismatches]
     return json.dumps({**asdict(report), "mismatches": mismatches}, indent=2)

@@ -24,7 +24,7 @@ from specjax.models.narrow import schemes
 from specjax.processes import speaks
 from specjax.progress import track
 from specjax.reports import evaluation as report
-from specjax.reports.evaluation import PLAIN, Answer
+from specjax.reports.evaluation import PLAIN, MethodAnswer
 from specjax.sampling import Rule
 from specjax.sharding import mesh_for
 from specjax.templates import check_is_chat
@@ -198,7 +198,7 @@ class _Asking:
         self.cut = 0  # prompts of which the beginning did not fit
         self._compiled: set[tuple[int, int]] = set()
 
-    def all_of(self, questions: list[Question]) -> list[Answer]:
+    def all_of(self, questions: list[Question]) -> list[MethodAnswer]:
         """The answers of every method to every turn."""
         answers = []
         assert self._options.key is not None
@@ -226,7 +226,7 @@ class _Asking:
         self.cut += len(ids) > room
         return ids[-room:]
 
-    def _turn(self, category: str, prompt: list[int], key: jax.Array) -> tuple[list[Answer], str]:
+    def _turn(self, category: str, prompt: list[int], key: jax.Array) -> tuple[list[MethodAnswer], str]:
         tokens, lengths = text.pad([prompt])
         options = vars(replace(self._options, key=key))
 
@@ -247,7 +247,9 @@ class _Asking:
                 found[name].append((time.perf_counter() - started, result.stats))
                 if name == PLAIN:
                     said = result.tokens[0, len(prompt) : int(result.lengths[0])].tolist()
-        answers = [Answer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()]
+        answers = [
+            MethodAnswer(category, name, tuple(seconds for seconds, _ in runs), runs[-1][1]) for name, runs in found.items()
+        ]
         return answers, _text_of(self._generator.tokenizer, prompt, said, self._chat)
 
 

@@ -62,7 +62,7 @@ class LosslessTest:
             print(f"written: {output}/lossless.json, lossless.md", file=sys.stderr if as_json else sys.stdout)
         return 0 if all(verdict.lossless for verdict in verdicts.values()) else 1
 
-    def _verdict(self, drafter: Drafter) -> losslessness.Verdict:
+    def _verdict(self, drafter: Drafter) -> losslessness.LosslessnessVerdict:
         sampling = self.options.sampling
         unset = sampling == Sampling(temperature=0.0)
         drawn = sampling if sampling.temperature else replace(sampling, temperature=1.0)

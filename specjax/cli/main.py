@@ -15,7 +15,7 @@ from specjax.cli import interrupts
 from specjax.errors import InputError, LogitsError, did_you_mean
 
 if TYPE_CHECKING:
-    from specjax.processes import Place
+    from specjax.processes import ProcessPlace
 
 _CONTINUES = "the same command continues the run"
 
@@ -237,7 +237,7 @@ def _one_speaks(is_first: bool) -> Iterator[None]:
         yield
 
 
-def _find_place(name: str, command: Command) -> "Place | None":
+def _find_place(name: str, command: Command) -> "ProcessPlace | None":
     """This process's place among several that run the ``command`` together."""
     from specjax import processes
 

@@ -123,7 +123,7 @@ def run_serve(config: ServeConfig) -> int:
     from specjax.serving.http import run  # what no other command needs
     from specjax.serving.http.app import AppOptions, Service, check_origins
     from specjax.serving.http.places import networks
-    from specjax.serving.http.protocol import Bounds
+    from specjax.serving.http.protocol import ConnectionLimits
 
     check_numbers(config)
     read_drafts(config)
@@ -144,7 +144,9 @@ def run_serve(config: ServeConfig) -> int:
             raise InputError(
                 f"host={config.host!r}: other machines reach it; give --api-key-file FILE, or --no-api-key to let everybody in"
             )
-        bounds = Bounds(reader_seconds=config.reader_seconds, connections=config.max_connections, trusted=config.trusted_proxy)
+        bounds = ConnectionLimits(
+            reader_seconds=config.reader_seconds, connections=config.max_connections, trusted=config.trusted_proxy
+        )
         with run.starting(bound, bounds=bounds, tls=tls):
             arguments, reason = engine_options(config)
             engine = Engine(**arguments)

@@ -1,7 +1,7 @@
 """Drafting at the edge: a small drafter on this machine, its target on a server, and a text that is exactly the target's."""
 
 from specjax.client.client import Client, connect
-from specjax.client.events import Committed, Event, Provisional, Report, Retracted
+from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent, TextReport
 from specjax.client.writer import Patience
 
-__all__ = ["Client", "Committed", "Event", "Patience", "Provisional", "Report", "Retracted", "connect"]
+__all__ = ["Client", "CommittedEvent", "Patience", "ProvisionalEvent", "RetractedEvent", "TextEvent", "TextReport", "connect"]

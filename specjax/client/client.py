@@ -10,9 +10,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specjax import pipeline, text
-from specjax.client.device import Device
-from specjax.client.events import Report
-from specjax.client.exchange import Exchange, Request
+from specjax.client.device import ClientDevice
+from specjax.client.events import TextReport
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.journal import Journal
 from specjax.client.link import Link, WebSocketLink
 from specjax.client.private import PrivateWriter, split
@@ -57,7 +57,7 @@ class Client:
 
     def __init__(
         self,
-        device: Device,
+        device: ClientDevice,
         make_link: Callable[[], Link],
         *,
         tokenizer: Any = None,
@@ -68,7 +68,7 @@ class Client:
         """``make_link`` gives a link of its own to each text. ``fingerprints`` are of target and drafter; the server refuses
         others than its own, unless they are empty."""
         self.device, self.tokenizer, self.patience = device, tokenizer, patience
-        self.report = Report()
+        self.report = TextReport()
         self._make_link, self._fingerprints = make_link, fingerprints
         self._precision: Precision = precision
 
@@ -126,7 +126,7 @@ class Client:
                 f"{self.device.capacity}; shorten the prompt, ask for fewer, or give connect(capacity=...)"
             )
         target, drafter = self._fingerprints
-        request = Request(
+        request = ExchangeRequest(
             prompt=tuple(tokens),
             limit=max_new_tokens,
             **settings,
@@ -153,7 +153,7 @@ class Client:
         self.report = writer.report
         return writer
 
-    def generate(self, prompt: str | text.Messages | Sequence[int], **options: Any) -> Report:
+    def generate(self, prompt: str | text.Messages | Sequence[int], **options: Any) -> TextReport:
         """The whole text. Arguments as of `stream`."""
         check_options("generate", options, self.stream)
         writer = self.stream(prompt, **options)
@@ -246,7 +246,7 @@ def connect(
         own = with_told(own, told)
     positions = [target_parts.config.max_positions, own.max_positions, capacity or USUAL_CAPACITY]
     shapes = of_depths(own.draft_shape)
-    device = Device(target_parts, own, shapes, min(each for each in positions if each is not None))
+    device = ClientDevice(target_parts, own, shapes, min(each for each in positions if each is not None))
     return Client(
         device,
         web_socket if make_link is None else make_link,

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 
 from specjax.client.trees import Tree
-from specjax.drafters.base import Drafter, Told, shapes_told
+from specjax.drafters.base import Drafter, RemoteFeatures, shapes_told
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
@@ -59,7 +59,7 @@ class Settings:
         return cls(key=jax.random.fold_in(make_key(seed), 0), sampling=rows)
 
 
-class Device:
+class ClientDevice:
     """A drafter with the parts of the target that it needs, and its programs.
 
     Attributes:
@@ -71,9 +71,9 @@ class Device:
         hears: arrays that the drafter must be told of each token, with the shape of one token.
 
     Examples:
-        >>> from specjax.client.device import Device, Settings
+        >>> from specjax.client.device import ClientDevice, Settings
         >>> drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
-        >>> device = Device(target, drafter, [specjax.Chain(3)], capacity=32)
+        >>> device = ClientDevice(target, drafter, [specjax.Chain(3)], capacity=32)
         >>> known = device.hear(device.start(), [5, 3], [3, 1], {})
         >>> settings = Settings.of(specjax.Sampling(temperature=0.0), seed=0)
         >>> tree = device.propose(known, root=1, length=3, settings=settings, depth=3)
@@ -182,7 +182,7 @@ def _hear(
     cache = known.cache
     if cache is not None:
         cache = cache.append(_as(cache, drafter.entries_told(target, arrays)), count, after=count)
-    return Known(drafter=drafter.hear(target, known.drafter, Told(tokens, following, arrays, count)), cache=cache)
+    return Known(drafter=drafter.hear(target, known.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache)
 
 
 @jax.jit

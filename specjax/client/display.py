@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.client.events import Committed, Event, Provisional, Retracted
+from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent
 from specjax.text import FinalChannel, GrowingText, TextStream, text_stream
 
 
@@ -62,16 +62,16 @@ class Display:
         """Of the committed tokens."""
         return "" if self._growing is None else "".join(self._growing.pieces)
 
-    def show(self, tokens: Sequence[int]) -> list[Event]:
+    def show(self, tokens: Sequence[int]) -> list[TextEvent]:
         """Further provisional ``tokens``, one event each, up to a stop string."""
-        events: list[Event] = []
+        events: list[TextEvent] = []
         for token in tokens:
             if self._alone is not None and self._alone.stopped:
                 break
             events.append(self._show(token))
         return events
 
-    def _show(self, token: int) -> Event:
+    def _show(self, token: int) -> TextEvent:
         text = ""
         if self._alone is not None:
             text = self._alone.push([token])
@@ -81,9 +81,9 @@ class Display:
                 self._stream = text_stream(self._tokenizer, known, self._is_chat)
             text = self._stream.push([token])
         self.provisional.append((token, text))
-        return Provisional((token,), text)
+        return ProvisionalEvent((token,), text)
 
-    def commit(self, tokens: Sequence[int], *, is_last: bool = False) -> list[Event]:
+    def commit(self, tokens: Sequence[int], *, is_last: bool = False) -> list[TextEvent]:
         """``tokens`` are committed, with which the text may be over. Provisional ones that differ are taken back first."""
         new, text = self._grow(tokens, is_last=is_last)
         shown = [token for token, _ in self.provisional]
@@ -91,13 +91,13 @@ class Display:
             (place for place, (one, other) in enumerate(zip(shown, new, strict=False)) if one != other),
             min(len(shown), len(new)),
         )
-        events: list[Event] = []
+        events: list[TextEvent] = []
         if same < len(new) or is_last or self.has_stopped:
             wrong, self.provisional, self._stream = self.provisional[same:], self.provisional[:same], None
             if wrong:
-                events.append(Retracted(tuple(token for token, _ in wrong), "".join(text for _, text in wrong)))
+                events.append(RetractedEvent(tuple(token for token, _ in wrong), "".join(text for _, text in wrong)))
         del self.provisional[:same]
-        return [*events, Committed(new, text, confirmed=same)]
+        return [*events, CommittedEvent(new, text, confirmed=same)]
 
     def _grow(self, tokens: Sequence[int], *, is_last: bool) -> tuple[tuple[int, ...], str]:
         """The ``tokens`` up to a stop string, and the text that they add."""

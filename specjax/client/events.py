@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommittedEvent:
     """Tokens that stay: the target's own text.
 
     Attributes:
@@ -15,8 +15,8 @@ class Committed:
         confirmed: so many of the tokens, the first ones, stood there as provisional already, and still do.
 
     Examples:
-        >>> from specjax.client import Committed
-        >>> Committed(tokens=(702, 221), text="import ").confirmed
+        >>> from specjax.client import CommittedEvent
+        >>> CommittedEvent(tokens=(702, 221), text="import ").confirmed
         0
     """
 
@@ -28,7 +28,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Provisional:
+class ProvisionalEvent:
     """Tokens that the drafter has written alone, because no answer came: they follow what there is, and may be retracted.
 
     Attributes:
@@ -37,8 +37,8 @@ class Provisional:
         text: what they say.
 
     Examples:
-        >>> from specjax.client import Provisional
-        >>> Provisional(tokens=(709,), text="os").text
+        >>> from specjax.client import ProvisionalEvent
+        >>> ProvisionalEvent(tokens=(709,), text="os").text
         'os'
     """
 
@@ -49,7 +49,7 @@ class Provisional:
 
 
 @dataclass(frozen=True)
-class Retracted:
+class RetractedEvent:
     """Provisional tokens that the target would not have written: the last ones, which are taken back.
 
     Attributes:
@@ -58,8 +58,8 @@ class Retracted:
         text: what they said.
 
     Examples:
-        >>> from specjax.client import Retracted
-        >>> Retracted(tokens=(709,), text="os").tokens
+        >>> from specjax.client import RetractedEvent
+        >>> RetractedEvent(tokens=(709,), text="os").tokens
         (709,)
     """
 
@@ -69,12 +69,12 @@ class Retracted:
     text: str
 
 
-Event = Committed | Provisional | Retracted
+TextEvent = CommittedEvent | ProvisionalEvent | RetractedEvent
 """What happens to a text."""
 
 
 @dataclass
-class Report:
+class TextReport:
     """What a text has come to, and what it took.
 
     Attributes:
@@ -96,8 +96,8 @@ class Report:
         depths: of each draft that was sent.
 
     Examples:
-        >>> from specjax.client import Report
-        >>> Report(rounds=4, accepted=9).tokens_a_round
+        >>> from specjax.client import TextReport
+        >>> TextReport(rounds=4, accepted=9).tokens_a_round
         3.25
     """
 

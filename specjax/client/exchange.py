@@ -33,7 +33,7 @@ class ServerBusyError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Request:
+class ExchangeRequest:
     """What is asked for.
 
     Attributes:
@@ -50,8 +50,8 @@ class Request:
         precision: of what comes down.
 
     Examples:
-        >>> from specjax.client.exchange import Request
-        >>> Request(prompt=(5, 6, 7), limit=64, seed=3).temperature
+        >>> from specjax.client.exchange import ExchangeRequest
+        >>> ExchangeRequest(prompt=(5, 6, 7), limit=64, seed=3).temperature
         0.0
     """
 
@@ -69,12 +69,12 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Opened:
+class TextOpened:
     """The server takes the text: ``bounds`` of the `Exchange` are known."""
 
 
 @dataclass(frozen=True)
-class Heard:
+class FeaturesReceived:
     """What was told of tokens, in order.
 
     Attributes:
@@ -89,7 +89,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Emitted:
+class TokensEmitted:
     """Tokens were committed.
 
     Attributes:
@@ -104,17 +104,17 @@ class Emitted:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendFrame:
     """A frame that is to be sent now."""
 
     frame: bytes
 
 
-News = Opened | Heard | Emitted | Send
+ExchangeEvent = TextOpened | FeaturesReceived | TokensEmitted | SendFrame
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ServerLimits:
     """What the server takes.
 
     Attributes:
@@ -144,15 +144,15 @@ class Exchange:
 
     Examples:
         >>> from specjax import wire
-        >>> from specjax.client.exchange import Exchange, Request
-        >>> exchange = Exchange(Request(prompt=(5, 6), limit=8))
+        >>> from specjax.client.exchange import Exchange, ExchangeRequest
+        >>> exchange = Exchange(ExchangeRequest(prompt=(5, 6), limit=8))
         >>> wire.decode_up(exchange.hello()).prompt
         2
     """
 
     def __init__(
         self,
-        request: Request,
+        request: ExchangeRequest,
         committed: Sequence[int] = (),
         make_nonce: Callable[[], bytes] = partial(secrets.token_bytes, 16),
     ) -> None:
@@ -162,12 +162,12 @@ class Exchange:
         self.tokens = [*request.prompt, *committed]
         self.known = 0
         self.phase: Phase = "away"
-        self.bounds: Bounds | None = None
+        self.bounds: ServerLimits | None = None
         self.over: Literal["", "stop", "length"] = ""
         self.resumes = 0
         self._session: bytes | None = None
         self._epoch = self._sequence = 0
-        self._sent: wire.Draft | None = None  # without a verdict
+        self._sent: wire.DraftMessage | None = None  # without a verdict
         self._depth = 0
         self._hello = b""
         self._make_nonce = make_nonce
@@ -185,10 +185,12 @@ class Exchange:
             self._epoch += 1
             base, known = len(self.tokens), self.known
             digest = wire.digest(self.tokens)
-            return wire.encode(wire.Resume(session=self._session, epoch=self._epoch, base=base, digest=digest, known=known))
+            return wire.encode(
+                wire.ResumeMessage(session=self._session, epoch=self._epoch, base=base, digest=digest, known=known)
+            )
         asked = self.request
         return wire.encode(
-            wire.Open(
+            wire.OpenMessage(
                 nonce=self._make_nonce(),
                 tokens=wire.pack(self.tokens, "int32"),
                 prompt=len(asked.prompt),
@@ -211,7 +213,7 @@ class Exchange:
         assert self.phase == "ready" and self._session is not None and tree.root == self.tokens[-1]
         self._sequence += 1
         self._depth = tree.depth
-        self._sent = wire.Draft(
+        self._sent = wire.DraftMessage(
             session=self._session,
             epoch=self._epoch,
             sequence=self._sequence,
@@ -229,7 +231,7 @@ class Exchange:
 
     def close(self) -> bytes | None:
         """That the text is not wanted any more; None where the server does not know it."""
-        return None if self._session is None else wire.encode(wire.Close(session=self._session))
+        return None if self._session is None else wire.encode(wire.CloseMessage(session=self._session))
 
     def end_if_whole(self, ends: Collection[int]) -> None:
         """Where the text was whole already when another process left it: at one of the ids that are its ``ends``, or its
@@ -247,7 +249,7 @@ class Exchange:
 
     # --- what comes ----------------------------------------------------------------------------------------------------
 
-    def receive(self, frame: bytes) -> list[News]:
+    def receive(self, frame: bytes) -> list[ExchangeEvent]:
         """What a frame means.
 
         Raises:
@@ -258,69 +260,69 @@ class Exchange:
         message = wire.decode_down(frame)
         if self.phase in ("away", "over"):
             return []
-        if isinstance(message, wire.Refused):
+        if isinstance(message, wire.RefusedMessage):
             return self._refused(message)
-        if isinstance(message, wire.Opened):
+        if isinstance(message, wire.OpenedMessage):
             return self._opened(message)
         if message.session != self._session:
             return []
-        if isinstance(message, wire.Forgotten):
+        if isinstance(message, wire.ForgottenMessage):
             self._session, self._sent, self._epoch, self._sequence = None, None, 0, 0
-            return [Send(self.hello())]
-        if isinstance(message, wire.Told):  # whenever it was sent: it follows from the tokens
+            return [SendFrame(self.hello())]
+        if isinstance(message, wire.ToldMessage):  # whenever it was sent: it follows from the tokens
             return self._told(message)
         if message.epoch < self._epoch:  # of a connection that is gone
             return []
-        if isinstance(message, wire.Ready):
+        if isinstance(message, wire.ReadyMessage):
             return self._ready(message)
-        if isinstance(message, wire.Verdict):
+        if isinstance(message, wire.VerdictMessage):
             return self._verdict(message)
-        return [Send(self.hello())]  # Resync: the texts differ, and ours is what was committed
+        return [SendFrame(self.hello())]  # Resync: the texts differ, and ours is what was committed
 
-    def _opened(self, message: wire.Opened) -> list[News]:
+    def _opened(self, message: wire.OpenedMessage) -> list[ExchangeEvent]:
         if message.session == self._session or message.epoch:  # a sign of life: the text is still being read
             return []
         if self._session is not None or self.phase != "opening":  # of an Open over a connection that is gone
-            return [Send(wire.encode(wire.Close(session=message.session)))]
+            return [SendFrame(wire.encode(wire.CloseMessage(session=message.session)))]
         self._session, self._epoch, self._sequence, self._sent = message.session, message.epoch, 0, None
         tells = {name: tuple(shape) for name, shape in message.tells.items()}
-        self.bounds = Bounds(message.nodes, message.depth, message.capacity, tells)
-        return [Opened()]
+        self.bounds = ServerLimits(message.nodes, message.depth, message.capacity, tells)
+        return [TextOpened()]
 
-    def _told(self, message: wire.Told) -> list[News]:
+    def _told(self, message: wire.ToldMessage) -> list[ExchangeEvent]:
         end = min(message.start + message.count, len(self.tokens) - 1)
         if message.start > self.known or end <= self.known:  # something before it was lost, or all of it is known
             return []
         piece = slice(self.known - message.start, end - message.start)
         return [self._hear(end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()})]
 
-    def _unpacked(self, arrays: Mapping[str, wire.Packed]) -> dict[str, np.ndarray]:
+    def _unpacked(self, arrays: Mapping[str, wire.ArrayBytes]) -> dict[str, np.ndarray]:
         """What was told, as the server has said that it would be."""
         tells = {} if self.bounds is None else self.bounds.tells
         if {name: tuple(packed.shape[1:]) for name, packed in arrays.items()} != tells:
             raise wire.FrameError(4400, f"arrays: {sorted(arrays)}; must be {sorted(tells)}, of the shapes that Opened names")
         return {name: wire.unpack(packed) for name, packed in arrays.items()}
 
-    def _hear(self, end: int, arrays: dict[str, np.ndarray]) -> Heard:
+    def _hear(self, end: int, arrays: dict[str, np.ndarray]) -> FeaturesReceived:
         start, self.known = self.known, end
-        return Heard(self.tokens[start:end], self.tokens[start + 1 : end + 1], arrays)
+        return FeaturesReceived(self.tokens[start:end], self.tokens[start + 1 : end + 1], arrays)
 
-    def _ready(self, message: wire.Ready) -> list[News]:
+    def _ready(self, message: wire.ReadyMessage) -> list[ExchangeEvent]:
         if self.phase != "opening" or message.epoch != self._epoch:
             return []
-        news: list[News] = []
+        news: list[ExchangeEvent] = []
         last = len(self.tokens) - 1
         if self.bounds is not None and not self.bounds.tells and self.known < last:  # the tokens say it all
             news.append(self._hear(last, {}))
         if message.length != len(self.tokens) or self.known < last:  # a part of what was told has been lost
-            return [*news, Send(self.hello())]
+            return [*news, SendFrame(self.hello())]
         if self._sent is None:
             self.phase = "ready"
             return news
         self.phase, self._sent = "waiting", msgspec.structs.replace(self._sent, epoch=self._epoch)
-        return [*news, Send(self.again())]
+        return [*news, SendFrame(self.again())]
 
-    def _verdict(self, message: wire.Verdict) -> list[News]:
+    def _verdict(self, message: wire.VerdictMessage) -> list[ExchangeEvent]:
         sent = self._sent
         if self.phase != "waiting" or sent is None or message.sequence != sent.sequence:
             return []
@@ -337,13 +339,13 @@ class Exchange:
         self.phase = "over" if message.over else "ready"
         self.over = message.over
         heard = self._hear(len(self.tokens) - 1, arrays)
-        return [Emitted(emitted, self._depth, message.seconds), heard]
+        return [TokensEmitted(emitted, self._depth, message.seconds), heard]
 
-    def _refused(self, message: wire.Refused) -> list[News]:
+    def _refused(self, message: wire.RefusedMessage) -> list[ExchangeEvent]:
         if message.session and message.session != self._session:
             return []
         if message.code == "sequence":
-            return [Send(self.hello())] if self.phase != "opening" else []
+            return [SendFrame(self.hello())] if self.phase != "opening" else []
         if message.code in ("old_epoch", "not_ready", "busy", "over"):  # to something late, or it will be asked again
             return []
         if message.code in ("draining", "full"):
@@ -357,5 +359,5 @@ class Exchange:
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
         """From `snapshot`. Raises `msgspec.ValidationError` where it is none."""
-        request = msgspec.convert(snapshot["request"], Request)
+        request = msgspec.convert(snapshot["request"], ExchangeRequest)
         return cls(replace(request, prompt=tuple(request.prompt)), msgspec.convert(snapshot["committed"], list[int]))

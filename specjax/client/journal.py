@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from specjax.client.exchange import Exchange, Request
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.errors import InputError
 from specjax.files import FullDiskError, is_full_disk
 
@@ -19,8 +19,8 @@ class Journal:
     Examples:
         >>> from pathlib import Path
         >>> from specjax.client.journal import Journal
-        >>> from specjax.client.exchange import Request
-        >>> journal, request = Journal(Path("text.json")), Request(prompt=(5, 6), limit=8)
+        >>> from specjax.client.exchange import ExchangeRequest
+        >>> journal, request = Journal(Path("text.json")), ExchangeRequest(prompt=(5, 6), limit=8)
         >>> exchange = journal.open(request)  # nothing is there
         >>> exchange.tokens.append(7)
         >>> journal.keep(exchange)
@@ -31,7 +31,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def open(self, request: Request) -> Exchange:
+    def open(self, request: ExchangeRequest) -> Exchange:
         """The text, from where it was left.
 
         Raises:

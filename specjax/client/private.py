@@ -17,9 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.client.device import Device
-from specjax.client.events import Event, Report
-from specjax.client.exchange import Exchange, Heard, Request
+from specjax.client.device import ClientDevice
+from specjax.client.events import TextEvent, TextReport
+from specjax.client.exchange import Exchange, ExchangeRequest, FeaturesReceived
 from specjax.client.link import Link
 from specjax.client.writer import Patience, Writer
 from specjax.errors import InputError
@@ -94,9 +94,9 @@ class PrivateWriter:
 
     def __init__(
         self,
-        request: Request,
+        request: ExchangeRequest,
         is_private: Sequence[bool],
-        device: Device,
+        device: ClientDevice,
         link: Link,
         *,
         patience: Patience = Patience(),
@@ -119,11 +119,11 @@ class PrivateWriter:
         self._writer = Writer(Exchange(request), device, link, is_offline=True, **given)
 
     @property
-    def report(self) -> Report:
+    def report(self) -> TextReport:
         """What it took."""
         return self._writer.report
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TextEvent]:
         """The events."""
         told, count = {}, 0
         if self._asking is not None:
@@ -158,7 +158,7 @@ class _Listener(Writer):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._told: list[Heard] = []
+        self._told: list[FeaturesReceived] = []
 
     def told(self) -> tuple[dict[str, np.ndarray], int]:
         """What was told, ``[T, …]`` each, of the first T tokens."""
@@ -172,7 +172,7 @@ class _Listener(Writer):
     def _draft_on(self) -> bool:
         return False
 
-    def _hear(self, news: Heard) -> None:
+    def _hear(self, news: FeaturesReceived) -> None:
         self._told.append(news)
 
 

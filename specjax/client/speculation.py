@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specjax.client.device import Device, Known, Settings
+from specjax.client.device import ClientDevice, Known, Settings
 from specjax.client.trees import Tree
 
 
@@ -37,7 +37,7 @@ class Speculation:
         stretches: see the module.
     """
 
-    def __init__(self, device: Device, settings: Settings, tokens: list[int]) -> None:
+    def __init__(self, device: ClientDevice, settings: Settings, tokens: list[int]) -> None:
         """Nothing is known yet."""
         self.tokens = tokens
         self.stretches: list[Stretch] = []

@@ -10,10 +10,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from specjax.client.device import Device, Settings
+from specjax.client.device import ClientDevice, Settings
 from specjax.client.display import Display
-from specjax.client.events import Event, Report, Retracted
-from specjax.client.exchange import Emitted, Exchange, Heard, News, Opened, Send, ServerBusyError
+from specjax.client.events import RetractedEvent, TextEvent, TextReport
+from specjax.client.exchange import (
+    Exchange,
+    ExchangeEvent,
+    FeaturesReceived,
+    SendFrame,
+    ServerBusyError,
+    TextOpened,
+    TokensEmitted,
+)
 from specjax.client.link import Link, LinkLostError
 from specjax.client.pace import Pace
 from specjax.client.speculation import Speculation
@@ -73,7 +81,7 @@ class Writer:
     def __init__(
         self,
         exchange: Exchange,
-        device: Device,
+        device: ClientDevice,
         link: Link,
         *,
         patience: Patience = Patience(),
@@ -100,7 +108,7 @@ class Writer:
         """
         asked = exchange.request
         sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-        self.exchange, self.report = exchange, Report()
+        self.exchange, self.report = exchange, TextReport()
         self._device, self._link, self._patience = device, link, patience
         self.speculation = Speculation(device, Settings.of(sampling, asked.seed), exchange.tokens)
         self._pace = Pace(list(device.shapes))
@@ -108,7 +116,7 @@ class Writer:
         self._is_offline = is_offline
         self._journal, self._jitter = journal, jitter or random.Random()
         self._prompt = len(asked.prompt)
-        self._events: list[Event] = []
+        self._events: list[TextEvent] = []
         self._is_connected = self._is_connecting = False
         # When something last came; was sent; was sent first, for which an answer is awaited; and when the text last went on.
         self._begun = self._heard_at = self._sent_at = self._waits_since = self._asked_at = self._retry_at = link.now()
@@ -118,7 +126,7 @@ class Writer:
         self._sizes = (0, 0)  # bytes up and down when the newest draft was sent
         self._ends = frozenset(device.target.config.eos_token_ids if asked.eos is None else asked.eos)
 
-    def __iter__(self) -> Iterator[Event]:
+    def __iter__(self) -> Iterator[TextEvent]:
         """The events, until the text is over."""
         if len(self.exchange.tokens) > self._prompt:  # of another process
             self.exchange.end_if_whole(self._ends)
@@ -259,18 +267,18 @@ class Writer:
             raise lost
         return bool(news)
 
-    def _follow(self, news: News) -> None:
-        if isinstance(news, Send):
+    def _follow(self, news: ExchangeEvent) -> None:
+        if isinstance(news, SendFrame):
             self._send(news.frame)
-        elif isinstance(news, Opened):
+        elif isinstance(news, TextOpened):
             self._check_bounds()
-        elif isinstance(news, Heard):
+        elif isinstance(news, FeaturesReceived):
             self._asked_at = self._link.now()
             self._hear(news)
         else:
             self._commit(news)
 
-    def _hear(self, news: Heard) -> None:
+    def _hear(self, news: FeaturesReceived) -> None:
         self.speculation.hear(news.tokens, news.following, news.arrays)
 
     def _check_bounds(self) -> None:
@@ -294,7 +302,7 @@ class Writer:
                 "shorten the prompt, or ask for fewer"
             )
 
-    def _commit(self, news: Emitted) -> None:
+    def _commit(self, news: TokensEmitted) -> None:
         report, now = self.report, self._link.now()
         self._asked_at = now
         accepted = len(news.tokens) - 1
@@ -316,14 +324,14 @@ class Writer:
             )
         events = self._display.commit(news.tokens, is_last=self.exchange.phase == "over")
         self._events += events
-        report.retracted += sum(len(each.tokens) for each in events if isinstance(each, Retracted))
+        report.retracted += sum(len(each.tokens) for each in events if isinstance(each, RetractedEvent))
         try:
             self._go_on(news)
         finally:
             if self._journal is not None:
                 self._journal.keep(self.exchange)
 
-    def _go_on(self, news: Emitted) -> None:
+    def _go_on(self, news: TokensEmitted) -> None:
         """Below the tokens that were committed."""
         report = self.report
         if self._display.has_stopped:

@@ -521,7 +521,7 @@ def decode_rows(
 
 
 @struct.dataclass
-class Checked:
+class VerifiedRows:
     """What became of the drafts of W rows.
 
     Attributes:
@@ -577,7 +577,7 @@ def verify_rows(
     valid: HostOrDevice,
     *,
     depth: int,
-) -> tuple[DecodeState, Checked]:
+) -> tuple[DecodeState, VerifiedRows]:
     """One pass of the target over drafts that were made elsewhere, for some rows. Not on a mesh that splits rows.
 
     The rows are done, as far as `decode_rows` goes, before and afterwards. Other rows, and what a drafter here keeps, stay as
@@ -642,7 +642,7 @@ def verify_rows(
     )
     after, info = advance(target, _Elsewhere(teller), part, draft)
     places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
-    checked = Checked(
+    checked = VerifiedRows(
         path=info.path[:, : depth + 1],
         tokens=jnp.take_along_axis(after.tokens, places, axis=1),
         count=info.emitted,

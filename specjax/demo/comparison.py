@@ -35,7 +35,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class MethodComparison:
     """One target on a few prompts, one prompt after another, with one way to draw tokens.
 
     The prompts are padded to one width and have one limit, so a method is two programs, whatever the prompt and whoever looks
@@ -92,7 +92,7 @@ def _summarise(speeds: list[float], results: list[decoding.Result]) -> Measured:
 
 
 @contextmanager
-def compiling(comparisons: Sequence[Comparison], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
+def compiling(comparisons: Sequence[MethodComparison], drafters: Mapping[str, Drafter | None]) -> Iterator[Callable[[], None]]:
     """Compile the programs of all ``drafters`` for each comparison, in their order, while the body runs.
 
     XLA leaves Python to others while it compiles. The body is given a function that waits until everything is there.

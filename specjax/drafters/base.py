@@ -75,7 +75,7 @@ def newest_of(states: jax.Array, count: jax.Array, before: jax.Array) -> jax.Arr
 
 
 @struct.dataclass
-class Told:
+class RemoteFeatures:
     """What a drafter hears of committed tokens, T a row: also one that runs on another machine than the target.
 
     Attributes:
@@ -85,10 +85,10 @@ class Told:
         count: ``[B]`` how many of them count.
 
     Examples:
-        >>> from specjax.drafters.base import Told
+        >>> from specjax.drafters.base import RemoteFeatures
         >>> drafter = specjax.Eagle3.init(target, jax.random.key(1))
         >>> output, entries = target.read(prompts, taps=drafter.taps(target.config))
-        >>> told = Told(
+        >>> told = RemoteFeatures(
         ...     tokens=prompts,
         ...     following=jnp.roll(prompts, -1, axis=1),
         ...     arrays=drafter.tell(target, output, entries),  # on the server
@@ -257,7 +257,7 @@ class Drafter(OneLine, Generic[State]):
         what it tells itself (see `hear`); override it in a drafter that needs what lies in the target's memory.
         """
         arrays = self.tell(target, committed.output, committed.entries)
-        return self.hear(target, state, Told(committed.tokens, committed.following, arrays, committed.count))
+        return self.hear(target, state, RemoteFeatures(committed.tokens, committed.following, arrays, committed.count))
 
     # --- drafting on another machine than the target's: absorbing in two halves ---
 
@@ -287,7 +287,7 @@ class Drafter(OneLine, Generic[State]):
         names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
         return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in each) for each in names)
 
-    def hear(self, target: Target, state: State, told: Told) -> State:
+    def hear(self, target: Target, state: State, told: RemoteFeatures) -> State:
         """The state after committed tokens of which it was ``told``: the half of absorbing that is done where the drafter is.
 
         Of the target it may use the embedding, the final norm, the head, and the layers that it `reads`.
@@ -312,7 +312,7 @@ class Drafter(OneLine, Generic[State]):
         Returns:
             The state; and for each of these layers the entries of the tokens, which the drafter has worked out itself.
         """
-        return self.hear(target, state, Told(tokens, following, {}, count)), ()
+        return self.hear(target, state, RemoteFeatures(tokens, following, {}, count)), ()
 
     def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
         """The state once the prompts have been absorbed to their ends.

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters import dflash_checkpoint
-from specjax.drafters.base import DraftingReads, Told, check_mesh
+from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
 from specjax.drafters.eagle3_checkpoint import are_different_tokens
@@ -251,7 +251,7 @@ class DFlash(TrainedDrafter[Cache]):
     def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"features": self.features(output)}
 
-    def hear(self, target: Target, state: Cache, told: Told) -> Cache:
+    def hear(self, target: Target, state: Cache, told: RemoteFeatures) -> Cache:
         features = told.arrays["features"].astype(self._dtype)
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)

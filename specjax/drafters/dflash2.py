@@ -22,7 +22,7 @@ from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig
-from specjax.drafters.expansion import Candidates, Frontier, Offered, expand, offered_by
+from specjax.drafters.expansion import Candidates, CandidateTokens, Frontier, expand, offered_by
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
@@ -184,12 +184,12 @@ class DFlash2(DFlash):
         scores, ids = self.candidates(without_ends(self.logits(target, states), sampling, jnp.arange(shape.depth)))
         context = self.selector_context(states)
 
-        def offer(depth: jax.Array, before: jax.Array) -> Offered:
+        def offer(depth: jax.Array, before: jax.Array) -> CandidateTokens:
             here, named, known = (jnp.take(values, depth, axis=1) for values in (scores, ids, context))
             logits = self.selected(here[:, None], named[:, None], known[:, None], before)
             return offered_by(shape, logits, depth, sampling, keys[depth], Candidates(named, vocab))
 
-        def read(frontier: Frontier, nothing: tuple[()]) -> tuple[Offered, tuple[()]]:
+        def read(frontier: Frontier, nothing: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
             return offer(frontier.depth, frontier.tokens), nothing
 
         first = offer(jnp.zeros((), jnp.int32), root[:, None])

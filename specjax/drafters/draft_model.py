@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import text
-from specjax.drafters.base import Committed, Drafter, DraftingReads, Told, check_mesh
+from specjax.drafters.base import Committed, Drafter, DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.expansion import Frontier, Vocabulary, expand, read_nodes
 from specjax.drafters.shared_vocabulary import Asked, SharedVocabulary, share
@@ -51,7 +51,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
 
 
 @struct.dataclass
-class Drafted:
+class DraftedEntries:
     """What a draft model worked out while drafting, from `DraftModel.propose` to `DraftModel.update`.
 
     Attributes:
@@ -76,7 +76,7 @@ class DraftModelState:
     cache: Cache
     last: jax.Array
     behind: jax.Array
-    drafted: Drafted | None = None
+    drafted: DraftedEntries | None = None
 
 
 @struct.dataclass
@@ -215,7 +215,7 @@ class DraftModel(Drafter[DraftModelState]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def hear(self, target: Target, state: DraftModelState, told: Told) -> DraftModelState:
+    def hear(self, target: Target, state: DraftModelState, told: RemoteFeatures) -> DraftModelState:
         # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
         before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
         tokens = jnp.where(state.behind[:, None], before, told.tokens)
@@ -247,7 +247,7 @@ class DraftModel(Drafter[DraftModelState]):
         scratch = self.model.new_scratch(root.shape[0], self.draft_shape.read_slots)
         offered, vocabulary = self._offered(logits, target), self._vocabulary(target)
         draft, places, entries = expand(self.draft_shape, read, offered, scratch, root, sampling, keys, active, vocabulary)
-        drafted = Drafted(entries, jnp.broadcast_to(places, draft.tokens.shape))
+        drafted = DraftedEntries(entries, jnp.broadcast_to(places, draft.tokens.shape))
         return draft, replace(state, cache=cache, drafted=drafted)
 
     def update(

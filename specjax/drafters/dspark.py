@@ -17,7 +17,7 @@ from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig, Markov
-from specjax.drafters.expansion import Frontier, Offered, expand, offered_by
+from specjax.drafters.expansion import CandidateTokens, Frontier, expand, offered_by
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
@@ -155,7 +155,7 @@ class DSpark(DFlash):
         states = slots[:, -shape.depth :]
         every = self.logits(target, states)
 
-        def offer(depth: jax.Array, tokens: jax.Array, memory: jax.Array) -> tuple[Offered, jax.Array]:
+        def offer(depth: jax.Array, tokens: jax.Array, memory: jax.Array) -> tuple[CandidateTokens, jax.Array]:
             logits, here = (jnp.take(values, depth, axis=1)[:, None] for values in (every, states))
             logits, memory, confidence = self.after(logits, here, tokens, memory)
             offered = offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
@@ -163,7 +163,7 @@ class DSpark(DFlash):
                 offered = replace(offered, confidence=jax.nn.sigmoid(confidence))
             return offered, memory
 
-        def read(frontier: Frontier, memory: jax.Array) -> tuple[Offered, jax.Array]:
+        def read(frontier: Frontier, memory: jax.Array) -> tuple[CandidateTokens, jax.Array]:
             of_parents = jnp.take_along_axis(memory, frontier.parents[..., None], axis=1)
             return offer(frontier.depth, frontier.tokens, of_parents)
 

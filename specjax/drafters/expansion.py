@@ -46,7 +46,7 @@ class Frontier:
 
 
 @struct.dataclass
-class Offered:
+class CandidateTokens:
     """What nodes offer as children, n nodes a row and k children each.
 
     Attributes:
@@ -63,7 +63,7 @@ class Offered:
     confidence: jax.Array | None
 
 
-Read = Callable[[Frontier, Any], tuple[jax.Array | Offered, Any]]
+ReadFrontier = Callable[[Frontier, Any], tuple[jax.Array | CandidateTokens, Any]]
 """``(frontier, state) -> (logits [B, F, V], state)``; the state's shapes must not change. In place of logits it may give what
 the nodes offer."""
 
@@ -142,8 +142,8 @@ class _Growth:
 
 def expand(
     shape: DraftShape,
-    read: Read,
-    logits: jax.Array | Offered,
+    read: ReadFrontier,
+    logits: jax.Array | CandidateTokens,
     state: Any,
     root: jax.Array,
     sampling: RowSampling,
@@ -175,12 +175,12 @@ def expand(
     batch, width, branching = root.shape[0], shape.width, shape.branching
     candidates = width * branching
 
-    def offered(logits: jax.Array | Offered, depth: jax.Array) -> Offered:
-        if isinstance(logits, Offered):
+    def offered(logits: jax.Array | CandidateTokens, depth: jax.Array) -> CandidateTokens:
+        if isinstance(logits, CandidateTokens):
             return logits
         return offered_by(shape, logits, depth, sampling, keys[depth], vocabulary)
 
-    def offer(growth: _Growth, children: Offered, above: jax.Array) -> _Growth:
+    def offer(growth: _Growth, children: CandidateTokens, above: jax.Array) -> _Growth:
         """What nodes with scores ``above [B, n]`` offer as ``children``, and which of them to read.
 
         For example, one row of the tree that `specjax.drafts.shapes.Template` numbers, with a drafter whose likeliest token
@@ -230,7 +230,7 @@ def expand(
         above = jnp.take_along_axis(growth.scores[growth.depth - 1], growth.picked[growth.depth - 1], axis=1)
         return offer(replace(growth, state=state), offered(logits, growth.depth), above)
 
-    first = offered(logits if isinstance(logits, Offered) else logits[:, None], jnp.zeros((), jnp.int32))
+    first = offered(logits if isinstance(logits, CandidateTokens) else logits[:, None], jnp.zeros((), jnp.int32))
     seed = _seed(shape, None if first.q is None else first.q.shape[-1], state, active)
     growth = offer(seed, first, jnp.zeros((batch, 1), jnp.float32))
     if shape.depth > 1 and in_loop:
@@ -273,16 +273,16 @@ def expand_by_depth(
     each = jax.tree.map(lambda values: jnp.repeat(values, depth, axis=0), sampling)
     depths = jnp.tile(jnp.arange(depth), batch)[:, None]
     flat = offered_by(shape, logits.reshape(batch * depth, 1, -1), depths, each, keys.T.reshape(-1), vocabulary)
-    by_depth: Offered = jax.tree.map(lambda values: values.reshape(batch, depth, *values.shape[1:]), flat)
+    by_depth: CandidateTokens = jax.tree.map(lambda values: values.reshape(batch, depth, *values.shape[1:]), flat)
 
-    def at(depth: jax.Array | int, nodes: int) -> Offered:
+    def at(depth: jax.Array | int, nodes: int) -> CandidateTokens:
         def of_nodes(values: jax.Array) -> jax.Array:
             level = jnp.take(values, depth, axis=1)
             return jnp.broadcast_to(level, (batch, nodes, *level.shape[2:]))
 
         return jax.tree.map(of_nodes, by_depth)
 
-    def read(frontier: Frontier, state: tuple[()]) -> tuple[Offered, tuple[()]]:
+    def read(frontier: Frontier, state: tuple[()]) -> tuple[CandidateTokens, tuple[()]]:
         return at(frontier.depth, frontier.tokens.shape[1]), state
 
     shape = shape.read_whole() if isinstance(shape, DynamicTree) else shape
@@ -296,7 +296,7 @@ def offered_by(
     sampling: RowSampling,
     keys: jax.Array,
     vocabulary: Vocabulary | Candidates | None,
-) -> Offered:
+) -> CandidateTokens:
     """What nodes with the drafter's ``logits [B, n, V]`` offer; consumes the row keys ``[B]``.
 
     Args:
@@ -319,7 +319,7 @@ def offered_by(
     confidence = None
     if isinstance(shape, Chain) and shape.stop_below:
         confidence = _confidence(logits[:, 0], q, tokens[:, 0, 0], sampling)[:, None]
-    return Offered(tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence)
+    return CandidateTokens(tokens if vocabulary is None else vocabulary.names(tokens), scores, q, confidence)
 
 
 def _seed(shape: DraftShape, vocab: int | None, state: Any, active: jax.Array) -> _Growth:
@@ -525,7 +525,7 @@ def draft_with(
 def read_nodes(
     model: Target, cache: Cache, frontier: Frontier, scratch: tuple[Entry, ...], layers: tuple[int, int] | None = None
 ) -> tuple[jax.Array, tuple[Entry, ...]]:
-    """A `Read` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
+    """A `ReadFrontier` for a transformer: drafted nodes are remembered in scratch, and the cache is only read.
 
     The first slots of ``scratch`` may hold tokens that every node hangs below and that are not in the cache yet (the root):
     as many as it has more than the nodes to be read, `DraftShape.read_slots`. Node number i lies in the i-th slot after those.

@@ -20,7 +20,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters.base import Told, check_mesh, newest_of
+from specjax.drafters.base import RemoteFeatures, check_mesh, newest_of
 from specjax.drafters.expansion import Frontier, Vocabulary, expand
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.draft import Draft
@@ -146,7 +146,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"features": self.features(output, entries)}
 
-    def hear(self, target: Target, state: FeatureState, told: Told) -> FeatureState:
+    def hear(self, target: Target, state: FeatureState, told: RemoteFeatures) -> FeatureState:
         count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, told.following), told.arrays["features"].astype(self._dtype)

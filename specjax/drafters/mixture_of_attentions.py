@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.drafters import layer_attention, moa_checkpoint
-from specjax.drafters.base import Drafter, DraftingReads, Told, check_mesh, told_entries
+from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, told_entries
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.drafters.moa_checkpoint import MoAConfig
@@ -329,7 +329,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         layers = [jnp.swapaxes(by_head[:, :, layer], 1, 2) for layer in self.reads(target.config)]
         return tuple((both[..., :dim], both[..., dim:]) for both in layers)
 
-    def hear(self, target: Target, state: MixtureState, told: Told) -> MixtureState:
+    def hear(self, target: Target, state: MixtureState, told: RemoteFeatures) -> MixtureState:
         positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
         summaries = self._summaries(told.arrays)
         of_tokens = self.remember_tokens(target.embed(told.tokens), positions)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Drafter, Told, append_tokens
+from specjax.drafters.base import Drafter, RemoteFeatures, append_tokens
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, halvings
 from specjax.errors import InputError
@@ -74,7 +74,7 @@ class PromptLookup(Drafter[PromptLookupState]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def hear(self, target: Target, state: PromptLookupState, told: Told) -> PromptLookupState:
+    def hear(self, target: Target, state: PromptLookupState, told: RemoteFeatures) -> PromptLookupState:
         return PromptLookupState(
             tokens=append_tokens(state.tokens, state.lengths, told.tokens, told.count),
             lengths=state.lengths + told.count,

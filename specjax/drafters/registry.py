@@ -55,7 +55,7 @@ _OWN_USAGE = "package.module:Class@DIRECTORY for a class of your own"
 
 
 @dataclass(frozen=True)
-class Request:
+class DrafterRequest:
     """What a drafter is made from.
 
     Attributes:
@@ -108,7 +108,7 @@ class DraftingMethod:
     """
 
     usage: str
-    make: Callable[[Request], Drafter]
+    make: Callable[[DrafterRequest], Drafter]
     recognises: Callable[[Mapping[str, Any], Collection[str]], bool] | None = None
     trained: type[TrainedDrafter] | None = None
     translates: bool = False
@@ -119,7 +119,7 @@ class DraftingMethod:
     def of(cls, name: str, kind: type[TrainedDrafter], takes: tuple[str, ...] = ()) -> "DraftingMethod":
         """The method called ``name`` whose drafters are checkpoints of ``kind``, with the settings that it ``takes``."""
 
-        def make(request: Request) -> Drafter:
+        def make(request: DrafterRequest) -> Drafter:
             return kind.from_pretrained(request.where, **request.options)
 
         with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
@@ -129,25 +129,25 @@ class DraftingMethod:
 # --- the methods -----------------------------------------------------------------------------------------------------
 
 
-def _make_prompt_lookup(request: Request) -> Drafter:
+def _make_prompt_lookup(request: DrafterRequest) -> Drafter:
     longest = {"max_ngram": _whole(request, "prompt-lookup:MAX_NGRAM, such as prompt-lookup:3")} if request.where else {}
     drafter = PromptLookup(**longest, **request.draft_given)
     drafter.check_draft()
     return drafter
 
 
-def _make_early_exit(request: Request) -> Drafter:
+def _make_early_exit(request: DrafterRequest) -> Drafter:
     return EarlyExit(layers=_whole(request, "early-exit:LAYERS, such as early-exit:4"), **request.draft_given)
 
 
-def _make_compressed_cache(scheme: Scheme, request: Request) -> Drafter:
+def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
     method = request.name.partition(":")[0]
     usage = f"{method}:BUDGET, the slots of a row, such as {method}:256"
     budget = {"budget": _whole(request, usage)} if request.where else {}
     return CompressedCache(scheme=scheme, **budget, **request.draft_given)
 
 
-def _make_draft_model(asked: Asked | None, request: Request) -> Drafter:
+def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
     directory = huggingface.locate(request.where, weights=False)
@@ -162,7 +162,7 @@ def _make_draft_model(asked: Asked | None, request: Request) -> Drafter:
     return replace(drafter, shared=shared)
 
 
-def _whole(request: Request, usage: str) -> int:
+def _whole(request: DrafterRequest, usage: str) -> int:
     """WHERE as a whole number of at least 1."""
     if not (_is_whole(request.where) and int(request.where) > 0):
         raise InputError(f"drafter={request.name!r}: write {usage}")
@@ -249,7 +249,7 @@ def load_drafter(
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
     shape = None if draft is None else as_shape(draft)
-    return method.make(Request(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings))
+    return method.make(DrafterRequest(name, where, target, shape, dtype, mesh, tokenizer, weights, method.settings))
 
 
 def resolve(name: str) -> tuple[DraftingMethod, str]:

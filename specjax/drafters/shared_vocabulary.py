@@ -17,7 +17,7 @@ from specjax import progress, text, vocabularies
 from specjax.drafters.expansion import Vocabulary
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
-from specjax.vocabularies import Tokens
+from specjax.vocabularies import VocabularyTokens
 
 Asked = Literal["intersect"]
 """What may be asked for where the tokenizers differ."""
@@ -41,9 +41,9 @@ class SharedVocabulary:
 
     Examples:
         >>> from specjax.drafters.shared_vocabulary import SharedVocabulary
-        >>> from specjax.vocabularies import Tokens, texts_of
-        >>> target = Tokens(texts_of({"Ġthe": 0, "Ġcats": 1, "Ċ": 2}), {})
-        >>> draft = Tokens(texts_of({"<0x0A>": 0, "▁the": 1, "s": 2}), {}, unknown=3)
+        >>> from specjax.vocabularies import VocabularyTokens, texts_of
+        >>> target = VocabularyTokens(texts_of({"Ġthe": 0, "Ġcats": 1, "Ċ": 2}), {})
+        >>> draft = VocabularyTokens(texts_of({"<0x0A>": 0, "▁the": 1, "s": 2}), {}, unknown=3)
         >>> shared = SharedVocabulary.of(target, draft)
         >>> shared.narrow(jnp.array([0.25, 0.5, 0.75, 1.0]))  # " the" and a line end
         Array([0.5 , 0.25], dtype=float32)
@@ -61,7 +61,7 @@ class SharedVocabulary:
     least: tuple[int, int] = struct.field(pytree_node=False)
 
     @classmethod
-    def of(cls, target: Tokens, draft: Tokens) -> "SharedVocabulary":
+    def of(cls, target: VocabularyTokens, draft: VocabularyTokens) -> "SharedVocabulary":
         """Of the tokens of two tokenizers. Raises `InputError` where they share no text."""
         shared = vocabularies.shared_tokens(target, draft)
         if shared.keys() <= target.special:
@@ -136,7 +136,7 @@ def share(
     """
     if text.difference(target, draft) is None:
         return None
-    shared = SharedVocabulary.of(*(Tokens.of(each, size) for each, size in zip((target, draft), sizes, strict=True)))
+    shared = SharedVocabulary.of(*(VocabularyTokens.of(each, size) for each, size in zip((target, draft), sizes, strict=True)))
     if asked is None and shared.overlap < LEAST_OVERLAP:
         raise InputError(
             f"tokenizers: {shared}. Below {LEAST_OVERLAP:.0%} of the smaller vocabulary few drafts are accepted: take a "

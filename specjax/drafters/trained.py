@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import sharding
-from specjax.drafters.base import Drafter, DraftingReads, State, Told, newest_of
+from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, State, newest_of
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, directories, fingerprint, huggingface
@@ -368,7 +368,7 @@ class NewestStateDrafter(TrainedDrafter[jax.Array]):
     def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"hidden": output.hidden}
 
-    def hear(self, target: Target, state: jax.Array, told: Told) -> jax.Array:
+    def hear(self, target: Target, state: jax.Array, told: RemoteFeatures) -> jax.Array:
         return newest_of(told.arrays["hidden"], told.count, state)
 
 

@@ -42,7 +42,7 @@ DRAWS = 50_000
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LosslessnessVerdict:
     """What came of the three checks.
 
     Attributes:
@@ -72,7 +72,7 @@ def check(
     max_new_tokens: int = 64,
     draws: int = DRAWS,
     key: jax.Array | None = None,
-) -> Verdict:
+) -> LosslessnessVerdict:
     """Generate with the drafter and without, and compare.
 
     Args:
@@ -118,7 +118,7 @@ def check(
         key=draw_key,
         rounding=rounding,
     )
-    return Verdict(greedy=greedy, distribution=distribution, coupled=coupled)
+    return LosslessnessVerdict(greedy=greedy, distribution=distribution, coupled=coupled)
 
 
 LEAST_DRAWS = 2_000

@@ -322,7 +322,7 @@ def compile_program(
         ) from error
     analysis = executable.memory_analysis()
     assert text is not None and analysis is not None  # all of XLA's compilers give both
-    program = hlo.Program(text)
+    program = hlo.HloProgram(text)
     of_step = program.turns(program.main_loop if is_loop else program.entry, turns)
     operations = [operation for turn in of_step for operation in turn.operations]
     copies = program.copies(operations, kept)
@@ -337,7 +337,7 @@ def compile_program(
     return Compiled(name, seconds, memory, costs, tuple(copies), largest, text), executable
 
 
-def _costs(program: hlo.Program, turn: hlo.Turn) -> TurnCosts:
+def _costs(program: hlo.HloProgram, turn: hlo.Turn) -> TurnCosts:
     collectives = [operation for operation in turn.operations if operation.collective]
     by_kind: Counter[str] = Counter()
     for operation in turn.operations:

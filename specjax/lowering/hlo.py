@@ -95,7 +95,7 @@ class Turn:
     turns: int
 
 
-class Program:
+class HloProgram:
     """A compiled program.
 
     Attributes:

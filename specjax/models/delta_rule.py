@@ -43,7 +43,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 """Of products: "float32" on an accelerator is less by default."""
 
 
-class Tokens(NamedTuple):
+class DeltaRuleInputs(NamedTuple):
     """What the rule is given of T tokens, all in float32. There are r value heads to each of the heads of keys.
 
     Attributes:
@@ -65,9 +65,9 @@ class Node(NamedTuple):
     """What is remembered of tokens that were read and are not in the state.
 
     Attributes:
-        k: ``[B, heads, n, dk]`` as in `Tokens`.
+        k: ``[B, heads, n, dk]`` as in `DeltaRuleInputs`.
         u: ``[B, heads * r, n, dv]`` their updates.
-        log_alpha: ``[B, heads * r, n]`` as in `Tokens`.
+        log_alpha: ``[B, heads * r, n]`` as in `DeltaRuleInputs`.
     """
 
     k: jax.Array
@@ -77,7 +77,7 @@ class Node(NamedTuple):
 
 def read_tree(
     state: Float[Array, "B h dk dv"],
-    tokens: Tokens,
+    tokens: DeltaRuleInputs,
     mask: Bool[Array, "b T T"] | None,
     before: tuple[Node, Bool[Array, "b T R"]] | None = None,
 ) -> tuple[jax.Array, Node]:
@@ -96,10 +96,10 @@ def read_tree(
     Examples:
         A root and two children, all with one key. Each replaces what the table says of it.
 
-        >>> from specjax.models.delta_rule import Tokens, read_tree, write
+        >>> from specjax.models.delta_rule import DeltaRuleInputs, read_tree, write
         >>> same, gate = jnp.ones((1, 1, 3, 1)), jnp.ones((1, 1, 3))
         >>> values = jnp.array([5.0, 7.0, 9.0]).reshape(1, 1, 3, 1)
-        >>> tokens = Tokens(q=same, k=same, v=values, beta=gate, log_alpha=0 * gate)
+        >>> tokens = DeltaRuleInputs(q=same, k=same, v=values, beta=gate, log_alpha=0 * gate)
         >>> mask = jnp.array([[[True, False, False], [True, True, False], [True, False, True]]])
         >>> empty = jnp.zeros((1, 1, 1, 1))
         >>> y, node = read_tree(empty, tokens, mask)
@@ -138,7 +138,7 @@ def read_tree(
 
 
 def read_chain(
-    state: Float[Array, "B h dk dv"], tokens: Tokens, count: Int[Array, " B"] | None = None
+    state: Float[Array, "B h dk dv"], tokens: DeltaRuleInputs, count: Int[Array, " B"] | None = None
 ) -> tuple[jax.Array, Node, jax.Array]:
     """Read T tokens each of which has all others before it on its path, `CHUNK` at a time.
 
@@ -159,7 +159,7 @@ def read_chain(
     mask = jnp.tril(jnp.ones((1, size, size), bool))
 
     @jax.checkpoint  # pyright: ignore[reportUntypedFunctionDecorator]  # in training a chunk is read again instead of kept
-    def read(state: jax.Array, tokens: Tokens) -> tuple[jax.Array, tuple[jax.Array, Node]]:
+    def read(state: jax.Array, tokens: DeltaRuleInputs) -> tuple[jax.Array, tuple[jax.Array, Node]]:
         y, node = read_tree(state, tokens, mask)
         return write(state, node), (y, node)
 
@@ -180,7 +180,7 @@ def read_chain(
     return y, node, after
 
 
-def read_documents(tokens: Tokens, documents: Int[Array, "B T"]) -> jax.Array:
+def read_documents(tokens: DeltaRuleInputs, documents: Int[Array, "B T"]) -> jax.Array:
     """``[B, h, T, dv]`` what T tokens come to each of which has those before it of its own document on its path.
 
     ``documents`` has their numbers, and they lie end to end: a document's first token forgets all that was before.

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from specjax.models.config import LinearAttention, ModelConfig
-from specjax.models.delta_rule import Node, Tokens, read_chain, read_documents, read_tree
+from specjax.models.delta_rule import DeltaRuleInputs, Node, read_chain, read_documents, read_tree
 from specjax.models.params import Params
 from specjax.models.primitives import apart, linear, products_in_turn, rms_norm
 from specjax.models.states import State
@@ -95,7 +95,7 @@ def linear_attention(
     q, k, v = (
         _convolved(params[f"conv_{name}"], old, new, context.lineage) for name, old, new in zip("qkv", past, own, strict=True)
     )
-    tokens = Tokens(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
+    tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
     y, kept = _follow(tokens, context, own)
     y = rms_norm(y.transpose(0, 2, 1, 3).astype(x.dtype), params["norm"], config.norm_eps)
     gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
@@ -103,7 +103,7 @@ def linear_attention(
 
 
 def _follow(
-    tokens: Tokens, context: Context, convolved: tuple[jax.Array, ...]
+    tokens: DeltaRuleInputs, context: Context, convolved: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
     """What the rule comes to, and the entry or the state that stays."""
     state, lineage = context.state, context.lineage

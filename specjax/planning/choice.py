@@ -85,7 +85,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DraftComparison:
     """Every candidate, the fastest first, and what their speeds were computed from.
 
     Attributes:
@@ -95,10 +95,10 @@ class Comparison:
         candidates: fastest first; plain decoding is among them.
 
     Examples:
-        >>> from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
+        >>> from specjax.planning.choice import Candidate, DraftComparison, TrialAcceptance
         >>> plain_decoding = Candidate(draft=None, tokens=1.0, seconds=0.01, speedup=1.0)
         >>> chain = Candidate(specjax.Chain(2), tokens=2.2, seconds=0.015, speedup=1.47)
-        >>> comparison = Comparison(
+        >>> comparison = DraftComparison(
         ...     TrialAcceptance((0.7, 0.5), (), {}), {1: 0.01}, {1: 0.001}, (chain, plain_decoding)
         ... )
         >>> print(comparison.best.draft)
@@ -138,7 +138,7 @@ def compare_drafts(
     longest: int = 8,
     nodes: int = 33,
     acceptance: TrialAcceptance | None = None,
-) -> Comparison:
+) -> DraftComparison:
     """Measure the parts, and compute the speed of every chain of up to ``longest`` tokens, of the best static trees of up to
     ``nodes`` nodes, and of the other trees that were tried and are no larger.
 
@@ -172,7 +172,7 @@ def compare_drafts(
     depth = len(acceptance.survival)
     plain = Candidate(None, 1.0, 0.0, 1.0)
     if depth == 0:  # below these prompts the target has no position left for a draft
-        return Comparison(acceptance, {}, {}, (plain,))
+        return DraftComparison(acceptance, {}, {}, (plain,))
     ranks = len(acceptance.by_rank)
     costs, draft_times = _times(target, drafter, depth, ranks, nodes, (batch or rows, width), options)
 
@@ -190,7 +190,7 @@ def compare_drafts(
         branching = [tree for tree in trees.values() if max(path[-1] for path in tree) > 0]
         candidates += [candidate(StaticTree(tree), theory.tree_tokens(acceptance.by_rank, tree)) for tree in branching]
     ordered = sorted(candidates, key=lambda each: -each.speedup)
-    return Comparison(acceptance, costs.verify, draft_times, tuple(ordered))
+    return DraftComparison(acceptance, costs.verify, draft_times, tuple(ordered))
 
 
 def fastest_drafter(

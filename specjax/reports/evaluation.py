@@ -27,7 +27,7 @@ Results = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class MethodAnswer:
     """One method's answer to one turn.
 
     Attributes:
@@ -43,7 +43,7 @@ class Answer:
     stats: Stats
 
 
-def summarise(answers: Sequence[Answer], methods: Sequence[str]) -> Results:
+def summarise(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> Results:
     """For each category, and for all questions together, of each method:
 
     - ``tokens_per_second``: emitted tokens over seconds, the median of the repeats; ``speedup`` over plain decoding, with
@@ -58,7 +58,7 @@ def summarise(answers: Sequence[Answer], methods: Sequence[str]) -> Results:
     return {name: _summary(part, methods) for name, part in {**chosen, OVERALL: list(answers)}.items()}
 
 
-def _summary(answers: Sequence[Answer], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _summary(answers: Sequence[MethodAnswer], methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     of_method = {method: [answer for answer in answers if answer.method == method] for method in methods}
     speeds = {method: _speeds(part) for method, part in of_method.items()}
     found = {}
@@ -78,7 +78,7 @@ def _summary(answers: Sequence[Answer], methods: Sequence[str]) -> dict[str, dic
     return found
 
 
-def _speeds(answers: Sequence[Answer]) -> np.ndarray:
+def _speeds(answers: Sequence[MethodAnswer]) -> np.ndarray:
     """``[repeats]`` emitted tokens a second."""
     emitted = sum(metrics.summarise(answer.stats).emitted for answer in answers)
     return emitted / np.sum([answer.seconds for answer in answers], axis=0)

@@ -24,9 +24,9 @@ class Moment:
         confirmed: of committed ones, how many stood there as provisional already.
 
     Examples:
-        >>> from specjax.client import Committed
+        >>> from specjax.client import CommittedEvent
         >>> from specjax.reports.growth import Moment
-        >>> Moment.of(Committed(tokens=(702, 221), text="import "), seconds=0.5)
+        >>> Moment.of(CommittedEvent(tokens=(702, 221), text="import "), seconds=0.5)
         Moment(seconds=0.5, kind='committed', tokens=2, confirmed=0)
     """
 

@@ -6,14 +6,14 @@ from math import isfinite
 from typing import Any
 
 from specjax.evaluation.drawn_texts import FALSE_ALARM, Distribution
-from specjax.evaluation.losslessness import Verdict
+from specjax.evaluation.losslessness import LosslessnessVerdict
 from specjax.evaluation.same_texts import SameTexts
 
-Verdicts = Mapping[str, Verdict]
+Verdicts = Mapping[str, LosslessnessVerdict]
 """By the drafters' names."""
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict: LosslessnessVerdict) -> str:
     """The verdict, and what each check came to."""
     parts = [
         f"greedy {_same(verdict.greedy)}",
@@ -48,7 +48,7 @@ def _p(value: float) -> str:
     return f"{value:.2f}" if value >= 0.01 else f"{value:.1e}"
 
 
-def details(verdict: Verdict) -> list[str]:
+def details(verdict: LosslessnessVerdict) -> list[str]:
     """What a reader asks next: how often a right pair fails, what would have been found, and where texts part."""
     drawn, rounding = verdict.distribution, verdict.greedy.rounding
     each = ", ".join(f"{name} {_p(value)}" for name, value in drawn.p_values.items())

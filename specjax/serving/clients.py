@@ -17,12 +17,12 @@ import numpy as np
 from specjax.decoding import rows as device_rows
 from specjax.drafts import tree
 from specjax.errors import InputError, LogitsError
-from specjax.serving.device import Device
-from specjax.serving.scheduler import Read, Scheduler, Ticket
+from specjax.serving.device import EngineDevice
+from specjax.serving.scheduler import PrefillChunk, Scheduler, Ticket
 
 
 @dataclass(frozen=True)
-class Told:
+class RowFeatures:
     """What a client's drafter must know of tokens that the target has read.
 
     Attributes:
@@ -31,8 +31,8 @@ class Told:
         arrays: by name, each ``[count, …]``: see `specjax.drafters.Drafter.tell`.
 
     Examples:
-        >>> from specjax.serving import Told
-        >>> Told(start=0, count=2, arrays={"features": np.zeros((2, 16))}).count
+        >>> from specjax.serving import RowFeatures
+        >>> RowFeatures(start=0, count=2, arrays={"features": np.zeros((2, 16))}).count
         2
     """
 
@@ -42,15 +42,15 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Ready:
+class RowReady:
     """The text is read, all but its last token, which is the root of the first draft: drafts may come.
 
     Attributes:
         length: tokens of the text.
 
     Examples:
-        >>> from specjax.serving import Ready
-        >>> Ready(length=6).length
+        >>> from specjax.serving import RowReady
+        >>> RowReady(length=6).length
         6
     """
 
@@ -58,7 +58,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Checked:
+class DraftVerified:
     """What became of a draft.
 
     Attributes:
@@ -70,8 +70,8 @@ class Checked:
         seconds: that verification took.
 
     Examples:
-        >>> from specjax.serving import Checked
-        >>> checked = Checked(accepted=(2, 5), token=7, arrays={}, over="", seconds=0.01)
+        >>> from specjax.serving import DraftVerified
+        >>> checked = DraftVerified(accepted=(2, 5), token=7, arrays={}, over="", seconds=0.01)
         >>> len(checked.accepted) + 1  # tokens that were emitted
         3
     """
@@ -84,27 +84,27 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class RowDropped:
     """The client has no row any more, and hears nothing more. It may open another one with the text as it is.
 
     Attributes:
         reason: for whoever reads it.
 
     Examples:
-        >>> from specjax.serving import Dropped
-        >>> Dropped("another text needs the row").reason
+        >>> from specjax.serving import RowDropped
+        >>> RowDropped("another text needs the row").reason
         'another text needs the row'
     """
 
     reason: str
 
 
-Event = Told | Ready | Checked | Dropped
+RowEvent = RowFeatures | RowReady | DraftVerified | RowDropped
 """What the listener of a `ClientRow` is called with.
 
 Examples:
-    >>> from specjax.serving import Dropped, Event, Ready
-    >>> heard: list[Event] = [Ready(length=6), Dropped("the engine is closed")]
+    >>> from specjax.serving import RowDropped, RowEvent, RowReady
+    >>> heard: list[RowEvent] = [RowReady(length=6), RowDropped("the engine is closed")]
     >>> [type(event).__name__ for event in heard]
     ['Ready', 'Dropped']
 """
@@ -146,7 +146,7 @@ class ClientStatistics:
     generated: int
 
 
-Listener = Callable[[Event], None]
+Listener = Callable[[RowEvent], None]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ _LOGGER = logging.getLogger(__name__)
 class ClientRow:
     """A client's place in an engine: its text, which goes on with each draft. Made by `specjax.serving.Engine.open_row`.
 
-    Its listener is called from the engine's thread, with one `Event` after another, and must be quick. Methods may be called
+    Its listener is called from the engine's thread, with one `RowEvent` after another, and must be quick. Methods may be called
     from any thread, and from the listener.
 
     Attributes:
@@ -163,7 +163,7 @@ class ClientRow:
 
     Examples:
         >>> import queue
-        >>> from specjax.serving import Checked, ClientDrafts, Engine, Ready
+        >>> from specjax.serving import DraftVerified, ClientDrafts, Engine, RowReady
         >>> events = queue.SimpleQueue()
         >>> sizes = {"rows": 1, "widths": (1,), "capacity": 32}
         >>> clients = ClientDrafts(nodes=4, depth=3)
@@ -211,8 +211,9 @@ class ClientRow:
         self._clients.set_away(self, is_away)
 
     def verify(self, tokens: np.ndarray, parents: np.ndarray) -> None:
-        """Ask for a verdict on a draft; it comes as `Checked`. One at a time. Nothing happens where the row has been dropped or
-        closed: the listener hears of it, or has heard.
+        """Submit a draft for verification, one at a time. The result comes to the listener as `DraftVerified`.
+
+        Nothing happens where the row has been dropped or closed: the listener is told of that.
 
         Args:
             tokens: ``[n]`` token ids, first the root's, which is the text's newest token.
@@ -238,14 +239,14 @@ class Clients:
         rows: of tickets that wait, are read or are held.
     """
 
-    def __init__(self, device: Device, scheduler: Scheduler, wake: threading.Condition) -> None:
+    def __init__(self, device: EngineDevice, scheduler: Scheduler, wake: threading.Condition) -> None:
         """No rows."""
         self.drafts, self.wake = device.clients, wake
         self._device, self._scheduler = device, scheduler
         self._vocabulary = device.target.config.vocab_size
         self.rows: dict[Ticket, ClientRow] = {}
         # What the listeners have yet to hear. What they are told of a prompt is still on the device.
-        self._events: list[tuple[ClientRow, Event | tuple[Read, dict[str, jax.Array]]]] = []
+        self._events: list[tuple[ClientRow, RowEvent | tuple[PrefillChunk, dict[str, jax.Array]]]] = []
         self._counts = {"calls": 0, "drafts": 0, "drafted": 0, "accepted": 0, "generated": 0}
         self._dropped = 0
 
@@ -289,7 +290,7 @@ class Clients:
             if row.ticket.state == "done":
                 raise InputError("tokens: the text is over, and takes no more drafts")
             if not row.is_ready:
-                raise InputError("tokens: the text is not read yet: wait for Ready before the first draft")
+                raise InputError("tokens: the text is not read yet: wait for RowReady before the first draft")
             if row.draft is not None:
                 raise InputError("tokens: there is a draft already that has no verdict: one at a time")
             if tokens[0] != row.ticket.tokens[-1]:
@@ -353,7 +354,7 @@ class Clients:
         preempted = self._scheduler.times_preempted
         return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=preempted, **self._counts)
 
-    def was_read(self, read: Read, told: dict[str, jax.Array]) -> None:
+    def was_read(self, read: PrefillChunk, told: dict[str, jax.Array]) -> None:
         """A piece of a client's text is being read by the device; what it is ``told`` comes from there."""
         row = self.rows.get(read.ticket)
         if row is None:
@@ -362,7 +363,7 @@ class Clients:
             self._events.append((row, (read, told)))
         if read.ticket.state == "held" and not row.is_ready:  # it is not told again after it was preempted
             row.is_ready = True
-            self._events.append((row, Ready(length=len(read.ticket.tokens))))
+            self._events.append((row, RowReady(length=len(read.ticket.tokens))))
 
     # --- what the engine asks, without it ------------------------------------------------------------------------------
 
@@ -405,7 +406,7 @@ class Clients:
         self,
         row: ClientRow,
         draft: tuple[np.ndarray, np.ndarray],
-        checked: device_rows.Checked,
+        checked: device_rows.VerifiedRows,
         place: int,
         seconds: float,
     ) -> None:
@@ -430,7 +431,7 @@ class Clients:
         arrays = {name: np.array(array[place, :count]) for name, array in checked.told.items()}
         over = ("stop" if tokens[-1] in row.settings["eos"] else "length") if done else ""
         accepted = tuple(checked.path[place, 1:count].tolist())
-        self._events.append((row, Checked(accepted, tokens[-1], arrays, over, seconds)))
+        self._events.append((row, DraftVerified(accepted, tokens[-1], arrays, over, seconds)))
 
     def deliver(self, wait: bool = True) -> None:
         """Call the listeners with what there is for them; without ``wait``, only until something is still on the device."""
@@ -443,7 +444,7 @@ class Clients:
                 if not wait and isinstance(event, tuple) and not _are_here(event[1]):
                     return
                 del self._events[0]
-                if isinstance(event, Ready | Checked) and row.draft is None:
+                if isinstance(event, RowReady | DraftVerified) and row.draft is None:
                     self._scheduler.may_draft(row.ticket)
             if isinstance(event, tuple):
                 try:
@@ -469,7 +470,7 @@ class Clients:
         self.rows.pop(row.ticket, None)
         self._events = [(other, event) for other, event in self._events if other is not row]
         reason = str(error) if isinstance(error, LogitsError) else "an error of the server; its log says more"
-        self._events.append((row, Dropped(reason)))
+        self._events.append((row, RowDropped(reason)))
         row.draft = None
         self._scheduler.cancel(row.ticket)
         self._scheduler.check()
@@ -481,7 +482,7 @@ class Clients:
             self.rows.clear()
             self._events.clear()
         for row in rows:
-            self._call(row, Dropped(reason))
+            self._call(row, RowDropped(reason))
 
     def _note_dropped(self) -> None:
         """Who has lost its row is to hear it."""
@@ -490,10 +491,10 @@ class Clients:
             if row is not None:
                 self._dropped += 1
                 row.draft = None
-                self._events.append((row, Dropped("another text needs the row, or its memory")))
+                self._events.append((row, RowDropped("another text needs the row, or its memory")))
         self._scheduler.dropped.clear()
 
-    def _call(self, row: ClientRow, event: Event) -> None:
+    def _call(self, row: ClientRow, event: RowEvent) -> None:
         try:
             row.listener(event)
         except Exception:  # the client's: others have nothing to do with it
@@ -506,9 +507,9 @@ def _are_here(arrays: dict[str, jax.Array]) -> bool:
     return all(array.is_ready() for array in arrays.values())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _told_of(known: int, read: Read, arrays: dict[str, jax.Array]) -> Told:
+def _told_of(known: int, read: PrefillChunk, arrays: dict[str, jax.Array]) -> RowFeatures:
     """Of a piece that was read, what goes beyond the tokens that are known."""
     first = max(0, known - read.start)
     count = max(0, read.count - first)
     cut = {name: np.asarray(array)[0, first : first + count].copy() for name, array in arrays.items()}
-    return Told(start=read.start + first, count=count, arrays=cut)
+    return RowFeatures(start=read.start + first, count=count, arrays=cut)

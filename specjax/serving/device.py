@@ -22,7 +22,7 @@ from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import track
 from specjax.serving.memory import borders_kept
-from specjax.serving.programs import Program, Programs
+from specjax.serving.programs import EngineProgram, Programs
 
 ENDS = 8
 """End-of-sequence ids that a request may have."""
@@ -140,7 +140,7 @@ class Sizes:
         return max(self.chunk // 4, 1), self.chunk
 
 
-class Device:
+class EngineDevice:
     """A state of `specjax.decoding.rows`, and the programs for it.
 
     Its methods start the device without waiting for it, unless they say so.
@@ -236,7 +236,7 @@ class Device:
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> device_rows.Checked:
+    ) -> device_rows.VerifiedRows:
         """`specjax.decoding.rows.verify_rows`; of each row's draft the ``tokens [n]`` and ``parents [n]``."""
         width = next(width for width in self.sizes.widths if width >= len(rows))
         given = self._of_verify(table, width, rows, drafts)
@@ -304,7 +304,7 @@ class Device:
         self.wait()
         return seconds
 
-    def programs(self, settings: dict[str, Any]) -> list[Program]:
+    def programs(self, settings: dict[str, Any]) -> list[EngineProgram]:
         """Every program, in stages: what a plain request in one row needs comes first, copies of predictions come last.
 
         Args:
@@ -314,35 +314,35 @@ class Device:
         rows, widths = self.sizes.rows, self.sizes.widths
         nothing, last = [0] * self.groups, [False] * self.groups
 
-        def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> Program:
+        def read(stage: int, width: int, logprobs: bool = False, for_client: bool = False) -> EngineProgram:
             def lower() -> Any:
                 given, named = self._of_read(table, nothing, nothing, last, width, logprobs, for_client)
                 return device_rows.read_chunk.lower(*given, **named)
 
-            return Program("read", (width, logprobs, for_client), stage, lower)
+            return EngineProgram("read", (width, logprobs, for_client), stage, lower)
 
-        def decode(stage: int, width: int, number: int, logprobs: bool = False) -> Program:
-            return Program(
+        def decode(stage: int, width: int, number: int, logprobs: bool = False) -> EngineProgram:
+            return EngineProgram(
                 "decode", (width, number, logprobs), stage, lambda: self._lower_decode(table, number, width, logprobs)
             )
 
-        def verify(stage: int, width: int) -> Program:
+        def verify(stage: int, width: int) -> EngineProgram:
             def lower() -> Any:
                 return device_rows.verify_rows.lower(*self._of_verify(table, width, [], []), depth=self._clients.depth)
 
-            return Program("verify", (width,), stage, lower)
+            return EngineProgram("verify", (width,), stage, lower)
 
         def admit() -> Any:
             return device_rows.admit.lower(*self._own, np.int32(0), words, np.int32(0), self._fresh, np.int32(0))
 
-        listed = [Program("admit", (), 0, admit)]
+        listed = [EngineProgram("admit", (), 0, admit)]
         listed += [read(0 if width == self.sizes.chunk else 1, width) for width in self.sizes.read_widths]
         listed += [decode(0 if width == widths[0] else 2, width, self.plain) for width in widths]
         if self.paused is not None:
-            listed.append(Program("catch_up", (), 1, self._lower_catch_up(table)))
+            listed.append(EngineProgram("catch_up", (), 1, self._lower_catch_up(table)))
         if len(widths) > 1:
             order = np.arange(rows, dtype=np.int32)
-            listed.append(Program("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
+            listed.append(EngineProgram("rearrange", (), 1, lambda: device_rows.rearrange.lower(self.state, order)))
         others = [number for number in range(len(self.drafters)) if number != self.plain]
         for width in widths:
             listed += [decode(3, width, number) for number in others if not copies(self.drafters[number])]

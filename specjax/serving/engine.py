@@ -35,11 +35,11 @@ from specjax.sampling import GREEDY, Sampling
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
-from specjax.serving.device import ENDS, ClientDrafts, Device, Sizes, is_paused
-from specjax.serving.handle import EngineError, Handle, News, Wanted, token_logprobs
+from specjax.serving.device import ENDS, ClientDrafts, EngineDevice, Sizes, is_paused
+from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
-from specjax.serving.scheduler import Read, Scheduler, Ticket
+from specjax.serving.scheduler import PrefillChunk, Scheduler, Ticket
 from specjax.serving.totals import Totals
 from specjax.templates import Settings
 
@@ -232,8 +232,10 @@ class Engine:
         self._choice = DraftChoice(setup.choices, seconds)
         self._draft = str(setup.choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
-        self._undelivered: list[tuple[Handle, News]] = []
-        self._unread: list[tuple[Handle, Read, int, Any]] = []  # log-probabilities of prompts that are still on the device
+        self._undelivered: list[tuple[Handle, RowProgress]] = []
+        self._unread: list[
+            tuple[Handle, PrefillChunk, int, Any]
+        ] = []  # log-probabilities of prompts that are still on the device
         self._counted = _copies(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
@@ -333,7 +335,7 @@ class Engine:
         if self.tokenizer is not None:
             is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
             growing = text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens, is_chat)
-        wanted = Wanted(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
+        wanted = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
             needs = None if logprobs is None else "logprobs"
@@ -376,7 +378,7 @@ class Engine:
             prompt_length: tokens of the prompt; None: all of them.
             max_new_tokens: most tokens after the prompt, those that there are among them.
             known: of how many tokens, from the first on, the client has been told already.
-            listener: is called from the engine's thread with each `specjax.serving.clients.Event`. It must be quick.
+            listener: is called from the engine's thread with each `specjax.serving.clients.RowEvent`. It must be quick.
             temperature: 0 is greedy.
             top_k: 0 is no limit.
             top_p: in (0, 1].
@@ -644,7 +646,9 @@ class Engine:
             left -= max(read.width for read in reads)
         return has_read
 
-    def _prepared(self, reads: Sequence[Read]) -> list[tuple[Read, Handle | ClientRow, device_rows.Text | None]]:
+    def _prepared(
+        self, reads: Sequence[PrefillChunk]
+    ) -> list[tuple[PrefillChunk, Handle | ClientRow, device_rows.Text | None]]:
         """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
         chosen = []
         for read in reads:
@@ -671,14 +675,14 @@ class Engine:
             owner.admitted()
         return words
 
-    def _was_read(self, read: Read, border: Any, told: dict[str, jax.Array]) -> None:
+    def _was_read(self, read: PrefillChunk, border: Any, told: dict[str, jax.Array]) -> None:
         """Note that the device has been asked to read a piece of a prompt. With the lock."""
         self._counts["read"] += read.count
         self._counts["shared"] += read.start if read.is_first else 0
         self._scheduler.was_read(read, (border, np.int32(self._group(read))))
         self._clients.was_read(read, told)
         if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
-            self._undelivered.append((self._handles.pop(read.ticket), News(done=True)))
+            self._undelivered.append((self._handles.pop(read.ticket), RowProgress(done=True)))
 
     def _give_up(self, ticket: Ticket, owner: Handle | ClientRow | None, error: Exception) -> None:
         """End one text with an ``error`` that is its own. The others go on. With the lock.
@@ -696,10 +700,10 @@ class Engine:
         self._scheduler.cancel(ticket)
         self._scheduler.check()
 
-    def _group(self, read: Read) -> int:
+    def _group(self, read: PrefillChunk) -> int:
         return read.row // (self.rows // self._groups)
 
-    def _read(self, reads: Sequence[Read], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
+    def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
@@ -861,7 +865,7 @@ class Engine:
                 del self._handles[ticket]
             self._undelivered.append((handle, news))
 
-    def _news(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> News:
+    def _news(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> RowProgress:
         """Return what a row has come to beyond the tokens that its ticket has."""
         start, length = len(ticket.tokens), int(progress.lengths[row])
         if not start <= length <= ticket.limit:
@@ -878,7 +882,7 @@ class Engine:
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
             _LOGGER.error("request %d: %s; the others go on", ticket.number, error)
-        return News(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
+        return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
         """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
@@ -933,7 +937,7 @@ class Engine:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
 
-def _check_said(read: Read, chosen: np.ndarray) -> None:
+def _check_said(read: PrefillChunk, chosen: np.ndarray) -> None:
     """Refuse log-probabilities of a prompt's tokens that are NaN: the target's logits were none."""
     if np.isnan(chosen).any():
         raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
@@ -1031,11 +1035,11 @@ class _Setup:
             raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
         return found
 
-    def device(self, together: processes.Processes | None) -> Device:
+    def device(self, together: processes.Processes | None) -> EngineDevice:
         """Free rows. The first of those that work ``together`` tells the others what it does."""
         if together is not None and together.is_first:
             return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
-        return Device(self.target, self.drafters, self.sizes, self.clients)
+        return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
 
     def made_up(self) -> dict[str, Any]:
         """The settings of a text without an end, to warm up with."""

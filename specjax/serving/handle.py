@@ -79,7 +79,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputOptions:
     """What the owner of a text wants to know beside the text.
 
     Attributes:
@@ -96,7 +96,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class News:
+class RowProgress:
     """What a decode call has come to in one row.
 
     Attributes:
@@ -166,7 +166,7 @@ class Handle:
         ticket: Ticket,
         settings: dict[str, Any],
         growing: GrowingText | None,
-        wanted: Wanted = Wanted(),
+        wanted: OutputOptions = OutputOptions(),
     ) -> None:
         """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
         self.ticket, self.settings, self.wanted = ticket, settings, wanted
@@ -300,7 +300,7 @@ class Handle:
             room = self.prompt_tokens - 1 - known
             self.prompt_logprobs += list(logprobs)[known - start :][:room]
 
-    def deliver(self, news: News) -> bool:
+    def deliver(self, news: RowProgress) -> bool:
         """There are new tokens, after which the text may be over. False where they completed a stop string."""
         if not news.tokens and not news.done:
             return True
@@ -373,7 +373,7 @@ class Handle:
                 loop.call_soon_threadsafe(changed.set)
 
 
-def _runs(news: News) -> list[tuple[list[int], bool]]:
+def _runs(news: RowProgress) -> list[tuple[list[int], bool]]:
     """The new tokens in runs of those that were accepted and those that were not."""
     pairs = zip(news.tokens, news.accepted, strict=True)
     return [([token for token, _ in run], accepted) for accepted, run in itertools.groupby(pairs, key=lambda pair: pair[1])]

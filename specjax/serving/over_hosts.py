@@ -18,11 +18,11 @@ from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
 from specjax.models.transformer import Target
 from specjax.processes import Processes
-from specjax.serving.device import ClientDrafts, Device, Sizes
+from specjax.serving.device import ClientDrafts, EngineDevice, Sizes
 from specjax.serving.programs import Programs
 
 
-class Plain(msgspec.Struct, frozen=True, array_like=True):
+class HostArray(msgspec.Struct, frozen=True, array_like=True):
     """An array of the host, in bytes."""
 
     dtype: str
@@ -30,10 +30,10 @@ class Plain(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
     @staticmethod
-    def of(array: Any) -> "Plain":
+    def of(array: Any) -> "HostArray":
         """Of anything that numpy makes an array of."""
         array = np.asarray(array)
-        return Plain(array.dtype.str, array.shape, array.tobytes())
+        return HostArray(array.dtype.str, array.shape, array.tobytes())
 
     def array(self) -> np.ndarray:
         """What it was made of."""
@@ -41,19 +41,19 @@ class Plain(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag="Admit"):
-    """`Device.admit`; ``border`` is the number of the read that it came out of, -1 where nothing has been read."""
+    """`EngineDevice.admit`; ``border`` is the number of the read that it came out of, -1 where nothing has been read."""
 
     row: int
-    text: dict[str, Plain]
+    text: dict[str, HostArray]
     start: int
     border: int
     group: int
 
 
-class Read(msgspec.Struct, frozen=True, tag="Read"):
-    """`Device.read`, and the numbers of earlier ones whose borders nobody will ask for any more."""
+class ReadCall(msgspec.Struct, frozen=True, tag="Read"):
+    """`EngineDevice.read`, and the numbers of earlier ones whose borders nobody will ask for any more."""
 
-    table: Plain
+    table: HostArray
     rows: list[int]
     counts: list[int]
     is_last: list[bool]
@@ -64,19 +64,19 @@ class Read(msgspec.Struct, frozen=True, tag="Read"):
 
 
 class Verify(msgspec.Struct, frozen=True, tag="Verify"):
-    """`Device.verify`."""
+    """`EngineDevice.verify`."""
 
-    table: Plain
+    table: HostArray
     rows: list[int]
-    drafts: list[tuple[Plain, Plain]]
+    drafts: list[tuple[HostArray, HostArray]]
 
 
 class Decode(msgspec.Struct, frozen=True, tag="Decode"):
-    """`Device.decode`."""
+    """`EngineDevice.decode`."""
 
     number: int
-    table: Plain
-    free: Plain
+    table: HostArray
+    free: HostArray
     steps: int
     until_any_done: bool
     width: int
@@ -84,19 +84,19 @@ class Decode(msgspec.Struct, frozen=True, tag="Decode"):
 
 
 class CatchUp(msgspec.Struct, frozen=True, tag="CatchUp"):
-    """`Device.catch_up`."""
+    """`EngineDevice.catch_up`."""
 
-    table: Plain
+    table: HostArray
 
 
 class Rearrange(msgspec.Struct, frozen=True, tag="Rearrange"):
-    """`Device.rearrange`."""
+    """`EngineDevice.rearrange`."""
 
-    order: Plain
+    order: HostArray
 
 
-Call = Admit | Read | Verify | Decode | CatchUp | Rearrange
-"""What the others are told: a call of `specjax.serving.device.Device`."""
+Call = Admit | ReadCall | Verify | Decode | CatchUp | Rearrange
+"""What the others are told: a call of `specjax.serving.device.EngineDevice`."""
 
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
 
@@ -108,8 +108,8 @@ class _Border:
         self.number, self.border = number, border
 
 
-class LeadingDevice(Device):
-    """The first process's `Device`: it tells the others what it does.
+class LeadingDevice(EngineDevice):
+    """The first process's `EngineDevice`: it tells the others what it does.
 
     All compile and warm up by themselves, alike. From then on each of its calls is one of theirs.
     """
@@ -123,23 +123,23 @@ class LeadingDevice(Device):
         *,
         processes: Processes,
     ) -> None:
-        """As `Device`; the others have called `follow`."""
+        """As `EngineDevice`; the others have called `follow`."""
         super().__init__(target, drafters, sizes, clients)
         self._processes, self._is_warm = processes, False
         self._reads = 0
         self._forgotten: deque[int] = deque()  # other threads add to it: a border is forgotten where its last prefix is
 
     def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
-        """As `Device.warm_up`."""
+        """As `EngineDevice.warm_up`."""
         seconds = super().warm_up(settings, programs)
         self._is_warm = True
         return seconds
 
     def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
-        """As `Device.admit`."""
+        """As `EngineDevice.admit`."""
         if self._is_warm:
             kept, group = border or (_Border(-1, None), np.int32(0))
-            text = {name: Plain.of(value) for name, value in vars(words).items() if value is not None}
+            text = {name: HostArray.of(value) for name, value in vars(words).items() if value is not None}
             self._tell(Admit(row, text, start, kept.number, int(group)))
             border = None if border is None else (kept.border, group)
         super().admit(row, words, start, border)
@@ -154,11 +154,11 @@ class LeadingDevice(Device):
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """As `Device.read`."""
+        """As `EngineDevice.read`."""
         if not self._is_warm:
             return super().read(table, rows, counts, is_last, width, logprobs, for_client)
         forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        self._tell(Read(Plain.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
+        self._tell(ReadCall(HostArray.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
         border, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
         kept = _Border(self._reads, border)
         weakref.finalize(kept, self._forgotten.append, kept.number).atexit = False
@@ -167,27 +167,27 @@ class LeadingDevice(Device):
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> device_rows.Checked:
-        """As `Device.verify`."""
-        packed = [(Plain.of(tokens), Plain.of(parents)) for tokens, parents in drafts]
-        self._tell(Verify(Plain.of(table), list(rows), packed))
+    ) -> device_rows.VerifiedRows:
+        """As `EngineDevice.verify`."""
+        packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
+        self._tell(Verify(HostArray.of(table), list(rows), packed))
         return super().verify(table, rows, drafts)
 
     def decode(
         self, number: int, table: np.ndarray, free: np.ndarray, steps: int, until_any_done: bool, width: int, logprobs: bool
     ) -> device_rows.Progress:
-        """As `Device.decode`."""
-        self._tell(Decode(number, Plain.of(table), Plain.of(free), steps, until_any_done, width, logprobs))
+        """As `EngineDevice.decode`."""
+        self._tell(Decode(number, HostArray.of(table), HostArray.of(free), steps, until_any_done, width, logprobs))
         return super().decode(number, table, free, steps, until_any_done, width, logprobs)
 
     def catch_up(self, table: np.ndarray) -> None:
-        """As `Device.catch_up`."""
-        self._tell(CatchUp(Plain.of(table)))
+        """As `EngineDevice.catch_up`."""
+        self._tell(CatchUp(HostArray.of(table)))
         super().catch_up(table)
 
     def rearrange(self, order: np.ndarray) -> None:
-        """As `Device.rearrange`."""
-        self._tell(Rearrange(Plain.of(order)))
+        """As `EngineDevice.rearrange`."""
+        self._tell(Rearrange(HostArray.of(order)))
         super().rearrange(order)
 
     def _tell(self, call: Call) -> None:
@@ -195,7 +195,7 @@ class LeadingDevice(Device):
             self._processes.send(_ENCODER.encode(call))
 
 
-def repeat_calls(device: Device, processes: Processes) -> None:
+def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     """Make the calls of the first process on this one's ``device``, until there are no more."""
     borders: dict[int, Any] = {}
     reads = 0
@@ -204,7 +204,7 @@ def repeat_calls(device: Device, processes: Processes) -> None:
             case Admit(row, text, start, border, group):
                 words = device_rows.Text(**{name: packed.array() for name, packed in text.items()})
                 device.admit(row, words, start, None if border < 0 else (borders[border], np.int32(group)))
-            case Read(table, rows, counts, is_last, width, logprobs, for_client, forget):
+            case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
                 for number in forget:
                     borders.pop(number, None)
                 borders[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)

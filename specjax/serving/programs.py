@@ -20,8 +20,8 @@ _LOWER_PRIORITY = 10  # as nice has it
 
 
 @dataclass(frozen=True)
-class Program:
-    """One program of a `specjax.serving.device.Device`.
+class EngineProgram:
+    """One program of a `specjax.serving.device.EngineDevice`.
 
     Attributes:
         kind: what it does, such as "decode".
@@ -46,10 +46,10 @@ class Programs:
 
     Examples:
         >>> import jax.numpy as jnp, threading
-        >>> from specjax.serving.programs import Program, Programs
+        >>> from specjax.serving.programs import EngineProgram, Programs
         >>> double = jax.jit(lambda x: 2 * x)
         >>> lower = lambda width: lambda: double.lower(jnp.zeros(width))
-        >>> listed = [Program("double", (width,), stage, lower(width)) for stage, width in enumerate((1, 8))]
+        >>> listed = [EngineProgram("double", (width,), stage, lower(width)) for stage, width in enumerate((1, 8))]
         >>> programs = Programs(listed, threading.Condition())
         >>> programs.compile_stage(0, "compiling")
         >>> programs.is_ready("double", 1), programs.is_ready("double", 8), programs.compiled, programs.total
@@ -60,7 +60,7 @@ class Programs:
         >>> programs.stop()
     """
 
-    def __init__(self, programs: Sequence[Program], wake: threading.Condition) -> None:
+    def __init__(self, programs: Sequence[EngineProgram], wake: threading.Condition) -> None:
         """None is compiled yet. ``wake`` is notified whenever one more is."""
         self._left = sorted(programs, key=lambda program: program.stage)
         self._ready: set[tuple[Any, ...]] = set()
@@ -152,7 +152,7 @@ class Programs:
             ) from error
         self._add(program)
 
-    def _add(self, program: Program) -> None:
+    def _add(self, program: EngineProgram) -> None:
         with self._wake:
             self._left.remove(program)
             self._ready.add((program.kind, *program.key))

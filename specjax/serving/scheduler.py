@@ -91,7 +91,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Read:
+class PrefillChunk:
     """A piece of a prompt that is to be read now.
 
     Attributes:
@@ -116,7 +116,7 @@ class Read:
 
 
 @dataclass
-class _Row:
+class _RowHolder:
     """What a ticket that has a row holds.
 
     Attributes:
@@ -195,7 +195,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._borders = borders
         self._pools = [PagePool(pages, borders) for _ in range(shards)]
-        self._rows: list[_Row | None] = [None] * rows
+        self._rows: list[_RowHolder | None] = [None] * rows
         self._most_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Ticket] = []
         self._submitted = 0
@@ -330,7 +330,7 @@ class Scheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------------
 
-    def next_reads(self, budget: int | None = None) -> list[Read]:
+    def next_reads(self, budget: int | None = None) -> list[PrefillChunk]:
         """Return what is to be read of prompts now: at most one piece a shard, of at most ``budget`` tokens to compute.
 
         Free rows are given to those who wait first. The module says whose turn it is. Pieces begin at multiples of ``chunk``,
@@ -341,7 +341,7 @@ class Scheduler:
         reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
         return [read for read in reads if read is not None]
 
-    def was_read(self, read: Read, border: Any) -> None:
+    def was_read(self, read: PrefillChunk, border: Any) -> None:
         """The engine has read it. ``border`` is what is known now beside its pages; it is kept with the chunk for others."""
         row = self._rows[read.row]
         if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
@@ -393,7 +393,7 @@ class Scheduler:
                 continue
             self._waiting.remove(ticket)
             ticket.state, ticket.row = "reading", row
-            self._rows[row] = _Row(ticket)
+            self._rows[row] = _RowHolder(ticket)
 
     def _head_of_line(self) -> Ticket | None:
         """Who is to have the next row: the first of those that need nothing else, and whose owner may have it."""
@@ -442,7 +442,7 @@ class Scheduler:
         missing = [self._missing(holder, len(holder.ticket.tokens) - 1) for holder in holders]
         return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
-    def _next_read(self, shard: int, budget: int | None) -> Read | None:
+    def _next_read(self, shard: int, budget: int | None) -> PrefillChunk | None:
         """Return the next piece of the prompt of a ``shard`` whose turn it is."""
         reading = [row for row in self._of_shard(shard) if self._holder(row).ticket.state == "reading"]
         if not reading:
@@ -472,7 +472,7 @@ class Scheduler:
             return None
         border = chain[-1].border if is_first and chain else None
         self._passed[shard] = 0 if number == oldest else self._passed[shard] + 1
-        return Read(ticket, number, start, width, count, is_first, start + count == wanted, border)
+        return PrefillChunk(ticket, number, start, width, count, is_first, start + count == wanted, border)
 
     def _pieces_left(self, number: int) -> int:
         """How many pieces of a row's prompt are to be read; at least 1, for the last may be empty."""
@@ -548,7 +548,7 @@ class Scheduler:
         for number, row in enumerate(self._rows):
             self._check_row(number, row)
 
-    def _check_row(self, number: int, row: _Row | None) -> None:
+    def _check_row(self, number: int, row: _RowHolder | None) -> None:
         """Refuse a row whose ticket or whose line of the table says something else."""
         pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
@@ -633,7 +633,7 @@ class Scheduler:
         self._fill(number)
         return True
 
-    def _missing(self, row: _Row, tokens: int) -> int:
+    def _missing(self, row: _RowHolder, tokens: int) -> int:
         """How many pages more ``tokens`` need."""
         held = len(row.prefixes) * (self._chunk // self._page) + len(row.pages)
         return -(-tokens // self._page) - held
@@ -706,7 +706,7 @@ class Scheduler:
     def _occupied(self) -> list[int]:
         return [number for number, row in enumerate(self._rows) if row is not None]
 
-    def _holder(self, number: int) -> _Row:
+    def _holder(self, number: int) -> _RowHolder:
         row = self._rows[number]
         assert row is not None
         return row

@@ -210,7 +210,7 @@ class Connection:
         self._is_lost = True
         self._sessions.leave(self)
 
-    def send(self, message: wire.Down) -> int:
+    def send(self, message: wire.DownMessage) -> int:
         """Send a message, unless too much is waiting already: then the client is cut off. How many bytes went."""
         if self._is_lost:
             return 0
@@ -264,10 +264,10 @@ class _Session:
     number: int = 0
     is_ready: bool = False
     told: int = 0
-    untold: deque[clients.Told | clients.Ready] = field(default_factory=deque)
+    untold: deque[clients.RowFeatures | clients.RowReady] = field(default_factory=deque)
     sequence: int | None = 0
-    draft: wire.Draft | None = None
-    kept: tuple[wire.Draft, wire.Verdict] | None = None
+    draft: wire.DraftMessage | None = None
+    kept: tuple[wire.DraftMessage, wire.VerdictMessage] | None = None
     over: str = ""
     connection: Connection | None = None
     away_since: float = 0.0
@@ -297,7 +297,7 @@ class Sessions:
         ...         return None
         >>> sessions, heard = Sessions(Rows(), Terms(), post=lambda work: None), []
         >>> connection = sessions.connect("me", heard.append, close=print)
-        >>> asked = wire.Open(nonce=bytes(16), tokens=wire.pack([5, 6], "int32"), prompt=2, limit=8)
+        >>> asked = wire.OpenMessage(nonce=bytes(16), tokens=wire.pack([5, 6], "int32"), prompt=2, limit=8)
         >>> connection.receive(wire.encode(asked))
         >>> wire.decode_down(heard[0]).depth
         16
@@ -376,32 +376,32 @@ class Sessions:
         """Follow a frame, as `Connection.receive`."""
         self.statistics.bytes_up += len(frame)
         message = wire.decode_up(frame)
-        if isinstance(message, wire.Open):
+        if isinstance(message, wire.OpenMessage):
             self._open(connection, message)
             return
         session = self._sessions.get(message.session)
         if session is None or session.owner != connection.owner:
-            if not isinstance(message, wire.Close):
-                self._send(connection, wire.Forgotten(session=message.session))
-        elif isinstance(message, wire.Close):
+            if not isinstance(message, wire.CloseMessage):
+                self._send(connection, wire.ForgottenMessage(session=message.session))
+        elif isinstance(message, wire.CloseMessage):
             self._end(session)
-        elif isinstance(message, wire.Resume):
+        elif isinstance(message, wire.ResumeMessage):
             self._resume(connection, session, message)
         elif session.connection is not connection or message.epoch != session.epoch:
             self._refuse_epoch(connection, session, message.epoch)
         else:
             self._draft(connection, session, message)
 
-    def _open(self, connection: Connection, asked: wire.Open) -> None:
+    def _open(self, connection: Connection, asked: wire.OpenMessage) -> None:
         """A text begins."""
         before = next((each for each in self._sessions.values() if each.is_of(connection.owner, asked.nonce)), None)
         if before is None and (refusal := self._refusal(asked)) is not None:
-            self._send(connection, wire.Refused(code=refusal[0], message=refusal[1][:1000]))
+            self._send(connection, wire.RefusedMessage(code=refusal[0], message=refusal[1][:1000]))
             return
         if before is not None and before.connection is connection:  # it has come twice
             self._send(connection, self._opened(before))
             if before.is_ready:
-                self._send(connection, wire.Ready(session=before.id, epoch=before.epoch, length=len(before.text)))
+                self._send(connection, wire.ReadyMessage(session=before.id, epoch=before.epoch, length=len(before.text)))
             return
         if before is not None and before.epoch:  # a late copy: the client knows its session, and has resumed it
             return
@@ -427,7 +427,7 @@ class Sessions:
             self._read(session, asked.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"
-            self._send(connection, wire.Refused(code=code, message=str(error)[:1000]))
+            self._send(connection, wire.RefusedMessage(code=code, message=str(error)[:1000]))
             return
         if goes is not None:
             self.statistics.dropped += 1
@@ -437,13 +437,13 @@ class Sessions:
         self._count()
         self._send(connection, self._opened(session))
 
-    def _opened(self, session: _Session) -> wire.Opened:
+    def _opened(self, session: _Session) -> wire.OpenedMessage:
         terms = self.terms
         tells = {name: list(shape) for name, shape in terms.tells.items()}
         bounds = {"nodes": terms.nodes, "depth": terms.depth, "capacity": terms.capacity}
-        return wire.Opened(session=session.id, epoch=session.epoch, tells=tells, **bounds)
+        return wire.OpenedMessage(session=session.id, epoch=session.epoch, tells=tells, **bounds)
 
-    def _refusal(self, asked: wire.Open) -> tuple[str, str] | None:
+    def _refusal(self, asked: wire.OpenMessage) -> tuple[str, str] | None:
         """Why a text is not taken, and the word for it."""
         if self.is_draining:
             return "draining", "the server is shutting down"
@@ -485,7 +485,7 @@ class Sessions:
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None
 
-    def _draft(self, connection: Connection, session: _Session, draft: wire.Draft) -> None:
+    def _draft(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
         """A draft: it is verified, or was already, or does not fit."""
         newest = session.sequence
         if newest is not None and draft.sequence < newest:
@@ -505,7 +505,7 @@ class Sessions:
         else:
             self._verify(session, session.row, draft)
 
-    def _again(self, connection: Connection, session: _Session, draft: wire.Draft) -> None:
+    def _again(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
         """The newest draft once more. While it waits to be verified the answer is that it was heard."""
         before = session.draft or (session.kept and session.kept[0])
         if before is None or msgspec.structs.replace(draft, epoch=before.epoch) != before:
@@ -516,18 +516,18 @@ class Sessions:
             self._send(connection, self._opened(session))
 
     @staticmethod
-    def _has(session: _Session, draft: wire.Draft) -> bool:
+    def _has(session: _Session, draft: wire.DraftMessage) -> bool:
         """Whether a draft is below the session's text."""
         return draft.base == len(session.text) and draft.digest == wire.digest(session.text)
 
-    def _resync(self, connection: Connection, session: _Session, draft: wire.Draft) -> None:
+    def _resync(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
         """The client has another text. What follows the tokens that it has for certain is sent: its own, or the prompt's."""
         text, prompt = session.text, session.settings["prompt_length"]
         is_begun = draft.base <= len(text) and draft.digest == wire.digest(text[: draft.base])
         tail = wire.pack(text[draft.base if is_begun else prompt :], "int32")
-        self._send(connection, wire.Resync(session=session.id, epoch=session.epoch, length=len(text), tail=tail))
+        self._send(connection, wire.ResyncMessage(session=session.id, epoch=session.epoch, length=len(text), tail=tail))
 
-    def _verify(self, session: _Session, row: Row, draft: wire.Draft) -> None:
+    def _verify(self, session: _Session, row: Row, draft: wire.DraftMessage) -> None:
         tokens, parents = wire.unpack(draft.tokens), wire.unpack(draft.parents).astype(np.int32)
         parents[0] = -1
         if tokens[0] != session.text[-1]:
@@ -544,7 +544,7 @@ class Sessions:
             self.statistics.round_trips += 1
             self.statistics.round_trip_seconds += self._clock() - session.answered_at
 
-    def _resume(self, connection: Connection, session: _Session, asked: wire.Resume) -> None:
+    def _resume(self, connection: Connection, session: _Session, asked: wire.ResumeMessage) -> None:
         """A text goes on over this connection."""
         if asked.epoch <= session.epoch:
             if asked.epoch == session.epoch and session.connection is connection:  # it has come twice
@@ -557,7 +557,7 @@ class Sessions:
         text, base = session.text, asked.base
         if not session.settings["prompt_length"] <= base <= len(text) or asked.digest != wire.digest(text[:base]):
             self._end(session)
-            self._send(connection, wire.Forgotten(session=session.id))
+            self._send(connection, wire.ForgottenMessage(session=session.id))
             return
         self.statistics.resumes += 1
         session.connection, session.epoch, session.answered_at = connection, asked.epoch, None
@@ -571,13 +571,13 @@ class Sessions:
         else:
             self._say_ready(session, asked)
 
-    def _say_ready(self, session: _Session, asked: wire.Resume) -> None:
+    def _say_ready(self, session: _Session, asked: wire.ResumeMessage) -> None:
         """Where the text is read, and the client has it; or all but what its newest draft has added, whose verdict it lacks."""
         kept = session.kept is not None and session.kept[0].base == asked.base
         if session.is_ready and (kept or asked.base == len(session.text)):
-            self._say(session, wire.Ready(session=session.id, epoch=session.epoch, length=asked.base))
+            self._say(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=asked.base))
 
-    def _goes_on(self, session: _Session, asked: wire.Resume) -> bool:
+    def _goes_on(self, session: _Session, asked: wire.ResumeMessage) -> bool:
         """Whether the client has what it needs: the text and what is told of it, or else the draft whose verdict it lacks.
 
         If not, the text is read anew from where the client is.
@@ -607,7 +607,7 @@ class Sessions:
         self._refuse(connection, session, "old_epoch", f"epoch={epoch}: the session is at {session.epoch}; resume it")
 
     def _refuse(self, connection: Connection, session: _Session, code: str, message: str) -> None:
-        self._send(connection, wire.Refused(code=code, message=message, session=session.id))
+        self._send(connection, wire.RefusedMessage(code=code, message=message, session=session.id))
 
     # --- what the engine says ----------------------------------------------------------------------------------------
 
@@ -619,36 +619,38 @@ class Sessions:
         """What a row says, unless the session has another one by now, or has ended."""
         if number != session.number or session.id not in self._sessions:
             return
-        if isinstance(event, clients.Told | clients.Ready):
+        if isinstance(event, clients.RowFeatures | clients.RowReady):
             is_telling = bool(session.untold)  # then the rest follows
-            session.untold.extend(_pieces(event) if isinstance(event, clients.Told) else [event])
+            session.untold.extend(_pieces(event) if isinstance(event, clients.RowFeatures) else [event])
             if not is_telling:
                 self._tell(session, number)
-        elif isinstance(event, clients.Checked):
+        elif isinstance(event, clients.DraftVerified):
             self._answer(session, event)
-        elif isinstance(event, clients.Dropped):
+        elif isinstance(event, clients.RowDropped):
             self.statistics.dropped += 1
             connection = session.connection
             self._end(session)
             if connection is not None:
-                self._send(connection, wire.Forgotten(session=session.id))
+                self._send(connection, wire.ForgottenMessage(session=session.id))
 
     def _tell(self, session: _Session, number: int) -> None:
         """One piece of what is told of a text as it is read. The rest follows, and others are served in between."""
         if number != session.number or session.id not in self._sessions:
             return
         event = session.untold.popleft()
-        if isinstance(event, clients.Told):
+        if isinstance(event, clients.RowFeatures):
             session.told = max(session.told, event.start + event.count)
             arrays, start, count = self._packed(session, event.arrays), event.start, event.count
-            self._say(session, wire.Told(session=session.id, epoch=session.epoch, start=start, count=count, arrays=arrays))
+            self._say(
+                session, wire.ToldMessage(session=session.id, epoch=session.epoch, start=start, count=count, arrays=arrays)
+            )
         else:
             session.is_ready, session.told, session.quiet_since = True, len(session.text) - 1, self._clock()
-            self._say(session, wire.Ready(session=session.id, epoch=session.epoch, length=len(session.text)))
+            self._say(session, wire.ReadyMessage(session=session.id, epoch=session.epoch, length=len(session.text)))
         if session.untold:
             self._post(partial(self._tell, session, number))
 
-    def _answer(self, session: _Session, event: clients.Checked) -> None:
+    def _answer(self, session: _Session, event: clients.DraftVerified) -> None:
         """A draft has been verified: the text grows, and the verdict is kept."""
         draft = session.draft
         if draft is None:
@@ -656,7 +658,7 @@ class Sessions:
         tokens = wire.unpack(draft.tokens)
         session.text.extend([*(int(tokens[node]) for node in event.accepted), event.token])
         session.told = len(session.text) - 1
-        verdict = wire.Verdict(
+        verdict = wire.VerdictMessage(
             session=session.id,
             epoch=session.epoch,
             sequence=draft.sequence,
@@ -676,7 +678,7 @@ class Sessions:
         self._say(session, verdict)
 
     @staticmethod
-    def _packed(session: _Session, arrays: Mapping[str, np.ndarray]) -> dict[str, wire.Packed]:
+    def _packed(session: _Session, arrays: Mapping[str, np.ndarray]) -> dict[str, wire.ArrayBytes]:
         return {name: wire.pack(array, session.precision) for name, array in arrays.items()}
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -690,12 +692,12 @@ class Sessions:
             session.row = None
         self._count()
 
-    def _say(self, session: _Session, message: wire.Down) -> None:
+    def _say(self, session: _Session, message: wire.DownMessage) -> None:
         """To who listens. What is said while nobody does is either kept, or told again."""
         if session.connection is not None:
             self._send(session.connection, message)
 
-    def _send(self, connection: Connection, message: wire.Down) -> None:
+    def _send(self, connection: Connection, message: wire.DownMessage) -> None:
         self.statistics.bytes_down += connection.send(message)
 
     def _count(self) -> None:
@@ -703,13 +705,13 @@ class Sessions:
         self.statistics.away = sum(session.connection is None for session in self._sessions.values())
 
 
-def _pieces(event: clients.Told) -> list[clients.Told]:
+def _pieces(event: clients.RowFeatures) -> list[clients.RowFeatures]:
     """The same in pieces, each for a frame."""
     each = sum(value.size * 4 for value in event.arrays.values()) // max(event.count, 1)
     step = max(TOLD_BYTES // max(each, 1), 1)
     pieces = [slice(first, min(first + step, event.count)) for first in range(0, event.count, step)]
     return [
-        clients.Told(
+        clients.RowFeatures(
             event.start + piece.start,
             piece.stop - piece.start,
             {name: value[piece] for name, value in event.arrays.items()},

@@ -36,7 +36,7 @@ Metrics = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
-class Given:
+class StudentInputs:
     """What a student is made for.
 
     Attributes:
@@ -48,10 +48,10 @@ class Given:
             is none. Students that come in more shapes than their method has options for read their shape there.
 
     Examples:
-        >>> from specjax.training.contract import Given
+        >>> from specjax.training.contract import StudentInputs
         >>> from specjax.training.tokenizer import train_tokenizer
         >>> tokenizer = train_tokenizer(["import os"], vocab_size=264)
-        >>> given = Given(tokenizer, counts=np.ones(16), target=target)
+        >>> given = StudentInputs(tokenizer, counts=np.ones(16), target=target)
         >>> given.frozen_target is target
         True
     """
@@ -132,7 +132,7 @@ class TrainingMethod:
         if self.needs_target and not self.target:
             raise ConfigError("method.target='': this method learns from a target; give its directory or hub id")
 
-    def init(self, key: jax.Array, given: Given) -> Student:
+    def init(self, key: jax.Array, given: StudentInputs) -> Student:
         """A student with random weights; consumes ``key``.
 
         On a mesh its params lie as they are declared; arrays that lie elsewhere are copied to every device afterwards. It may

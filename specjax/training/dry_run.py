@@ -15,7 +15,7 @@ from specjax.drafters.base import Drafter
 from specjax.models import huggingface
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, abstract_state, cast, name_of, train_step, trainable
 
@@ -142,7 +142,7 @@ def needs(config: TrainConfig) -> Needs:
 def _student(config: TrainConfig, target: Shapes, vocab: int) -> Any:
     # Not by add_tokens, which before tokenizers 0.23 takes minutes for 262,144.
     stand_in = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
-    given = Given(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
+    given = StudentInputs(stand_in, np.zeros(vocab, int), target, init_from=config.init_from)
     student = config.method.init(jax.random.key(0), given)
     if isinstance(student, Drafter):  # as the run itself: what could not serve the target is not trained
         student.check(target)

@@ -32,7 +32,7 @@ from specjax.sampling import make_key
 from specjax.sharding import mesh_for
 from specjax.training import data, fingerprint, run_directory
 from specjax.training.config import TrainConfig
-from specjax.training.contract import Given, Metrics
+from specjax.training.contract import Metrics, StudentInputs
 from specjax.training.optimizer import make_optimizer
 from specjax.training.step import TrainState, cast, evaluate, flops_of_step, initial_state, make_batch, train_step
 from specjax.training.tokenizer import save_tokenizer
@@ -169,7 +169,7 @@ def _prepare(config: TrainConfig) -> _Run:
     if target is not None:
         _check_target(config, target, tokenizer)
     vocab = tokenizer.get_vocab_size() if target is None else target.config.vocab_size
-    given = Given(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
+    given = StudentInputs(tokenizer, data.count_labels(packed, vocab), target, mesh, config.init_from)
     student = cast(method.init(make_key(config.seed), given), jnp.float32)  # whatever the target is held in
     if config.init_from:
         student = _warm_start(student, config.init_from)

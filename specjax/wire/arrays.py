@@ -32,7 +32,7 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 """The words for it."""
 
 
-class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ArrayBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An array in bytes.
 
     Attributes:
@@ -41,8 +41,8 @@ class Packed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         data: the numbers, row after row. As ``int8`` the scales of their groups follow, float16, those of a token together.
 
     Examples:
-        >>> from specjax.wire import Packed, unpack
-        >>> unpack(Packed("int32", (2,), bytes([7, 0, 0, 0, 8, 0, 0, 0]))).tolist()
+        >>> from specjax.wire import ArrayBytes, unpack
+        >>> unpack(ArrayBytes("int32", (2,), bytes([7, 0, 0, 0, 8, 0, 0, 0]))).tolist()
         [7, 8]
     """
 
@@ -67,7 +67,7 @@ def _groups(shape: Sequence[int]) -> int:
     return -(-math.prod(shape[1:]) // GROUP)
 
 
-def pack(array: Any, dtype: DType) -> Packed:
+def pack(array: Any, dtype: DType) -> ArrayBytes:
     """An array in bytes.
 
     Args:
@@ -88,10 +88,10 @@ def pack(array: Any, dtype: DType) -> Packed:
     if not array.ndim:
         raise ValueError("array: has no axis; give at least one token")
     if dtype == "int8":
-        return Packed(dtype, array.shape, _as_int8(array.astype(np.float32)))
+        return ArrayBytes(dtype, array.shape, _as_int8(array.astype(np.float32)))
     if dtype == "float16":
         array = np.clip(array.astype(np.float32), -_LARGEST, _LARGEST)
-    return Packed(dtype, array.shape, array.astype(_LITTLE[dtype]).tobytes())
+    return ArrayBytes(dtype, array.shape, array.astype(_LITTLE[dtype]).tobytes())
 
 
 def _as_int8(array: np.ndarray) -> bytes:
@@ -110,7 +110,7 @@ def _as_int8(array: np.ndarray) -> bytes:
     return numbers.reshape(tokens, groups * GROUP)[:, : flat.shape[1]].tobytes() + scales.tobytes()
 
 
-def unpack(packed: Packed) -> np.ndarray:
+def unpack(packed: ArrayBytes) -> np.ndarray:
     """The array: int32, uint8, and float32 for what was sent as any `Precision`. It may not be written to.
 
     Examples:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from specjax.wire.arrays import Packed, Precision, unpack
+from specjax.wire.arrays import ArrayBytes, Precision, unpack
 
 VERSION = 1
 """Of the protocol. A server refuses another one."""
@@ -40,7 +40,7 @@ _Number = Annotated[int, Meta(ge=0, lt=2**53)]  # epochs and sequences: what Jav
 _Id = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Digest = Annotated[bytes, Meta(min_length=8, max_length=8)]
 _Name = Annotated[str, Meta(max_length=128)]
-_Arrays = Annotated[dict[_Name, Packed], Meta(max_length=MOST_ARRAYS)]
+_Arrays = Annotated[dict[_Name, ArrayBytes], Meta(max_length=MOST_ARRAYS)]
 
 
 class FrameError(Exception):
@@ -65,11 +65,11 @@ class FrameError(Exception):
         self.code, self.message = code, message
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class _WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     """What all messages are."""
 
 
-class Open(_Message, frozen=True, kw_only=True, tag="open"):
+class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
     """Up: begin a text, or go on with one that the server does not have.
 
     Attributes:
@@ -90,15 +90,15 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
         known: how many tokens, from the first on, the client has been told of.
 
     Examples:
-        >>> from specjax.wire import Open, decode_up, encode, pack
-        >>> message = Open(nonce=bytes(16), tokens=pack([5, 6, 7], "int32"), prompt=3, limit=64)
+        >>> from specjax.wire import OpenMessage, decode_up, encode, pack
+        >>> message = OpenMessage(nonce=bytes(16), tokens=pack([5, 6, 7], "int32"), prompt=3, limit=64)
         >>> decode_up(encode(message)) == message
         True
     """
 
     version: _Count = VERSION
     nonce: _Id
-    tokens: Packed
+    tokens: ArrayBytes
     prompt: _Count
     limit: _Count
     temperature: Annotated[float, Meta(ge=0)] = 0.0
@@ -121,7 +121,7 @@ class Open(_Message, frozen=True, kw_only=True, tag="open"):
             raise ValueError("temperature, top_p, min_p: must be finite")
 
 
-class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
+class DraftMessage(_WireMessage, frozen=True, kw_only=True, tag="draft"):
     """Up: a tree of tokens to verify.
 
     Attributes:
@@ -134,9 +134,9 @@ class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
         parents: ``[n]`` uint8 each node's parent, which comes before it. The root's is `NO_PARENT`.
 
     Examples:
-        >>> from specjax.wire import Draft, digest, encode, pack
+        >>> from specjax.wire import DraftMessage, digest, encode, pack
         >>> tokens, parents = range(62), [255, *range(61)]
-        >>> draft = Draft(
+        >>> draft = DraftMessage(
         ...     session=bytes(16),
         ...     epoch=0,
         ...     sequence=1,
@@ -154,8 +154,8 @@ class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
     sequence: Annotated[int, Meta(ge=1, lt=2**53)]
     base: Annotated[int, Meta(ge=1, le=2**20)]
     digest: _Digest
-    tokens: Packed
-    parents: Packed
+    tokens: ArrayBytes
+    parents: ArrayBytes
 
     def __post_init__(self) -> None:
         """Refuse what is no tree."""
@@ -168,7 +168,7 @@ class Draft(_Message, frozen=True, kw_only=True, tag="draft"):
             raise ValueError("parents: a parent comes before its children, and the root has none")
 
 
-class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
+class ResumeMessage(_WireMessage, frozen=True, kw_only=True, tag="resume"):
     """Up: go on with a text over this connection.
 
     Attributes:
@@ -179,8 +179,8 @@ class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
         known: how many of them it has been told of, from the first on.
 
     Examples:
-        >>> from specjax.wire import Resume, digest
-        >>> Resume(session=bytes(16), epoch=1, base=2, digest=digest([5, 6]), known=1).base
+        >>> from specjax.wire import ResumeMessage, digest
+        >>> ResumeMessage(session=bytes(16), epoch=1, base=2, digest=digest([5, 6]), known=1).base
         2
     """
 
@@ -191,22 +191,22 @@ class Resume(_Message, frozen=True, kw_only=True, tag="resume"):
     known: _Count
 
 
-class Close(_Message, frozen=True, kw_only=True, tag="close"):
+class CloseMessage(_WireMessage, frozen=True, kw_only=True, tag="close"):
     """Up: the text is not wanted any more.
 
     Attributes:
         session: which.
 
     Examples:
-        >>> from specjax.wire import Close, encode
-        >>> encode(Close(session=bytes(16)))[:12]
+        >>> from specjax.wire import CloseMessage, encode
+        >>> encode(CloseMessage(session=bytes(16)))[:12]
         b'\\x82\\xa4type\\xa5close'
     """
 
     session: _Id
 
 
-class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
+class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
     """Down: a text has begun.
 
     Attributes:
@@ -218,8 +218,8 @@ class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
         tells: arrays that the server tells of each token, with the shape of one token.
 
     Examples:
-        >>> from specjax.wire import Opened
-        >>> Opened(session=bytes(16), epoch=0, nodes=64, depth=16, capacity=4096, tells={}).nodes
+        >>> from specjax.wire import OpenedMessage
+        >>> OpenedMessage(session=bytes(16), epoch=0, nodes=64, depth=16, capacity=4096, tells={}).nodes
         64
     """
 
@@ -231,7 +231,7 @@ class Opened(_Message, frozen=True, kw_only=True, tag="opened"):
     tells: Annotated[dict[_Name, Annotated[list[_Count], Meta(max_length=3)]], Meta(max_length=MOST_ARRAYS)]
 
 
-class Told(_Message, frozen=True, kw_only=True, tag="told"):
+class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
     """Down: what the drafter must be told of tokens that the target has read.
 
     Attributes:
@@ -242,9 +242,9 @@ class Told(_Message, frozen=True, kw_only=True, tag="told"):
         arrays: ``[count, ...]`` each.
 
     Examples:
-        >>> from specjax.wire import Told, pack
+        >>> from specjax.wire import ToldMessage, pack
         >>> arrays = {"hidden": pack(np.zeros((2, 4)), "float16")}
-        >>> Told(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays).arrays["hidden"].shape
+        >>> ToldMessage(session=bytes(16), epoch=0, start=0, count=2, arrays=arrays).arrays["hidden"].shape
         (2, 4)
     """
 
@@ -259,7 +259,7 @@ class Told(_Message, frozen=True, kw_only=True, tag="told"):
         _check_arrays(self.arrays, self.count)
 
 
-class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
+class ReadyMessage(_WireMessage, frozen=True, kw_only=True, tag="ready"):
     """Down: a draft may come.
 
     Attributes:
@@ -268,8 +268,8 @@ class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
         length: committed tokens below which it is expected.
 
     Examples:
-        >>> from specjax.wire import Ready
-        >>> Ready(session=bytes(16), epoch=0, length=3).length
+        >>> from specjax.wire import ReadyMessage
+        >>> ReadyMessage(session=bytes(16), epoch=0, length=3).length
         3
     """
 
@@ -278,7 +278,7 @@ class Ready(_Message, frozen=True, kw_only=True, tag="ready"):
     length: _Count
 
 
-class Verdict(_Message, frozen=True, kw_only=True, tag="verdict"):
+class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
     """Down: what was accepted of a draft.
 
     Attributes:
@@ -292,8 +292,8 @@ class Verdict(_Message, frozen=True, kw_only=True, tag="verdict"):
         seconds: that verification took.
 
     Examples:
-        >>> from specjax.wire import Verdict
-        >>> verdict = Verdict(session=bytes(16), epoch=0, sequence=1, accepted=[1, 3], token=9)
+        >>> from specjax.wire import VerdictMessage
+        >>> verdict = VerdictMessage(session=bytes(16), epoch=0, sequence=1, accepted=[1, 3], token=9)
         >>> 1 + len(verdict.accepted)  # tokens
         3
     """
@@ -312,7 +312,7 @@ class Verdict(_Message, frozen=True, kw_only=True, tag="verdict"):
         _check_arrays(self.arrays, 1 + len(self.accepted))
 
 
-class Resync(_Message, frozen=True, kw_only=True, tag="resync"):
+class ResyncMessage(_WireMessage, frozen=True, kw_only=True, tag="resync"):
     """Down: a draft was below another text than the server's.
 
     Attributes:
@@ -322,8 +322,8 @@ class Resync(_Message, frozen=True, kw_only=True, tag="resync"):
         tail: ``[t]`` int32 the last of them. They replace whatever the client has from ``length - t`` on.
 
     Examples:
-        >>> from specjax.wire import Resync, pack
-        >>> resync = Resync(session=bytes(16), epoch=0, length=5, tail=pack([8, 9], "int32"))
+        >>> from specjax.wire import ResyncMessage, pack
+        >>> resync = ResyncMessage(session=bytes(16), epoch=0, length=5, tail=pack([8, 9], "int32"))
         >>> resync.length - resync.tail.shape[0]  # so many tokens stay
         3
     """
@@ -331,7 +331,7 @@ class Resync(_Message, frozen=True, kw_only=True, tag="resync"):
     session: _Id
     epoch: _Number
     length: _Count
-    tail: Packed
+    tail: ArrayBytes
 
     def __post_init__(self) -> None:
         """Refuse what are no tokens."""
@@ -340,22 +340,22 @@ class Resync(_Message, frozen=True, kw_only=True, tag="resync"):
             raise ValueError(f"tail: {self.tail.shape[0]} of {self.length} tokens")
 
 
-class Forgotten(_Message, frozen=True, kw_only=True, tag="forgotten"):
+class ForgottenMessage(_WireMessage, frozen=True, kw_only=True, tag="forgotten"):
     """Down: the server does not have the text (any more). Open it with all that is committed.
 
     Attributes:
         session: which.
 
     Examples:
-        >>> from specjax.wire import Forgotten
-        >>> len(Forgotten(session=bytes(16)).session)
+        >>> from specjax.wire import ForgottenMessage
+        >>> len(ForgottenMessage(session=bytes(16)).session)
         16
     """
 
     session: _Id
 
 
-class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
+class RefusedMessage(_WireMessage, frozen=True, kw_only=True, tag="refused"):
     """Down: a message that was not followed. The connection stays.
 
     Attributes:
@@ -364,8 +364,8 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
         session: of which text it was; empty: of none.
 
     Examples:
-        >>> from specjax.wire import Refused
-        >>> Refused(code="old_epoch", message="epoch=0: this session is at 1").code
+        >>> from specjax.wire import RefusedMessage
+        >>> RefusedMessage(code="old_epoch", message="epoch=0: this session is at 1").code
         'old_epoch'
     """
 
@@ -374,29 +374,29 @@ class Refused(_Message, frozen=True, kw_only=True, tag="refused"):
     session: Annotated[bytes, Meta(max_length=16)] = b""
 
 
-Up = Open | Draft | Resume | Close
+UpMessage = OpenMessage | DraftMessage | ResumeMessage | CloseMessage
 """What a client sends."""
 
-Down = Opened | Told | Ready | Verdict | Resync | Forgotten | Refused
+DownMessage = OpenedMessage | ToldMessage | ReadyMessage | VerdictMessage | ResyncMessage | ForgottenMessage | RefusedMessage
 """What a server sends."""
 
 _encoder = msgspec.msgpack.Encoder()
-_up, _down = msgspec.msgpack.Decoder(Up), msgspec.msgpack.Decoder(Down)
+_up, _down = msgspec.msgpack.Decoder(UpMessage), msgspec.msgpack.Decoder(DownMessage)
 _Decoded = TypeVar("_Decoded")
 
 
-def encode(message: Up | Down) -> bytes:
+def encode(message: UpMessage | DownMessage) -> bytes:
     """A message as a frame.
 
     Examples:
-        >>> from specjax.wire import Forgotten, decode_down, encode
-        >>> decode_down(encode(Forgotten(session=bytes(16)))).session == bytes(16)
+        >>> from specjax.wire import ForgottenMessage, decode_down, encode
+        >>> decode_down(encode(ForgottenMessage(session=bytes(16)))).session == bytes(16)
         True
     """
     return _encoder.encode(message)
 
 
-def decode_up(frame: bytes, most: int = MOST_UP) -> Up:
+def decode_up(frame: bytes, most: int = MOST_UP) -> UpMessage:
     """The message that a client has sent.
 
     Args:
@@ -407,19 +407,19 @@ def decode_up(frame: bytes, most: int = MOST_UP) -> Up:
         FrameError: 1009 it has more; 4400 it cannot be read, or something in it is out of bounds.
 
     Examples:
-        >>> from specjax.wire import Close, decode_up, encode
-        >>> decode_up(encode(Close(session=bytes(16))))
+        >>> from specjax.wire import CloseMessage, decode_up, encode
+        >>> decode_up(encode(CloseMessage(session=bytes(16))))
         Close(session=b'\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
     """
     return _decode(_up, frame, most)
 
 
-def decode_down(frame: bytes, most: int = MOST_DOWN) -> Down:
+def decode_down(frame: bytes, most: int = MOST_DOWN) -> DownMessage:
     """The message that a server has sent; otherwise as `decode_up`.
 
     Examples:
-        >>> from specjax.wire import Refused, decode_down, encode
-        >>> decode_down(encode(Refused(code="busy", message=""))).code
+        >>> from specjax.wire import RefusedMessage, decode_down, encode
+        >>> decode_down(encode(RefusedMessage(code="busy", message=""))).code
         'busy'
     """
     return _decode(_down, frame, most)
@@ -434,7 +434,7 @@ def _decode(decoder: "msgspec.msgpack.Decoder[_Decoded]", frame: bytes, most: in
         raise FrameError(4400, str(error)) from None
 
 
-def _check(packed: Packed, name: str, dtype: str, *, axes: int, least: int = 1, most: int = 2**18) -> None:
+def _check(packed: ArrayBytes, name: str, dtype: str, *, axes: int, least: int = 1, most: int = 2**18) -> None:
     """Token ids, or parents: of that kind, and none of them negative."""
     if packed.dtype != dtype or len(packed.shape) != axes or not least <= packed.shape[0] <= most:
         raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; must be {least} to {most} of {dtype}")

@@ -8,7 +8,7 @@ import pytest
 from specjax import client
 from specjax.cli.client import as_json, show, summary
 from specjax.cli.main import main
-from specjax.client import Committed, Provisional, Report, Retracted
+from specjax.client import CommittedEvent, ProvisionalEvent, RetractedEvent, TextReport
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_where_there_is_nothing(options: dict[str, str], word: str, capsys) -> N
 
 
 def test_what_json_has() -> None:
-    report = Report(
+    report = TextReport(
         text="a", tokens=(1, 2), finish_reason="length", rounds=1, accepted=1, round_trips=[0.123456], seconds=1.23456
     )
     said = json.loads(json.dumps(as_json(report)))
@@ -83,8 +83,8 @@ def test_what_json_has() -> None:
 
 
 def test_the_summary() -> None:
-    assert "nothing was verified; 2 provisional tokens" in summary(Report(provisional_tokens=(1, 2)))
-    said = summary(Report(tokens=(1, 2, 3), rounds=2, accepted=1, round_trips=[0.01, 0.03], provisional_tokens=(4,)))
+    assert "nothing was verified; 2 provisional tokens" in summary(TextReport(provisional_tokens=(1, 2)))
+    said = summary(TextReport(tokens=(1, 2, 3), rounds=2, accepted=1, round_trips=[0.01, 0.03], provisional_tokens=(4,)))
     assert "3 tokens" in said and "2 rounds of 1.5 tokens, 30 ms" in said and "1 tokens are not verified" in said
 
 
@@ -100,12 +100,12 @@ def test_what_a_terminal_shows(monkeypatch) -> None:
 
     monkeypatch.setattr("specjax.cli.client.Live", Live)
     events = [
-        Committed((1,), "a"),
-        Provisional((2,), "b"),
-        Provisional((3,), "c"),
-        Provisional((4,), "d"),
-        Retracted((3, 4), "cd"),
-        Committed((2, 5), "be", confirmed=1),
+        CommittedEvent((1,), "a"),
+        ProvisionalEvent((2,), "b"),
+        ProvisionalEvent((3,), "c"),
+        ProvisionalEvent((4,), "d"),
+        RetractedEvent((3, 4), "cd"),
+        CommittedEvent((2, 5), "be", confirmed=1),
     ]
     show(events, console=None)  # pyright: ignore[reportArgumentType]
     grey = ["italic bright_black"]

@@ -121,7 +121,7 @@ def test_its_exit_status_says_whether_all_fits(monkeypatch, capsys, mismatches, 
 
 def test_its_columns_and_counted_devices() -> None:
     devices = ({"platform": "tpu", "kind": "TPU v5 lite"},) * 4
-    report = env.Report(
+    report = env.EnvironmentReport(
         "3.13.0", "/python", {"jax": "0.12.0.1"}, env.Devices(devices, "used: it is", said=("hm",)), {"it": ""}, ()
     )
     assert env.to_text(report).splitlines() == [

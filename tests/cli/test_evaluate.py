@@ -13,7 +13,7 @@ from specjax.errors import InputError
 from specjax.evaluation import losslessness
 from specjax.evaluation.conformance import SETTINGS
 from specjax.evaluation.drawn_texts import Distribution
-from specjax.evaluation.losslessness import Verdict
+from specjax.evaluation.losslessness import LosslessnessVerdict
 from specjax.evaluation.same_texts import Parting, SameTexts
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
@@ -75,13 +75,13 @@ def test_what_cannot_be_evaluated_is_refused(tiny_pair, questions, changes, word
     assert words in capsys.readouterr().err
 
 
-def verdict(margin: float = 0.0, p_value: float = 0.43) -> Verdict:
+def verdict(margin: float = 0.0, p_value: float = 0.43) -> LosslessnessVerdict:
     """As `losslessness.check` returns it; texts part by ``margin`` where rounding reaches 0.02."""
     partings = (Parting(1, 5, 7, 8, margin),) if margin else ()
     texts = SameTexts(texts=8, tokens=64, partings=partings, lag=margin, rounding=0.02)
     names = ("joint", "by preference", "towards the drafter")
     drawn = Distribution(p_value, dict.fromkeys(names, p_value / 3), 25_000, 800, 0, 0.05, "independent")
-    return Verdict(greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0))
+    return LosslessnessVerdict(greedy=texts, distribution=drawn, coupled=replace(texts, partings=(), lag=0.0))
 
 
 def lossless(target: str, *options: str) -> list[str]:

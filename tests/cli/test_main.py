@@ -23,7 +23,7 @@ from specjax.drafters import MixtureOfAttentions
 from specjax.drafts.shapes import StaticTree
 from specjax.models.transformer import Target
 from specjax.planning import choice
-from specjax.planning.choice import Candidate, Comparison, TrialAcceptance
+from specjax.planning.choice import Candidate, DraftComparison, TrialAcceptance
 from specjax.planning.contexts import TRIAL_TOKENS, MeasuredContexts
 from specjax.planning.costs import Costs
 from specjax.training import loop
@@ -381,7 +381,7 @@ def test_a_draft_tree_is_drawn(tmp_path, capsys, tiny_pair) -> None:
 
 def test_auto_takes_what_the_comparison_finds_fastest(monkeypatch, capsys, tiny_pair) -> None:
     for draft, words in ((StaticTree(((0,), (1,))), "static tree, 3 nodes, 1 deep"), (None, "plain decoding")):
-        found = Comparison(TrialAcceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),))
+        found = DraftComparison(TrialAcceptance((), (), {}), {}, {}, (Candidate(draft, 2.0, 1.0, 1.5),))
         monkeypatch.setattr(choice, "compare_drafts", lambda *_, found=found, **__: found)
         assert main([*generate_with(tiny_pair), "--drafter", tiny_pair[1], "--draft", "auto", "--json"]) == 0
         captured = capsys.readouterr()

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from specjax.client.device import Device
-from specjax.client.events import Committed, Event, Provisional, Retracted
-from specjax.client.exchange import Exchange, Request
+from specjax.client.device import ClientDevice
+from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.link import LinkLostError
 from specjax.client.writer import Patience, Writer
-from specjax.serving.clients import Checked
+from specjax.serving.clients import DraftVerified
 from specjax.serving.sessions import Sessions, Terms
 from specjax.wire import FrameError
 
@@ -147,7 +147,7 @@ class Server:
         """The engine's, whose verdicts take simulated seconds."""
 
         def listen(event) -> None:
-            listener(replace(event, seconds=self._seconds) if isinstance(event, Checked) else event)
+            listener(replace(event, seconds=self._seconds) if isinstance(event, DraftVerified) else event)
 
         return self._engine.open_row(tokens, listener=listen, **settings)
 
@@ -291,7 +291,7 @@ class SimulatedLink:
         self._world.advance(self._world.now + seconds)
 
 
-class SlowDevice(Device):
+class SlowDevice(ClientDevice):
     """A device whose work takes simulated time."""
 
     world: World
@@ -323,13 +323,15 @@ class Outcome:
 
     tokens: list[int]
     seconds: float
-    events: list[Event]
+    events: list[TextEvent]
     report: object
     lives: int
     frames: list[bytes]
 
 
-def run(engine, device: SlowDevice, terms: Terms, request: Request, seed: int, faults: Faults, expected: list[int]) -> Outcome:
+def run(
+    engine, device: SlowDevice, terms: Terms, request: ExchangeRequest, seed: int, faults: Faults, expected: list[int]
+) -> Outcome:
     """Write a text while things go wrong. Whatever is committed is checked at once against what is ``expected``."""
     world = World(seed, faults, most_seconds(faults, request.limit))
     with device.on(world), Server(world, engine, terms) as server:
@@ -369,22 +371,22 @@ def run(engine, device: SlowDevice, terms: Terms, request: Request, seed: int, f
     return Outcome(seen, world.now, events, writer.report, lives, world.frames)
 
 
-def _follow(event: Event, seen: list[int], shown: list[int]) -> None:
+def _follow(event: TextEvent, seen: list[int], shown: list[int]) -> None:
     """What a reader of the events believes: ``seen`` is committed, ``shown`` is provisional."""
-    if isinstance(event, Provisional):
+    if isinstance(event, ProvisionalEvent):
         shown += event.tokens
-    elif isinstance(event, Retracted):
+    elif isinstance(event, RetractedEvent):
         assert tuple(shown[len(shown) - len(event.tokens) :]) == event.tokens
         del shown[len(shown) - len(event.tokens) :]
     else:
-        assert isinstance(event, Committed)
+        assert isinstance(event, CommittedEvent)
         assert tuple(shown[: event.confirmed]) == event.tokens[: event.confirmed]
         del shown[: event.confirmed]
         assert not shown or event.confirmed == len(event.tokens)
         seen += event.tokens
 
 
-def reference(engine, request: Request) -> list[int]:
+def reference(engine, request: ExchangeRequest) -> list[int]:
     """The text of an undisturbed run, with nobody's drafts."""
     handle = engine.submit(
         list(request.prompt),

@@ -3,7 +3,7 @@
 import pytest
 
 import specjax
-from specjax.client import Client, Provisional, connect
+from specjax.client import Client, ProvisionalEvent, connect
 from tests.conftest import tiny_target
 
 
@@ -21,6 +21,6 @@ def test_a_drafter_that_has_nothing_to_offer_ends_the_text(looking_up) -> None:
 def test_it_writes_as_far_as_it_is_asked_to(looking_up) -> None:
     prompt = [5, 3, 1, 5, 3, 1, 5]
     events = list(looking_up.stream(prompt, max_new_tokens=3, is_offline=True, eos_token_ids=()))
-    assert events == [Provisional((token,), "") for token in (3, 1, 5)]
+    assert events == [ProvisionalEvent((token,), "") for token in (3, 1, 5)]
     assert looking_up.report.provisional_tokens == (3, 1, 5)
     assert looking_up.report.tokens == ()

@@ -6,7 +6,7 @@ import pytest
 
 import specjax
 from specjax import Chain, DraftModel, DynamicTree, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, Sampling, decoding
-from specjax.client.device import WIDTHS, Device, Settings, _pieces
+from specjax.client.device import WIDTHS, ClientDevice, Settings, _pieces
 from specjax.client.trees import Tree
 from specjax.errors import InputError
 from specjax.sampling import make_key
@@ -29,7 +29,7 @@ def told(target, drafter, tokens: list[int]) -> dict[str, np.ndarray]:
     return {name: np.asarray(array)[0, :-1] for name, array in drafter.tell(target, output, entries).items()}
 
 
-def heard(device: Device, target, tokens: list[int]):
+def heard(device: ClientDevice, target, tokens: list[int]):
     return device.hear(device.start(), tokens[:-1], tokens[1:], told(target, device.drafter, tokens))
 
 
@@ -41,7 +41,7 @@ MORE = [(name, shape) for name in DRAFTERS for shape in (Chain(3), TREE) if (nam
 @pytest.mark.parametrize(("name", "shape"), [*BESIDE, *(pytest.param(*each, marks=pytest.mark.thorough) for each in MORE)])
 def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -> None:
     drafter = DRAFTERS[name](target).replace(draft=shape)
-    device, propose_step = Device(target, drafter, [shape], CAPACITY), jax.jit(decoding.propose_step)
+    device, propose_step = ClientDevice(target, drafter, [shape], CAPACITY), jax.jit(decoding.propose_step)
     known = heard(device, target, PROMPT)
     drawn = set()
     for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2), (0.6, 3)):
@@ -62,7 +62,7 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
 def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     drafter = DRAFTERS["draft model"](target)
     expected = specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19).tokens[0].tolist()
-    device, settings = Device(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
+    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
     known, text = heard(device, target, PROMPT), list(PROMPT)
     for depth in (3, device.alone, 3, 3):  # each below the one before
         path = device.propose(known, text[-1], len(text), settings, depth).path
@@ -76,7 +76,7 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
 def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     tokens = np.random.default_rng(0).integers(0, 11, 101).tolist()
     drafter = DRAFTERS["moa"](target)
-    device, settings = Device(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
+    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
     whole, arrays = heard(device, target, tokens), told(target, drafter, tokens)
     known = device.start()
     for begin, end in ((0, 1), (1, 9), (9, 40), (40, 100)):
@@ -101,7 +101,7 @@ def test_every_count_is_in_pieces_of_few_sizes() -> None:
 def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     target = tiny_target(seed=3)
     drafter = DRAFTERS[name](target)
-    device = Device(target, drafter, [Chain(2), TREE], CAPACITY)
+    device = ClientDevice(target, drafter, [Chain(2), TREE], CAPACITY)
     device.warm_up()
     tokens = [*PROMPT] * 6
     arrays = told(target, drafter, tokens)
@@ -118,13 +118,13 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
 def test_what_it_must_hear(target) -> None:
     heads = {"moa": {"means", "layer1.0", "layer1.1"}, "moa, entries": {"entries"}, "draft model": set()}
     for name, expected in heads.items():
-        device = Device(target, DRAFTERS[name](target), [Chain(2)], CAPACITY)
+        device = ClientDevice(target, DRAFTERS[name](target), [Chain(2)], CAPACITY)
         assert set(device.hears) == expected
         arrays = told(target, device.drafter, PROMPT)
         assert {name: array.shape[1:] for name, array in arrays.items()} == device.hears
-    assert Device(target, PromptLookup(), [Chain(2)], CAPACITY).hears == {}
+    assert ClientDevice(target, PromptLookup(), [Chain(2)], CAPACITY).hears == {}
 
 
 def test_who_needs_the_target_is_refused(target) -> None:
     with pytest.raises(InputError, match="drafter: Medusa needs the target itself"):
-        Device(target, Medusa.init(target, jax.random.key(1)), [Chain(2)], CAPACITY)
+        ClientDevice(target, Medusa.init(target, jax.random.key(1)), [Chain(2)], CAPACITY)

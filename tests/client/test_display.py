@@ -7,7 +7,7 @@ import pytest
 from specjax import text
 from specjax.assets import embedded
 from specjax.client.display import Display
-from specjax.client.events import Committed, Event, Provisional, Retracted
+from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent
 from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 PROMPT = "x = '"
@@ -29,18 +29,18 @@ class Reader:
         self.text = ""
         self.shown: list[tuple[tuple[int, ...], str]] = []
 
-    def read(self, events: list[Event]) -> None:
+    def read(self, events: list[TextEvent]) -> None:
         for event in events:
-            if isinstance(event, Provisional):
+            if isinstance(event, ProvisionalEvent):
                 self.shown.append((event.tokens, event.text))
-            elif isinstance(event, Retracted):
+            elif isinstance(event, RetractedEvent):
                 begin = len(self.shown) - len(event.tokens)
                 assert begin >= 0
                 wrong, self.shown = self.shown[begin:], self.shown[:begin]
                 assert tuple(token for tokens, _ in wrong for token in tokens) == event.tokens
                 assert "".join(said for _, said in wrong) == event.text
             else:
-                assert isinstance(event, Committed)
+                assert isinstance(event, CommittedEvent)
                 assert [tokens for tokens, _ in self.shown[: event.confirmed]] == [
                     (t,) for t in event.tokens[: event.confirmed]
                 ]
@@ -145,5 +145,5 @@ def test_of_a_chat_in_channels_the_final_one_is_shown(said: str, answer: str) ->
     reader.read(display.commit([], is_last=True))
     assert reader.text == display.text == answer
     alone = Display(made, prompt, ["never"], is_alone=True, is_chat=True)
-    shown = "".join(event.text for event in alone.show(truth) if isinstance(event, Provisional))
+    shown = "".join(event.text for event in alone.show(truth) if isinstance(event, ProvisionalEvent))
     assert answer.startswith(shown.rstrip("\N{REPLACEMENT CHARACTER}"))

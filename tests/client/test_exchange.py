@@ -8,42 +8,42 @@ import pytest
 
 from specjax import wire
 from specjax.client.exchange import (
-    Emitted,
     Exchange,
-    Heard,
-    Opened,
-    Request,
-    Send,
+    ExchangeRequest,
+    FeaturesReceived,
+    SendFrame,
     ServerBusyError,
     ServerRefusedError,
+    TextOpened,
+    TokensEmitted,
 )
 from specjax.client.trees import Tree
 
 SESSION, OTHER = bytes(16), b"o" * 16
 PROMPT = (5, 6, 7)
-REQUEST = Request(prompt=PROMPT, limit=20)
+REQUEST = ExchangeRequest(prompt=PROMPT, limit=20)
 TELLS = {"hidden": [2]}
 
 
 def opened(session: bytes = SESSION, tells=TELLS) -> bytes:
-    return wire.encode(wire.Opened(session=session, epoch=0, nodes=8, depth=4, capacity=64, tells=tells))
+    return wire.encode(wire.OpenedMessage(session=session, epoch=0, nodes=8, depth=4, capacity=64, tells=tells))
 
 
 def told(start: int, count: int, session: bytes = SESSION, epoch: int = 0) -> bytes:
     """Of each token its number."""
     numbers = np.repeat(np.arange(start, start + count, dtype=np.float32)[:, None], 2, axis=1)
     packed = {"hidden": wire.pack(numbers, "float32")}
-    return wire.encode(wire.Told(session=session, epoch=epoch, start=start, count=count, arrays=packed))
+    return wire.encode(wire.ToldMessage(session=session, epoch=epoch, start=start, count=count, arrays=packed))
 
 
 def ready(length: int, session: bytes = SESSION, epoch: int = 0) -> bytes:
-    return wire.encode(wire.Ready(session=session, epoch=epoch, length=length))
+    return wire.encode(wire.ReadyMessage(session=session, epoch=epoch, length=length))
 
 
 def verdict(sequence: int, accepted=(1,), token: int = 9, over: str = "", session: bytes = SESSION, epoch: int = 0) -> bytes:
     packed = {"hidden": wire.pack(np.zeros((1 + len(accepted), 2)), "float32")}
     return wire.encode(
-        wire.Verdict(
+        wire.VerdictMessage(
             session=session,
             epoch=epoch,
             sequence=sequence,
@@ -57,16 +57,16 @@ def verdict(sequence: int, accepted=(1,), token: int = 9, over: str = "", sessio
 
 
 def forgotten(session: bytes = SESSION) -> bytes:
-    return wire.encode(wire.Forgotten(session=session))
+    return wire.encode(wire.ForgottenMessage(session=session))
 
 
 def refused(code: str, session: bytes = b"") -> bytes:
-    return wire.encode(wire.Refused(code=code, message="so it is", session=session))
+    return wire.encode(wire.RefusedMessage(code=code, message="so it is", session=session))
 
 
 def sent(news) -> list:
     """The messages that are to be sent."""
-    return [wire.decode_up(each.frame) for each in news if isinstance(each, Send)]
+    return [wire.decode_up(each.frame) for each in news if isinstance(each, SendFrame)]
 
 
 def begun() -> Exchange:
@@ -74,8 +74,8 @@ def begun() -> Exchange:
     numbers = itertools.count()
     exchange = Exchange(REQUEST, make_nonce=lambda: next(numbers).to_bytes(16, "big"))
     exchange.hello()
-    assert exchange.receive(opened()) == [Opened()]
-    assert isinstance(exchange.receive(told(0, 2))[0], Heard)
+    assert exchange.receive(opened()) == [TextOpened()]
+    assert isinstance(exchange.receive(told(0, 2))[0], FeaturesReceived)
     assert exchange.receive(ready(3)) == []
     assert exchange.phase == "ready"
     return exchange
@@ -96,7 +96,7 @@ def test_a_round() -> None:
     draft = wire.decode_up(exchange.again())
     assert (draft.base, draft.sequence, draft.digest) == (3, 1, wire.digest(PROMPT))
     emitted, heard = exchange.receive(verdict(1))
-    assert emitted == Emitted([1, 9], drafted=2, seconds=0.5)
+    assert emitted == TokensEmitted([1, 9], drafted=2, seconds=0.5)
     assert (heard.tokens, heard.following) == ([7, 1], [1, 9])
     assert (exchange.tokens, exchange.known, exchange.phase) == ([5, 6, 7, 1, 9], 4, "ready")
 
@@ -135,7 +135,7 @@ def test_nothing_is_committed_twice() -> None:
         refused("not_ready"),
         refused("over"),
         refused("unknown_thing", session=OTHER),
-        wire.encode(wire.Resync(session=OTHER, epoch=0, length=3, tail=wire.pack([], "int32"))),
+        wire.encode(wire.ResyncMessage(session=OTHER, epoch=0, length=3, tail=wire.pack([], "int32"))),
     ],
 )
 def test_what_is_late_doubled_or_of_another_text_changes_nothing(make, frame) -> None:
@@ -146,7 +146,7 @@ def test_what_is_late_doubled_or_of_another_text_changes_nothing(make, frame) ->
 
 
 def test_what_was_told_may_come_in_pieces_that_overlap() -> None:
-    exchange = Exchange(Request(prompt=tuple(range(1, 9)), limit=4))
+    exchange = Exchange(ExchangeRequest(prompt=tuple(range(1, 9)), limit=4))
     exchange.hello()
     exchange.receive(opened())
     known = []
@@ -193,7 +193,7 @@ def test_a_session_that_is_forgotten_is_opened_anew_with_all_that_is_committed()
     assert wire.unpack(again.tokens).tolist() == [5, 6, 7, 1, 9]
     assert (again.prompt, again.known, again.limit) == (3, 4, 20)
     assert exchange.receive(forgotten()) == []  # the same once more
-    assert exchange.receive(opened(OTHER)) == [Opened()]
+    assert exchange.receive(opened(OTHER)) == [TextOpened()]
     exchange.receive(ready(5, session=OTHER))
     assert wire.decode_up(exchange.draft(Tree.chain(9, ()))).sequence == 1
     assert exchange.receive(verdict(1)) == []  # of the session before
@@ -211,14 +211,14 @@ def test_each_open_has_a_nonce_of_its_own_and_comes_again_with_the_same() -> Non
 def test_a_second_answer_to_an_open_ends_what_nobody_wants() -> None:
     exchange = begun()
     (close,) = sent(exchange.receive(opened(OTHER)))
-    assert close == wire.Close(session=OTHER)
+    assert close == wire.CloseMessage(session=OTHER)
     assert exchange.phase == "ready"
 
 
 def test_texts_that_differ_are_settled_by_the_clients() -> None:
     exchange = waiting()
     (resume,) = sent(
-        exchange.receive(wire.encode(wire.Resync(session=SESSION, epoch=0, length=4, tail=wire.pack([3], "int32"))))
+        exchange.receive(wire.encode(wire.ResyncMessage(session=SESSION, epoch=0, length=4, tail=wire.pack([3], "int32"))))
     )
     assert (resume.base, resume.digest) == (3, wire.digest(PROMPT))
     assert exchange.tokens == [5, 6, 7]
@@ -226,7 +226,7 @@ def test_texts_that_differ_are_settled_by_the_clients() -> None:
 
 def test_a_sequence_that_does_not_fit_is_settled_once() -> None:
     exchange = waiting()
-    assert isinstance(sent(exchange.receive(refused("sequence", SESSION)))[0], wire.Resume)
+    assert isinstance(sent(exchange.receive(refused("sequence", SESSION)))[0], wire.ResumeMessage)
     assert exchange.receive(refused("sequence", SESSION)) == []
 
 
@@ -254,7 +254,7 @@ def test_after_the_end_nothing_is_heard() -> None:
     for frame in (verdict(2), forgotten(), refused("target"), ready(5)):
         assert exchange.receive(frame) == []
     assert exchange.phase == "over"
-    assert wire.decode_up(exchange.close()) == wire.Close(session=SESSION)
+    assert wire.decode_up(exchange.close()) == wire.CloseMessage(session=SESSION)
     assert Exchange(REQUEST).close() is None
 
 

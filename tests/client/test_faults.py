@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from specjax import Chain, DraftModel, DynamicTree, Eagle3, MixtureOfAttentions
-from specjax.client.events import Provisional
-from specjax.client.exchange import Exchange, Request
+from specjax.client.events import ProvisionalEvent
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.serving import ClientDrafts, Engine
 from specjax.serving.sessions import Terms
 from tests.client.simulation import Faults, SlowDevice, reference, run
@@ -36,7 +36,7 @@ class Place:
         self.engine = Engine(target, drafts=(None,), clients=clients, client_idle_seconds=1e9, **sizes)
         self.terms = Terms(nodes=8, depth=4, capacity=CAPACITY, tells=clients.tells(target))
         self.device = SlowDevice(target, drafter, SHAPES, CAPACITY)
-        self._expected: dict[Request, list[int]] = {}
+        self._expected: dict[ExchangeRequest, list[int]] = {}
 
     def check(self, seed: int, faults: Faults | None = None):
         request = drawn_request(seed)
@@ -48,10 +48,10 @@ class Place:
         return outcome
 
 
-def drawn_request(seed: int) -> Request:
+def drawn_request(seed: int) -> ExchangeRequest:
     """One of some forty texts."""
     draw = random.Random(seed % 40)
-    return Request(
+    return ExchangeRequest(
         prompt=tuple(draw.randint(1, 10) for _ in range(draw.choice([1, 5, 12, 20]))),
         limit=draw.choice([6, 24]),
         temperature=draw.choice([0.0, 1.0]),
@@ -112,7 +112,7 @@ def test_faults_do_what_they_are_called(places) -> None:
     lossy = places("draft model").check(3, Faults(lost=0.3))
     assert lossy.seconds > calm.seconds and lossy.report.bytes_up > calm.report.bytes_up
     cut = places("draft model").check(3, Faults(holes=[(0.2, 3.0)]))
-    assert cut.seconds > 3 and any(isinstance(event, Provisional) for event in cut.events)
+    assert cut.seconds > 3 and any(isinstance(event, ProvisionalEvent) for event in cut.events)
     killed = places("draft model").check(3, Faults(kills=[0.2, 0.4]))
     assert killed.lives == 3
     restarted = places("draft model").check(3, Faults(restarts=[(0.2, 0.5)]))

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from specjax.client.exchange import Exchange, Request
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.journal import Journal
 from specjax.errors import InputError
 
-REQUEST = Request(prompt=(5, 6), limit=8, temperature=0.5, seed=3, eos=(2,), target="a", drafter="b")
+REQUEST = ExchangeRequest(prompt=(5, 6), limit=8, temperature=0.5, seed=3, eos=(2,), target="a", drafter="b")
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 
 from specjax import Chain, MixtureOfAttentions, text, wire
 from specjax.assets import embedded
-from specjax.client import Client, Patience, Provisional
-from specjax.client.device import Device
-from specjax.client.exchange import Heard
+from specjax.client import Client, Patience, ProvisionalEvent
+from specjax.client.device import ClientDevice
+from specjax.client.exchange import FeaturesReceived
 from specjax.client.private import _touched, moved, split
 from specjax.drafters.base import told_entries
 from specjax.errors import InputError
@@ -124,8 +124,8 @@ class Server:
     def send(self, frame: bytes) -> None:
         self.up.append(frame)
         message = wire.decode_up(frame)
-        if not isinstance(message, wire.Open):
-            assert isinstance(message, wire.Close)
+        if not isinstance(message, wire.OpenMessage):
+            assert isinstance(message, wire.CloseMessage)
             return
         tokens, known = wire.unpack(message.tokens), {"session": bytes(16), "epoch": 0}
         output, entries = self.target.read(tokens[None], taps=self.drafter.taps(self.target.config))
@@ -133,9 +133,9 @@ class Server:
         shapes = {name: list(array.shape[1:]) for name, array in told.items()}
         packed = {name: wire.pack(array, "float32") for name, array in told.items()}
         for answer in (
-            wire.Opened(nodes=8, depth=4, capacity=CAPACITY, tells=shapes, **known),
-            wire.Told(start=0, count=len(tokens) - 1, arrays=packed, **known),
-            wire.Ready(length=len(tokens), **known),
+            wire.OpenedMessage(nodes=8, depth=4, capacity=CAPACITY, tells=shapes, **known),
+            wire.ToldMessage(start=0, count=len(tokens) - 1, arrays=packed, **known),
+            wire.ReadyMessage(length=len(tokens), **known),
         ):
             self._inbox.append(wire.encode(answer))
 
@@ -161,22 +161,22 @@ class Place:
     def __init__(self, tokenizer, drafter=None) -> None:
         self.target = tiny_target(vocab_size=3072)
         self.drafter = drafter or MixtureOfAttentions.init(self.target, jax.random.key(1), tli=1)
-        self.device = Device(self.target, self.drafter, [Chain(2)], CAPACITY)
+        self.device = ClientDevice(self.target, self.drafter, [Chain(2)], CAPACITY)
         self.tokenizer = tokenizer
 
-    def write(self, prompt: str, private: list[str], is_there: bool = True) -> tuple[list[int], Server, list[Heard]]:
+    def write(self, prompt: str, private: list[str], is_there: bool = True) -> tuple[list[int], Server, list[FeaturesReceived]]:
         """The provisional text, the server, and what the drafter heard."""
         server = Server(self.target, self.drafter)
         server.is_there = is_there
         patience = Patience(server=5.0)
         client = Client(self.device, lambda: server, tokenizer=self.tokenizer, patience=patience)
         writer = client.stream(prompt, private=(each for each in private), max_new_tokens=12, eos_token_ids=())
-        heard: list[Heard] = []
+        heard: list[FeaturesReceived] = []
         speculation: Any = writer._writer.speculation  # pyright: ignore[reportAttributeAccessIssue]
         hear = speculation.hear
-        speculation.hear = lambda *news: (heard.append(Heard(*news)), hear(*news))
+        speculation.hear = lambda *news: (heard.append(FeaturesReceived(*news)), hear(*news))
         events = list(writer)
-        assert all(isinstance(event, Provisional) for event in events)
+        assert all(isinstance(event, ProvisionalEvent) for event in events)
         report = client.report
         assert (report.tokens, report.finish_reason) == ((), "offline")
         return list(report.provisional_tokens), server, heard
@@ -201,9 +201,9 @@ def test_no_frame_has_anything_private(place: Place) -> None:
     private = {token for token, own in zip(tokens, hidden, strict=True) if own} - set(safe)
     assert len(private) > 2
     _, server, _ = place.write(prompt, [word])
-    assert [type(wire.decode_up(frame)) for frame in server.up] == [wire.Open, wire.Close]
+    assert [type(wire.decode_up(frame)) for frame in server.up] == [wire.OpenMessage, wire.CloseMessage]
     opened = wire.decode_up(server.up[0])
-    assert isinstance(opened, wire.Open)
+    assert isinstance(opened, wire.OpenMessage)
     assert wire.unpack(opened.tokens).tolist() == [*safe, safe[-1]]
     for frame in [*server.up, *server.down]:
         assert not any(part.encode() in frame for part in (word, *word.split("_")))
@@ -232,7 +232,7 @@ def test_the_drafter_sees_what_the_server_does_not(place: Place) -> None:
         assert len(written) == 12
         texts.add(tuple(written))
         opened = wire.decode_up(server.up[0])
-        assert isinstance(opened, wire.Open)
+        assert isinstance(opened, wire.OpenMessage)
         opens.append((wire.unpack(opened.tokens).tolist(), opened.prompt, opened.limit, opened.seed, opened.known))
     assert len(texts) == 3
     assert opens[0] == opens[1] == opens[2]
@@ -243,7 +243,7 @@ def test_all_of_it_is_private_or_nobody_is_there(place: Place) -> None:
     written, server, heard = place.write("hunter2", ["hunter2"])
     start = place.tokenizer.bos_token_id  # is not private, and all that there is
     opened = wire.decode_up(server.up[0])
-    assert isinstance(opened, wire.Open)
+    assert isinstance(opened, wire.OpenMessage)
     assert (len(written), wire.unpack(opened.tokens).tolist(), len(heard)) == (12, [start, start], 1)
     written, server, heard = place.write(prompt_with("hunter2"), ["hunter2"], is_there=False)
     assert (len(written), server.up, heard) == (12, [], [])

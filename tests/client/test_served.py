@@ -14,8 +14,8 @@ import pytest
 from benchmarks.network import Conditions, Proxy
 from specjax import wire
 from specjax.cli.main import main
-from specjax.client import Client, Committed, Patience, Provisional, Retracted, connect
-from specjax.client.exchange import Exchange, Request
+from specjax.client import Client, CommittedEvent, Patience, ProvisionalEvent, RetractedEvent, connect
+from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.link import LinkRefusedError, WebSocketLink
 from specjax.drafters import Eagle3
 from specjax.models.transformer import Target
@@ -168,19 +168,19 @@ def test_a_black_hole(served: Served, proxy: Proxy) -> None:
     seen: list[Any] = []
     for event in client.stream(PROMPT, max_new_tokens=40):
         seen.append(event)
-        provisional = sum(isinstance(each, Provisional) for each in seen)
-        if sum(isinstance(each, Committed) for each in seen) == 8 and not provisional:
+        provisional = sum(isinstance(each, ProvisionalEvent) for each in seen)
+        if sum(isinstance(each, CommittedEvent) for each in seen) == 8 and not provisional:
             proxy.cut()
         if provisional == 8:
             proxy.restore()
     kinds = [type(each) for each in seen]
-    first, last = kinds.index(Provisional), len(kinds) - 1 - kinds[::-1].index(Provisional)
-    assert Committed in kinds[:first] and Committed in kinds[last:]
-    assert "".join(each.text for each in seen if isinstance(each, Committed)) == client.report.text == served.text()
-    taken_back = sum(len(each.tokens) for each in seen if isinstance(each, Retracted))
-    confirmed = sum(each.confirmed for each in seen if isinstance(each, Committed))
+    first, last = kinds.index(ProvisionalEvent), len(kinds) - 1 - kinds[::-1].index(ProvisionalEvent)
+    assert CommittedEvent in kinds[:first] and CommittedEvent in kinds[last:]
+    assert "".join(each.text for each in seen if isinstance(each, CommittedEvent)) == client.report.text == served.text()
+    taken_back = sum(len(each.tokens) for each in seen if isinstance(each, RetractedEvent))
+    confirmed = sum(each.confirmed for each in seen if isinstance(each, CommittedEvent))
     assert taken_back > 0
-    assert taken_back + confirmed == kinds.count(Provisional)
+    assert taken_back + confirmed == kinds.count(ProvisionalEvent)
 
 
 @pytest.mark.full
@@ -193,7 +193,7 @@ def test_resets_and_half_frames(served: Served, proxy: Proxy) -> None:
     committed = 0
     writer = client.stream(PROMPT, max_new_tokens=40, **DRAWN)
     for event in writer:
-        if isinstance(event, Committed):
+        if isinstance(event, CommittedEvent):
             committed += 1
             after.pop(committed, lambda: None)()
     assert not after
@@ -262,15 +262,17 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
 @pytest.mark.full
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
     mine, other = connected(served, KEYS[0]), connected(served, KEYS[1])
-    exchange = Exchange(Request(prompt=(5, 6, 7), limit=8, eos=()))
+    exchange = Exchange(ExchangeRequest(prompt=(5, 6, 7), limit=8, eos=()))
     session = talk(mine, exchange.hello()).session
     heard: Any = SimpleNamespace()
-    while not isinstance(heard, wire.Ready):
+    while not isinstance(heard, wire.ReadyMessage):
         heard = talk(mine)
     known = {"session": session, "base": 3, "digest": wire.digest([5, 6, 7]), "known": 2}
-    assert talk(other, wire.encode(wire.Resume(epoch=1, **known))) == wire.Forgotten(session=session)
-    other.send(wire.encode(wire.Close(session=session)))
+    assert talk(other, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ForgottenMessage(session=session)
+    other.send(wire.encode(wire.CloseMessage(session=session)))
     again = connected(served, KEYS[0])
-    assert talk(again, wire.encode(wire.Resume(epoch=1, **known))) == wire.Ready(session=session, epoch=1, length=3)
+    assert talk(again, wire.encode(wire.ResumeMessage(epoch=1, **known))) == wire.ReadyMessage(
+        session=session, epoch=1, length=3
+    )
     for link in (mine, other, again):
         link.close()

@@ -8,7 +8,7 @@ import yaml
 
 from specjax.serving.http import run
 from specjax.serving.http.app import make_app
-from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.protocol import ConnectionLimits
 from tests.deploy.files import DEPLOY, command_lines, config_of, containers, of_kind, pods, templates
 from tests.deploy.test_commands import CLOSING
 from tests.serving.http.made_up import MadeUpEngine
@@ -33,7 +33,7 @@ def test_there_are_servers_with_all_probes() -> None:
 
 
 def test_a_server_that_takes_as_long_to_close_as_is_reckoned_with() -> None:
-    assert run._config(make_app(service_of(MadeUpEngine())), Bounds(), None).timeout_graceful_shutdown == CLOSING
+    assert run._config(make_app(service_of(MadeUpEngine())), ConnectionLimits(), None).timeout_graceful_shutdown == CLOSING
 
 
 @pytest.mark.parametrize(

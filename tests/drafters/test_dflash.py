@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import DFlash, DFlash2, DSpark
-from specjax.drafters.base import Told
+from specjax.drafters.base import RemoteFeatures
 from specjax.drafters.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
 from specjax.drafters.trained import Stored
@@ -350,7 +350,7 @@ def having_heard(drafter, target, features):
         part = jnp.asarray(features[:, before : before + width])
         count = jnp.clip(jnp.asarray(LENGTHS) - before, 0, part.shape[1])
         zeros = jnp.zeros(part.shape[:2], jnp.int32)
-        state = drafter.hear(target, state, Told(zeros, zeros, {"features": part}, count))
+        state = drafter.hear(target, state, RemoteFeatures(zeros, zeros, {"features": part}, count))
         before += width
     return state
 

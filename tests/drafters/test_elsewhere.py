@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax import Chain, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, Sampling, Target
-from specjax.drafters.base import Committed, Told
+from specjax.drafters.base import Committed, RemoteFeatures
 from tests.conftest import tiny_target
 from tests.drafters.test_vocabularies import permuted
 
@@ -60,7 +60,7 @@ def after_prompt(target: Target, drafter):
     for begin, end in ((0, 4), (4, 10)):  # in two pieces
         piece = {name: jnp.asarray(array[:, begin:end]) for name, array in arrays.items()}
         rest = jnp.clip(count - begin, 0, end - begin)
-        there = drafter.hear(part, there, Told(PROMPT[:, begin:end], following[:, begin:end], piece, rest))
+        there = drafter.hear(part, there, RemoteFeatures(PROMPT[:, begin:end], following[:, begin:end], piece, rest))
     kept = part.new_cache(2, CAPACITY).of_layers(drafter.reads(target.config))
     kept = kept.append(drafter.entries_told(part, arrays), count, after=count) if kept.layers else None
     return here, cache.of_layers(drafter.reads(target.config)), there, kept

@@ -22,7 +22,7 @@ from specjax.evaluation import conformance
 from specjax.models.config import MLA, Layer, ModelConfig, Rope
 from specjax.models.fields import CheckpointError
 from specjax.sampling import Sampling
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import Eagle1Training, HassTraining, MoATraining
 from specjax.training.methods.moa import block_masks, block_starts, draft_blocks, draft_everywhere
 from specjax.training.objectives.windows import score
@@ -405,7 +405,7 @@ def test_the_objective_is_its_formula() -> None:
 def test_every_parameter_learns() -> None:
     target = target_of()
     method = MoATraining(target="here", tli=1, shortest_block=2, longest_block=4)
-    student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    student = method.init(jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
     assert_all_learn(method, student, target)
 
 
@@ -445,7 +445,7 @@ def test_eagle_reads_summaries_of_all_layers() -> None:
 @pytest.mark.parametrize("kind", [Eagle1Training, pytest.param(HassTraining, marks=pytest.mark.thorough)])
 def test_eagle_learns_to_summarise(kind, tmp_path) -> None:
     target, method = target_of(), kind(target="here", lsa=True)
-    student = method.init(jax.random.key(0), Given(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
+    student = method.init(jax.random.key(0), StudentInputs(tokenizer=None, counts=np.ones(11), target=target))  # type: ignore[arg-type]
     assert_all_learn(method, student, target)
     assert method.evaluation(student, BATCH, target)["acceptance_length"] >= 1
     student.save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Eagle3, PEagle, registry
-from specjax.drafters.base import Told
+from specjax.drafters.base import RemoteFeatures
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError
@@ -85,7 +85,7 @@ def heard(one: PEagle, target: Target, tokens: np.ndarray, count: int, pieces=()
     for begin, end in zip((0, *pieces), (*pieces, count), strict=True):
         told = {name: array[:, begin:end] for name, array in arrays.items()}
         read, following = (jnp.asarray(tokens[first : first + end - begin])[None] for first in (begin, begin + 1))
-        state = one.hear(target, state, Told(read, following, told, jnp.array([end - begin])))
+        state = one.hear(target, state, RemoteFeatures(read, following, told, jnp.array([end - begin])))
     return state
 
 

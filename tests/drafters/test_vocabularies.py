@@ -24,7 +24,7 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
-from specjax.vocabularies import Tokens
+from specjax.vocabularies import VocabularyTokens
 from tests.conftest import FEW_TOKENS, SHAPES, SHARED, outputs, tiny_target
 from tests.test_vocabularies import byte_level, sentence_piece
 
@@ -43,7 +43,9 @@ def permuted(model: Target, ids: list[int], **settings) -> DraftModel:
         parts["lm_head"] = model.params["lm_head"][:, rows]
     own = model.replace(params=model.params | parts, config=replace(model.config, vocab_size=len(ids)))
     texts = {i: f"token {i}".encode() for i in range(model.config.vocab_size)}
-    shared = SharedVocabulary.of(Tokens(texts, {}), Tokens({i: texts[token] for i, token in enumerate(ids)}, {}))
+    shared = SharedVocabulary.of(
+        VocabularyTokens(texts, {}), VocabularyTokens({i: texts[token] for i, token in enumerate(ids)}, {})
+    )
     return DraftModel(own, shared=shared, **settings)
 
 
@@ -366,8 +368,8 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperatur
         return int(result.statistics.steps)
 
     assert steps() == NEW // 4  # every drafted token is accepted
-    by_roles_alone = Tokens.of
-    monkeypatch.setattr(Tokens, "of", lambda *given: replace(by_roles_alone(*given), written={}))
+    by_roles_alone = VocabularyTokens.of
+    monkeypatch.setattr(VocabularyTokens, "of", lambda *given: replace(by_roles_alone(*given), written={}))
     assert steps() > NEW // 4 + 3
 
 

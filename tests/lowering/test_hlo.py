@@ -6,18 +6,18 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.lowering import hlo
-from specjax.lowering.hlo import Program
+from specjax.lowering.hlo import HloProgram
 from specjax.sharding import make_mesh
 
 ROW = 4 * 1024  # bytes
 
 
-def compiled(function, *shapes, **options) -> Program:
+def compiled(function, *shapes, **options) -> HloProgram:
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) if isinstance(shape, tuple) else shape for shape in shapes]
-    return Program(jax.jit(function, **options).lower(*shapes).compile().as_text())
+    return HloProgram(jax.jit(function, **options).lower(*shapes).compile().as_text())
 
 
-def step(program: Program, unknown: int = 1) -> list[hlo.Turn]:
+def step(program: HloProgram, unknown: int = 1) -> list[hlo.Turn]:
     return program.turns(program.main_loop, lambda origin: unknown)
 
 
@@ -70,10 +70,10 @@ ENTRY %main (stack: bf16[4,64,64], number: s32[], weight: bf16[64,64], x: bf16[8
 
 
 def test_of_a_stack_of_experts_one_is_read_where_a_fusion_inside_a_fusion_takes_it() -> None:
-    (turn,) = step(Program(STACK))
+    (turn,) = step(HloProgram(STACK))
     matrix, rows = 2 * 64 * 64, 2 * 8 * 64
     # The expert, its number, a matrix that is read whole, the rows that come in and those that go out.
-    assert Program(STACK).bytes_moved(turn.operations) == matrix + 4 + matrix + rows + rows
+    assert HloProgram(STACK).bytes_moved(turn.operations) == matrix + 4 + matrix + rows + rows
 
 
 def test_of_what_is_updated_in_place_the_update_is_moved() -> None:
@@ -135,7 +135,7 @@ ENTRY %main (x: bf16[8,64], w: bf16[64,64], k: bf16[8,512,64]) -> bf16[8,64] {
 
 
 def test_what_lies_in_fast_memory_is_not_moved_and_prefetches_are() -> None:
-    program = Program(TPU)
+    program = HloProgram(TPU)
     (turn,) = step(program)
     moved = {operation.name: read + written for operation, read, written in program.moved(turn.operations)}
     weight, cache = 2 * 64 * 64, 2 * 8 * 512 * 64
@@ -161,7 +161,7 @@ ENTRY %main (k: bf16[8,512,64], own: bf16[8,3,64]) -> bf16[8,515,64] {
 
 
 def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
-    program = Program(JOINED)
+    program = HloProgram(JOINED)
     (turn,) = step(program)
     assert program.copies(turn.operations, [(2 * 8 * 512 * 64, (512,))]) == ["bf16[8,515,64]"]
     assert not program.copies(turn.operations, [(2 * 8 * 512 * 64, (400,))])
@@ -182,7 +182,7 @@ def test_a_cache_that_is_joined_with_a_draft_is_copied() -> None:
 )
 def test_copies_within_main_memory_are_named(large, lengths, found) -> None:
     """Not the weights that are fetched into fast memory."""
-    program = Program(TPU)
+    program = HloProgram(TPU)
     assert program.copies(step(program)[0].operations, [(large, lengths)]) == found
 
 
@@ -210,7 +210,7 @@ ENTRY %main (t: s32[64], q: bf16[8,64], k: bf16[128,16,64]) -> bf16[8,64] {
 )
 def test_a_pool_that_a_kernel_is_given_several_times_is_read_once(config, of_pool) -> None:
     """And where the kernel says that it accesses less, so much of it."""
-    program = Program(KERNEL.replace("CONFIG", config))
+    program = HloProgram(KERNEL.replace("CONFIG", config))
     assert program.bytes_moved(step(program)[0].operations) == 4 * 64 + of_pool + 2 * 8 * 64
 
 
@@ -248,7 +248,7 @@ ENTRY %main (x: bf16[32,4096]) -> bf16[32,4096] {
 
 def test_what_goes_to_another_slice_is_told_from_what_goes_to_another_chip() -> None:
     """Of what the runtime between slices is handed, and no other send, the bytes; once, where it begins."""
-    (turn,) = step(Program(BETWEEN_SLICES))
+    (turn,) = step(HloProgram(BETWEEN_SLICES))
     assert hlo.sent_between_slices(turn.operations) == 2 * 32 * 4096
     (exchange,) = [each for each in turn.operations if each.collective]
     assert hlo.array_bytes(exchange) == 2 * 32 * 4096

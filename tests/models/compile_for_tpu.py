@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from specjax.lowering.abstract import abstract_model, bytes_of_one
-from specjax.lowering.hlo import Program
+from specjax.lowering.hlo import HloProgram
 from specjax.lowering.topologies import find_mesh
 from specjax.models.attention import Filled, attend
 from specjax.models.published import published
@@ -37,7 +37,7 @@ for count in (1, 5, 60):
     lowered = jax.jit(lambda layers, x, cache: target.replace(params=layers).run(x, cache)).lower(
         {"layers": params["layers"]}, x, cache
     )
-    program = Program(lowered.compile().as_text())
+    program = HloProgram(lowered.compile().as_text())
     moved = program.bytes_moved(tuple(program.computations[program.entry].values()))
     shares[count] = moved / (bytes_of_one(params["layers"]) + bytes_of_one(cache.layers))
 PAGE = 256

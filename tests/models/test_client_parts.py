@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.client.device import Device, Settings
+from specjax.client.device import ClientDevice, Settings
 from specjax.drafters import Eagle3, MixtureOfAttentions
 
 
@@ -18,7 +18,7 @@ def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> No
     for drafter, first in zip(drafters, (count - 1, count), strict=True):
         part, trees = target.part(layers=(first, count)), []
         for model in (target, part):
-            device = Device(model, drafter, [specjax.Chain(2)], capacity=16)
+            device = ClientDevice(model, drafter, [specjax.Chain(2)], capacity=16)
             arrays = {name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()}
             trees.append(device.propose(device.hear(device.start(), *texts, arrays), 2, 4, settings, depth=2))
         np.testing.assert_array_equal(*[tree.tokens for tree in trees])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.delta_rule import CHUNK, Node, Tokens, read_chain, read_documents, read_tree, write
+from specjax.models.delta_rule import CHUNK, DeltaRuleInputs, Node, read_chain, read_documents, read_tree, write
 
 HEADS, GROUP, DK, DV = 2, 3, 8, 5
 TOLERANCE = 1e-5
@@ -15,7 +15,7 @@ READ, WRITE = jax.jit(read_tree), jax.jit(write)
 # --- the oracle: numpy, float64, token by token -------------------------------------------------------------------------------
 
 
-def drawn(rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int = DV) -> tuple[np.ndarray, Tokens]:
+def drawn(rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int = DV) -> tuple[np.ndarray, DeltaRuleInputs]:
     """A state, and tokens; some heads forget nearly all at every token, and others hardly anything."""
 
     def unit(*shape: int) -> np.ndarray:
@@ -33,7 +33,7 @@ def drawn(rng: np.random.Generator, rows: int, count: int, dk: int = DK, dv: int
         -rate * rng.exponential(size=of_values),
     )
     state, *rest = (x.astype(np.float32) for x in given)  # both sides are given the same numbers
-    return state, Tokens(*rest)
+    return state, DeltaRuleInputs(*rest)
 
 
 def one_token(state: np.ndarray, q, k, v, beta, log_alpha) -> tuple[np.ndarray, np.ndarray]:
@@ -43,7 +43,7 @@ def one_token(state: np.ndarray, q, k, v, beta, log_alpha) -> tuple[np.ndarray, 
     return state, state @ q
 
 
-def by_paths(state: np.ndarray, tokens: Tokens, paths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+def by_paths(state: np.ndarray, tokens: DeltaRuleInputs, paths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     """What the last token of each of the ``paths`` comes to, ``[B, h, paths, dv]``, and the state there,
     ``[B, h, paths, dk, dv]``: each path is read from its beginning."""
     q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens)
@@ -59,7 +59,7 @@ def by_paths(state: np.ndarray, tokens: Tokens, paths: list[list[int]]) -> tuple
     return found, states
 
 
-def by_token(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]:
+def by_token(state: np.ndarray, tokens: DeltaRuleInputs) -> tuple[np.ndarray, np.ndarray]:
     """Of a chain, what each token comes to, and the state after each: as `by_paths`, with one reading for all."""
     q, k, v, beta, log_alpha = (np.asarray(x, np.float64) for x in tokens)
     now, found, states = state.astype(np.float64), [], []
@@ -73,7 +73,7 @@ def by_token(state: np.ndarray, tokens: Tokens) -> tuple[np.ndarray, np.ndarray]
     return np.stack(found, 2), np.stack(states, 2)
 
 
-def part(tokens: Tokens, start: int, stop: int) -> Tokens:
+def part(tokens: DeltaRuleInputs, start: int, stop: int) -> DeltaRuleInputs:
     return jax.tree.map(lambda x: x[:, :, start:stop], tokens)
 
 
@@ -142,7 +142,7 @@ def test_a_tree_level_by_level_is_as_each_of_its_paths() -> None:
     for depth in range(1, depths.max() + 1):
         level = np.flatnonzero(depths == depth)
         wide = np.resize(level, 40)  # some of them several times, so that all levels share a program
-        y, node = READ(state, Tokens(*(x[:, :, wide] for x in tokens)), None, (slots, ancestors(paths)[None, wide]))
+        y, node = READ(state, DeltaRuleInputs(*(x[:, :, wide] for x in tokens)), None, (slots, ancestors(paths)[None, wide]))
         assert near(y[:, :, : len(level)], expected[:, :, level])
         for slot, new in zip(slots, node, strict=True):
             slot[:, :, level] = new[:, :, : len(level)]
@@ -202,7 +202,7 @@ def test_what_does_not_count_leaves_no_trace() -> None:
         part[:, :, 2:], part[1] = np.inf, np.nan
         np.testing.assert_array_equal(WRITE(state, node._replace(**{name: part}), counts), WRITE(state, node, counts))
     other = drawn(np.random.default_rng(3), 2, 6)[1]
-    changed = Tokens(*(np.concatenate([a[:, :, :2], b[:, :, 2:]], 2) for a, b in zip(tokens, other, strict=True)))
+    changed = DeltaRuleInputs(*(np.concatenate([a[:, :, :2], b[:, :, 2:]], 2) for a, b in zip(tokens, other, strict=True)))
     np.testing.assert_array_equal(read(state, changed, counts)[2], after)
 
 
@@ -235,7 +235,7 @@ def test_over_a_long_text_few_digits_are_lost(length) -> None:
     """Of numbers in float32 few; of queries, keys and values in bfloat16 no more than by their own rounding, early or late."""
     state, tokens = drawn(np.random.default_rng(8), 1, length, dk=32, dv=32)
     of_bfloat16 = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in tokens[:3]]
-    rounded = Tokens(*of_bfloat16, *tokens[3:])
+    rounded = DeltaRuleInputs(*of_bfloat16, *tokens[3:])
     expected, same = by_token(state, tokens), by_token(state, rounded)
     read = jax.jit(read_chain)
     (y, _, after), (coarse, _, coarse_after) = read(state, tokens), read(state, rounded)

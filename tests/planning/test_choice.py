@@ -11,7 +11,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import DraftModel, PromptLookup
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.planning import choice, theory
-from specjax.planning.choice import Comparison, TrialAcceptance, compare_drafts, measure_acceptance
+from specjax.planning.choice import DraftComparison, TrialAcceptance, compare_drafts, measure_acceptance
 from specjax.planning.costs import Costs
 from specjax.sampling import Sampling, probabilities
 from tests.conftest import tiny_target
@@ -71,7 +71,7 @@ def test_a_dynamic_tree_that_emits_most_is_chosen_for_what_it_costs(monkeypatch)
     tree, drafter = DynamicTree(4, 3, 13), DraftModel(tiny_target(seed=5, num_layers=1))
     chances = {"survival": (0.7, 0.5, 0.4), "by_rank": (0.7, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0), "sampled": {}}
 
-    def compared(emitted: float, nodes: int = 33) -> Comparison:
+    def compared(emitted: float, nodes: int = 33) -> DraftComparison:
         acceptance = TrialAcceptance(**chances, dynamic={tree: emitted})
         return compare_drafts(tiny_target(), drafter, PROMPTS, acceptance=acceptance, nodes=nodes)
 

@@ -11,7 +11,7 @@ from specjax.drafters import DraftModel
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.planning import choice, theory
-from specjax.planning.choice import Candidate, Comparison, TrialAcceptance, fastest_drafter
+from specjax.planning.choice import Candidate, DraftComparison, TrialAcceptance, fastest_drafter
 from specjax.planning.contexts import MeasuredContexts, measure_contexts
 from specjax.planning.costs import Costs
 from tests.conftest import tiny_target
@@ -84,7 +84,7 @@ def test_auto_tries_budgets_of_a_compressed_cache(monkeypatch) -> None:
     def compare(target, drafter, tokens, lengths=None, **_):
         tried.append(getattr(drafter, "budget", None))
         best = Candidate(Chain(3), 2.0, 1.0, {128: 1.2, 256: 1.5, None: 1.1}.get(tried[-1], 0.9))
-        return Comparison(TrialAcceptance((), (), {}), {}, {}, (best,))
+        return DraftComparison(TrialAcceptance((), (), {}), {}, {}, (best,))
 
     monkeypatch.setattr(choice, "compare_drafts", compare)
     target, texts = tiny_target(), np.ones((1, 300), np.int32)

@@ -5,19 +5,19 @@ import pytest
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
-from specjax.client import Committed, Provisional, Retracted
+from specjax.client import CommittedEvent, ProvisionalEvent, RetractedEvent
 from specjax.reports import style
 from specjax.reports.growth import Moment, Stand, draw_growth, stands_of
 
 MOMENTS = [
-    Moment.of(Committed((5, 6), "ab"), 0.5),
-    Moment.of(Provisional((7,), "c"), 2.0),
-    Moment.of(Provisional((8,), "d"), 2.1),
-    Moment.of(Provisional((9,), "e"), 2.2),
-    Moment.of(Retracted((9,), "e"), 4.0),
-    Moment.of(Committed((7,), "c", confirmed=1), 4.0),
-    Moment.of(Committed((8, 4), "df", confirmed=1), 4.5),
-    Moment.of(Provisional((3,), "g"), 6.0),
+    Moment.of(CommittedEvent((5, 6), "ab"), 0.5),
+    Moment.of(ProvisionalEvent((7,), "c"), 2.0),
+    Moment.of(ProvisionalEvent((8,), "d"), 2.1),
+    Moment.of(ProvisionalEvent((9,), "e"), 2.2),
+    Moment.of(RetractedEvent((9,), "e"), 4.0),
+    Moment.of(CommittedEvent((7,), "c", confirmed=1), 4.0),
+    Moment.of(CommittedEvent((8, 4), "df", confirmed=1), 4.5),
+    Moment.of(ProvisionalEvent((3,), "g"), 6.0),
 ]
 STANDS = [
     Stand(4, 2.2, 4.0, "retracted"),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
-from specjax.serving.clients import Checked, Dropped, Ready, Told
+from specjax.serving.clients import DraftVerified, RowDropped, RowFeatures, RowReady
 
 VOCABULARY, STOP = 50, 49
 NODES, DEPTH = 16, 5
@@ -63,7 +63,7 @@ class MadeUpRow:
             node = children[0]
             accepted.append(node)
         arrays = self.engine.arrays(self.tokens, start - 1, start + len(accepted))
-        self.say(Checked(tuple(accepted), token, arrays, over, 0.001))
+        self.say(DraftVerified(tuple(accepted), token, arrays, over, 0.001))
 
     def close(self) -> None:
         self.is_closed = True
@@ -107,19 +107,19 @@ class MadeUpRows:
         for start in range(0, len(tokens) - 1, self.chunk):
             stop = min(start + self.chunk, len(tokens) - 1)
             if self.tells and stop > (start := max(start, known)):
-                row.say(Told(start, stop - start, self.arrays(tokens, start, stop)))
-        row.say(Ready(len(tokens)))
+                row.say(RowFeatures(start, stop - start, self.arrays(tokens, start, stop)))
+        row.say(RowReady(len(tokens)))
         return row
 
     def drop(self, row: MadeUpRow) -> None:
         """Give the row to somebody else."""
-        row.say(Dropped("the row was given to others"))
+        row.say(RowDropped("the row was given to others"))
         row.is_closed = row.is_dropped = True
 
     def speak(self, count: int = 10**9) -> None:
         """Say what is held back, or the first of it. A closed row says nothing more, but that it was dropped."""
         count = min(count, len(self.held))
         for row, event in self.held[:count]:
-            if not row.is_closed or isinstance(event, Dropped):
+            if not row.is_closed or isinstance(event, RowDropped):
                 row.listener(event)
         del self.held[:count]

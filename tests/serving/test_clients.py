@@ -22,7 +22,7 @@ from specjax import sharding
 from specjax.drafters import MTP, MixtureOfAttentions, NoDraft, PromptLookup
 from specjax.errors import InputError
 from specjax.models import params
-from specjax.serving.clients import Checked, ClientRow, Dropped, Event, Ready, Told
+from specjax.serving.clients import ClientRow, DraftVerified, RowDropped, RowEvent, RowFeatures, RowReady
 from specjax.serving.device import ClientDrafts
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError
@@ -90,7 +90,7 @@ class Client:
         self.open()
 
     def open(self) -> None:
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[RowEvent] = queue.SimpleQueue()
         self.row: ClientRow = self.engine.open_row(
             self.tokens,
             prompt_length=len(self.request.prompt),
@@ -104,18 +104,18 @@ class Client:
         )
         self.opened, self.draft, self.is_ready = self.opened + 1, None, False
 
-    def hear(self, timeout: float = PATIENCE) -> Event:
+    def hear(self, timeout: float = PATIENCE) -> RowEvent:
         """The next event, noted."""
         event = self.events.get(timeout=timeout)
         match event:
-            case Told(start, count, arrays):
+            case RowFeatures(start, count, arrays):
                 assert start == len(self.told) and count > 0
                 self.note(arrays, count)
-            case Ready(length):
+            case RowReady(length):
                 assert length == len(self.tokens) == self.row.length
                 assert not self.is_ready, "it is said once, though the text may be read again"
                 self.is_ready = True
-            case Checked(accepted, token, arrays):
+            case DraftVerified(accepted, token, arrays):
                 assert self.draft is not None
                 emitted = [*(self.draft[0][node] for node in accepted), token]
                 assert [self.draft[1][node] for node in accepted] == [0, *accepted][: len(accepted)]
@@ -123,7 +123,7 @@ class Client:
                 self.note(arrays, len(emitted))
                 self.draft, self.over = None, event.over
                 assert self.row.tokens == self.tokens
-            case Dropped():
+            case RowDropped():
                 self.is_ready, self.draft = False, None
         return event
 
@@ -133,17 +133,17 @@ class Client:
 
     def ready(self) -> "Client":
         while not self.is_ready:
-            assert not isinstance(self.hear(), Dropped)
+            assert not isinstance(self.hear(), RowDropped)
         return self
 
     def send(self, draft: Draft) -> None:
         self.draft, self.drafts = draft, self.drafts + 1
         self.row.verify(np.array(draft[0]), np.array(draft[1]))
 
-    def ask(self, draft: Draft) -> Checked:
+    def ask(self, draft: Draft) -> DraftVerified:
         self.send(draft)
         event = self.hear()
-        assert isinstance(event, Checked)
+        assert isinstance(event, DraftVerified)
         return event
 
     def root(self) -> Draft:
@@ -220,13 +220,13 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
             left = right[len(client.text) :]
             client.send(draft)
             event = client.hear()
-            if isinstance(event, Checked) and tuple(client.text) == right[: len(client.text)]:
+            if isinstance(event, DraftVerified) and tuple(client.text) == right[: len(client.text)]:
                 assert event.accepted == accepted_of(draft, left)
-            elif isinstance(event, Dropped):
+            elif isinstance(event, RowDropped):
                 client.open()
         else:
             with suppress(queue.Empty):  # somebody else has its row, perhaps
-                if isinstance(client.hear(timeout=0.01), Dropped):
+                if isinstance(client.hear(timeout=0.01), RowDropped):
                     client.open()
 
 
@@ -407,7 +407,7 @@ def test_who_waits_has_the_row_of_who_is_away_for_the_longest(plain, target) -> 
     with plain._wake:
         second.row.is_away = True
         first.row.is_away = True
-    assert isinstance(second.hear(), Dropped)
+    assert isinstance(second.hear(), RowDropped)
     second.row.verify(np.array([1]), np.array([-1]))  # nothing happens
     assert waiting.result(PATIENCE).tokens == expected(target, request)
     statistics = plain.statistics.clients
@@ -463,7 +463,7 @@ def test_clients_and_requests_take_turns(target) -> None:
             for client in drafting:
                 client.send(client.root())
             for client in drafting:
-                assert isinstance(client.hear(), Checked)
+                assert isinstance(client.hear(), DraftVerified)
         assert [len(handle.result(PATIENCE).tokens) for handle in handles] == [12] * 3
         assert engine.statistics.clients.preempted >= len(clients) - 2
         check_at_rest(engine)
@@ -548,7 +548,7 @@ def test_a_running_text_that_needs_pages_has_those_of_a_client(target) -> None:
         client = Client(engine, Request((1, 2) * 14, 30)).ready()  # four pages
         request = Request(PROMPT, 50)
         tokens = request.submit(engine).result(PATIENCE).tokens  # seven pages
-        assert isinstance(client.hear(), Dropped)
+        assert isinstance(client.hear(), RowDropped)
         assert len(tokens) == 50
         assert engine.statistics.clients.dropped == 1
         client.open()
@@ -576,11 +576,11 @@ def test_a_row_is_closed_while_its_draft_is_verified(plain) -> None:
 
 
 def test_a_listener_that_fails_loses_its_row_and_nobody_else_does(plain, caplog) -> None:
-    def fail(event: Event) -> None:
+    def fail(event: RowEvent) -> None:
         raise ValueError(f"not {event}")
 
     plain.open_row(list(PROMPT), max_new_tokens=8, listener=fail)
-    wait_until(lambda: not plain.statistics.clients.rows and "not Ready(length=6)" in caplog.text)
+    wait_until(lambda: not plain.statistics.clients.rows and "not RowReady(length=6)" in caplog.text)
     Client(plain, Request(PROMPT, 8)).ready()
 
 
@@ -607,8 +607,8 @@ def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, wh
             monkeypatch.setattr("specjax.serving.clients._told_of", fail)
             plain._clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
         second.send(second.root())
-    assert first.hear() == Dropped("an error of the server; its log says more")
-    assert isinstance(second.hear(), Checked)
+    assert first.hear() == RowDropped("an error of the server; its log says more")
+    assert isinstance(second.hear(), DraftVerified)
     second.row.close()
     assert plain.state == "running"
     check_at_rest(plain)
@@ -619,7 +619,7 @@ def test_an_engine_that_ends_drops_its_clients(target) -> None:
         clients = [Client(engine, Request(PROMPT, 8)) for _ in range(3)]
         clients[0].ready()
         clients[1].ready()
-    assert [client.hear() for client in clients] == [Dropped("the engine is closed")] * 3
+    assert [client.hear() for client in clients] == [RowDropped("the engine is closed")] * 3
     with pytest.raises(InputError, match="the engine is closed"):
         clients[0].open()
 
@@ -634,7 +634,7 @@ def test_an_engine_that_fails_drops_its_clients(target) -> None:
 
         engine._device.verify = fail
         client.send(client.root())
-        assert client.hear() == Dropped("the engine could not go on")
+        assert client.hear() == RowDropped("the engine could not go on")
         with pytest.raises(EngineError):
             client.open()
 
@@ -679,14 +679,14 @@ def test_what_is_no_draft_is_refused(plain, tokens, parents, message) -> None:
 def test_drafts_come_one_at_a_time_and_not_too_soon(plain) -> None:
     with plain._wake:
         client = Client(plain, Request(PROMPT, 8))
-        with pytest.raises(InputError, match="wait for Ready"):
+        with pytest.raises(InputError, match="wait for RowReady"):
             client.send(client.root())
     client.ready()
     with plain._wake:
         client.send(client.root())
         with pytest.raises(InputError, match="one at a time"):
             client.row.verify(np.array([5]), np.array([-1]))
-    assert isinstance(client.hear(), Checked)
+    assert isinstance(client.hear(), DraftVerified)
 
 
 @pytest.mark.parametrize(

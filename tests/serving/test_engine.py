@@ -27,7 +27,7 @@ from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
 from specjax.serving.engine import Engine, _Setup
-from specjax.serving.handle import EngineError, Handle, News, TextCancelledError
+from specjax.serving.handle import EngineError, Handle, RowProgress, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
 from tests.conftest import HYBRID, compilations, tiny_target
 from tests.test_text import of_bytes_and_spaces
@@ -559,7 +559,7 @@ def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, pr
     handle.finish_reason = None  # the engine has forgotten it: here is what a model might have said
     for token in tokens:
         handle.ticket.tokens.append(token)  # the scheduler knows of it first
-        if not handle.deliver(News([token], [False])):
+        if not handle.deliver(RowProgress([token], [False])):
             break
     assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
 

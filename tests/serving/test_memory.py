@@ -12,7 +12,7 @@ from specjax.drafters.draft_model import DraftModel
 from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.serving import memory
-from specjax.serving.device import Device, Sizes
+from specjax.serving.device import EngineDevice, Sizes
 from specjax.sharding import make_mesh
 from tests.conftest import HYBRID, tiny_config, tiny_target
 
@@ -65,11 +65,11 @@ def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> No
 def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
     """With what prefixes keep at their ends, where that is limited: with few pages one for each row, and else a quarter."""
 
-    def device(pages: int) -> Device:
+    def device(pages: int) -> EngineDevice:
         sizes = Sizes(rows=2, widths=(2,), capacity=CAPACITY, pages=pages, page=PAGE, chunk=CHUNK, steps=8, max_logprobs=0)
-        return Device(target, [drafter or NoDraft()], sizes)
+        return EngineDevice(target, [drafter or NoDraft()], sizes)
 
-    def needed(device: Device) -> int:
+    def needed(device: EngineDevice) -> int:
         """With the borders of all chunks, where all are kept."""
         kept, chunks = device.most_borders(), device.sizes.pages / (CHUNK // PAGE)
         borders = device.groups * (chunks if kept is None else kept)

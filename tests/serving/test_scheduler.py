@@ -11,7 +11,7 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.serving.pages import PagePool
-from specjax.serving.scheduler import QueueFullError, Read, Scheduler, Ticket
+from specjax.serving.scheduler import PrefillChunk, QueueFullError, Scheduler, Ticket
 
 PAGE, CHUNK = 2, 4
 
@@ -21,7 +21,7 @@ def scheduler(**changes: Any) -> Scheduler:
     return Scheduler(**(sizes | changes))
 
 
-def read_all(made: Scheduler, budget: int | None = None) -> list[Read]:
+def read_all(made: Scheduler, budget: int | None = None) -> list[PrefillChunk]:
     """Everything that can be read now. The border is the text up to there."""
     done = []
     while reads := made.next_reads(budget):
@@ -311,7 +311,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
 # --- prefixes ----------------------------------------------------------------------------------------------------------
 
 
-def starts(reads: Sequence[Read]) -> list[tuple[int, Any]]:
+def starts(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
     return [(read.start, read.border) for read in reads if read.is_first]
 
 
@@ -973,7 +973,7 @@ class Device:
         for position in range(count):
             assert self.memory.get(self.place(row, position)) == entry(tokens, position), "the cache is not the text's"
 
-    def read(self, read: Read, budget: int | None) -> None:
+    def read(self, read: PrefillChunk, budget: int | None) -> None:
         tokens, end = read.ticket.tokens, read.start + read.count
         assert tokens == self.requests[read.ticket].text, "tokens are lost"
         assert read.start % self.chunk == 0, "off the grid"

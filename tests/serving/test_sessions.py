@@ -59,7 +59,7 @@ class Wire:
     def _close(self, error: FrameError) -> None:
         self.error = error
 
-    def say(self, message: wire.Up) -> None:
+    def say(self, message: wire.UpMessage) -> None:
         self.connection.receive(wire.encode(message))
 
     def heard(self) -> list[Any]:
@@ -75,7 +75,7 @@ class Wire:
         """A session that is ready."""
         self.say(opening(tokens=wire.pack(tokens, "int32"), prompt=prompt, limit=limit, **more))
         opened, *_, ready = self.heard()
-        assert ready == wire.Ready(session=opened.session, epoch=0, length=len(tokens))
+        assert ready == wire.ReadyMessage(session=opened.session, epoch=0, length=len(tokens))
         return opened.session
 
 
@@ -88,9 +88,9 @@ def chain(text: list[int], right: int, wrong: int = 0) -> tuple[list[int], list[
     return tokens, [255, *range(len(tokens) - 1)]
 
 
-def draft(session: bytes, text: list[int], sequence: int = 1, epoch: int = 0, right: int = 2, **more: Any) -> wire.Draft:
+def draft(session: bytes, text: list[int], sequence: int = 1, epoch: int = 0, right: int = 2, **more: Any) -> wire.DraftMessage:
     tokens, parents = chain(text, right, 1)
-    return wire.Draft(
+    return wire.DraftMessage(
         **{
             "session": session,
             "epoch": epoch,
@@ -104,15 +104,15 @@ def draft(session: bytes, text: list[int], sequence: int = 1, epoch: int = 0, ri
     )
 
 
-def opening(**fields: Any) -> wire.Open:
+def opening(**fields: Any) -> wire.OpenMessage:
     """An Open that has not been before."""
-    return wire.Open(nonce=random.randbytes(16), **fields)
+    return wire.OpenMessage(nonce=random.randbytes(16), **fields)
 
 
-def resume(session: bytes, text: list[int], known: int | None = None, epoch: int = 0) -> wire.Resume:
+def resume(session: bytes, text: list[int], known: int | None = None, epoch: int = 0) -> wire.ResumeMessage:
     """A Resume by who has used an epoch."""
     known = len(text) - 1 if known is None else known
-    return wire.Resume(session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=known)
+    return wire.ResumeMessage(session=session, epoch=epoch + 1, base=len(text), digest=wire.digest(text), known=known)
 
 
 TEXT = whole(PROMPT, 40)
@@ -127,7 +127,9 @@ def test_a_text_is_opened_told_and_ready():
     line = Wire(world)
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40))
     opened, *told, ready = line.heard()
-    assert opened == wire.Opened(session=bytes(16), epoch=0, nodes=NODES, depth=DEPTH, capacity=512, tells={"hidden": [2]})
+    assert opened == wire.OpenedMessage(
+        session=bytes(16), epoch=0, nodes=NODES, depth=DEPTH, capacity=512, tells={"hidden": [2]}
+    )
     assert [(each.start, each.count) for each in told] == [(0, 3), (3, 3), (6, 1)]
     rows = np.concatenate([wire.unpack(each.arrays["hidden"]) for each in told])
     assert rows.tolist() == [told_of(PROMPT[: i + 1]) for i in range(len(PROMPT) - 1)]
@@ -168,7 +170,7 @@ def test_a_text_that_ends_needs_no_row_and_its_last_verdict_is_kept():
     line.say(draft(session, AFTER, 2))
     assert line.heard()[0].code == "over"
     line.say(resume(session, AFTER))
-    assert line.heard() == [wire.Ready(session=session, epoch=1, length=len(AFTER))]
+    assert line.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(AFTER))]
     assert len(world.rows.rows) == 1
 
 
@@ -183,7 +185,7 @@ def test_the_same_draft_again_has_the_same_verdict_byte_for_byte():
     line.say(draft(session, PROMPT))  # while it is verified: it was heard, and the answer comes once
     world.settle()
     opened, first = line.frames
-    assert isinstance(wire.decode_down(opened), wire.Opened)
+    assert isinstance(wire.decode_down(opened), wire.OpenedMessage)
     line.say(draft(session, PROMPT))
     assert line.frames == [opened, first, first]
     assert world.rows.verified == 1
@@ -221,7 +223,7 @@ def test_a_draft_before_the_text_is_read():
     line.say(draft(bytes(16), PROMPT))
     assert [getattr(each, "code", "") for each in line.heard()][1] == "not_ready"
     line.say(draft(bytes(16), PROMPT))
-    assert isinstance(line.heard()[0], wire.Verdict)
+    assert isinstance(line.heard()[0], wire.VerdictMessage)
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -250,7 +252,7 @@ def test_drafts_that_cannot_be():
             line.say(draft(session, PROMPT, **wrong))
         assert error.value.code == 4400
     line.say(draft(session, PROMPT))
-    assert isinstance(line.heard()[0], wire.Verdict)
+    assert isinstance(line.heard()[0], wire.VerdictMessage)
 
 
 # --- connections come and go -----------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def test_a_session_goes_on_over_another_connection():
     assert world.rows.rows[0].is_away
     assert world.sessions.statistics.away == 1
     second.say(resume(session, PROMPT))
-    assert second.heard() == [wire.Ready(session=session, epoch=1, length=len(PROMPT))]
+    assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))]
     assert not world.rows.rows[0].is_away
     assert (world.sessions.statistics.away, world.sessions.statistics.resumes) == (0, 1)
     second.say(draft(session, PROMPT, epoch=0))
@@ -287,7 +289,7 @@ def test_an_old_connection_has_no_say_any_more():
     second.say(draft(session, PROMPT, epoch=1))
     first.say(resume(session, PROMPT))  # it was under way all the time
     assert [each.code for each in first.heard()] == ["old_epoch"]
-    assert isinstance(second.heard()[0], wire.Verdict)
+    assert isinstance(second.heard()[0], wire.VerdictMessage)
 
 
 def test_an_answer_that_was_lost_is_had_for_the_same_draft():
@@ -298,7 +300,7 @@ def test_an_answer_that_was_lost_is_had_for_the_same_draft():
     first.connection.lost()
     world.settle()  # the verdict comes while nobody listens
     second.say(resume(session, PROMPT))
-    assert second.heard() == [wire.Ready(session=session, epoch=1, length=len(PROMPT))]
+    assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))]
     second.say(draft(session, PROMPT, epoch=1))
     (verdict,) = second.heard()
     assert (verdict.epoch, verdict.sequence, verdict.token) == (1, 1, AFTER[-1])
@@ -312,7 +314,7 @@ def test_an_answer_comes_over_the_connection_that_there_is():
     first.say(draft(session, PROMPT))
     second.say(resume(session, PROMPT))
     second.say(draft(session, PROMPT, epoch=1))
-    assert [type(each) for each in second.heard()] == [wire.Ready, wire.Opened, wire.Verdict]
+    assert [type(each) for each in second.heard()] == [wire.ReadyMessage, wire.OpenedMessage, wire.VerdictMessage]
     assert first.heard() == []
 
 
@@ -328,7 +330,7 @@ def test_what_a_client_was_not_told_is_told_in_another_row():
     assert ready.length == len(AFTER)
     assert [row.is_closed for row in world.rows.rows] == [True, False]
     second.say(draft(session, AFTER, 2, epoch=1))
-    assert isinstance(second.heard()[0], wire.Verdict)
+    assert isinstance(second.heard()[0], wire.VerdictMessage)
 
 
 def test_a_client_that_has_less_of_the_text_has_it_again():
@@ -341,9 +343,9 @@ def test_a_client_that_has_less_of_the_text_has_it_again():
         text = TEXT[: len(text) + 3]
         first.heard()
     second.say(resume(session, AFTER))  # two drafts behind would be none; it is one behind, with the answer kept
-    assert second.heard() == [wire.Ready(session=session, epoch=1, length=len(AFTER))]
+    assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(AFTER))]
     second.say(resume(session, PROMPT, epoch=1))
-    assert second.heard()[-1] == wire.Ready(session=session, epoch=2, length=len(PROMPT))
+    assert second.heard()[-1] == wire.ReadyMessage(session=session, epoch=2, length=len(PROMPT))
     second.say(draft(session, PROMPT, 1, epoch=2))
     assert second.heard()[0].token == AFTER[-1]
     assert [row.is_closed for row in world.rows.rows] == [True, False]
@@ -354,7 +356,7 @@ def test_where_nothing_is_told_nothing_is_read_again():
     first, second = Wire(world), Wire(world)
     session = first.open()
     second.say(resume(session, PROMPT, known=0))
-    assert second.heard() == [wire.Ready(session=session, epoch=1, length=len(PROMPT))]
+    assert second.heard() == [wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))]
     assert len(world.rows.rows) == 1
 
 
@@ -368,7 +370,7 @@ def test_an_open_and_a_resume_that_come_twice():
     assert line.heard() == [first[0], first[-1]]
     for _ in range(2):
         other.say(resume(bytes(16), PROMPT))
-        assert other.heard() == [wire.Ready(session=bytes(16), epoch=1, length=len(PROMPT))]
+        assert other.heard() == [wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))]
     assert (len(world.rows.rows), world.sessions.statistics.opened, world.sessions.statistics.resumes) == (1, 1, 1)
 
 
@@ -384,7 +386,7 @@ def test_who_asks_again_while_the_text_is_read_hears_so():
     assert second.frames == []
     second.say(resume(bytes(16), PROMPT, known=0))
     assert [wire.decode_down(frame) for frame in second.frames] == [msgspec.structs.replace(opened, epoch=1)]
-    assert second.heard()[-1] == wire.Ready(session=bytes(16), epoch=1, length=len(PROMPT))
+    assert second.heard()[-1] == wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))
     assert len(world.rows.rows) == 1
 
 
@@ -404,10 +406,10 @@ def test_another_text_than_any_of_ours_is_forgotten(text: list[int]):
     line = Wire(World())
     session = line.open()
     line.say(resume(session, text))
-    assert line.heard() == [wire.Forgotten(session=session)]
+    assert line.heard() == [wire.ForgottenMessage(session=session)]
     assert line.world.rows.rows[0].is_closed
     line.say(draft(session, PROMPT))
-    assert line.heard() == [wire.Forgotten(session=session)]
+    assert line.heard() == [wire.ForgottenMessage(session=session)]
 
 
 def test_a_row_that_was_given_to_others():
@@ -415,14 +417,14 @@ def test_a_row_that_was_given_to_others():
     line, other = Wire(world), Wire(world)
     session = line.open()
     world.rows.drop(world.rows.rows[0])
-    assert line.heard() == [wire.Forgotten(session=session)]
+    assert line.heard() == [wire.ForgottenMessage(session=session)]
     assert world.sessions.statistics.dropped == 1
     away = other.open()
     other.connection.lost()
     world.rows.drop(world.rows.rows[1])
     world.settle()
     line.say(resume(away, PROMPT))
-    assert line.heard() == [wire.Forgotten(session=away)]
+    assert line.heard() == [wire.ForgottenMessage(session=away)]
     again = line.open(AFTER, len(PROMPT), known=4)
     line.say(draft(again, AFTER))
     assert line.heard()[0].token == TEXT[len(AFTER) + 2]
@@ -445,7 +447,7 @@ def test_who_is_away_for_too_long_is_forgotten():
     assert world.rows.rows[0].is_closed
     line = Wire(world)
     line.say(resume(session, PROMPT))
-    assert line.heard() == [wire.Forgotten(session=session)]
+    assert line.heard() == [wire.ForgottenMessage(session=session)]
 
 
 def test_who_is_connected_and_sends_no_draft_keeps_its_session():
@@ -459,7 +461,7 @@ def test_who_is_connected_and_sends_no_draft_keeps_its_session():
     world.sessions.tick()
     assert (world.rows.rows[0].is_away, world.sessions.statistics.sessions) == (False, 1)
     line.say(draft(session, AFTER, 2))
-    assert isinstance(line.heard()[0], wire.Verdict)
+    assert isinstance(line.heard()[0], wire.VerdictMessage)
     assert len(world.rows.rows) == 1
 
 
@@ -472,23 +474,23 @@ def test_a_session_of_somebody_else_does_not_exist():
     session = mine.open()
     for message in (resume(session, PROMPT), draft(session, PROMPT)):
         other.say(message)
-        assert other.heard() == [wire.Forgotten(session=session)]
-    other.say(wire.Close(session=session))
+        assert other.heard() == [wire.ForgottenMessage(session=session)]
+    other.say(wire.CloseMessage(session=session))
     assert other.heard() == []
     mine.say(draft(session, PROMPT))
-    assert isinstance(mine.heard()[0], wire.Verdict)
+    assert isinstance(mine.heard()[0], wire.VerdictMessage)
 
 
 def test_close():
     world = World()
     line = Wire(world)
     session = line.open()
-    line.say(wire.Close(session=session))
-    line.say(wire.Close(session=session))
+    line.say(wire.CloseMessage(session=session))
+    line.say(wire.CloseMessage(session=session))
     assert line.heard() == []
     assert world.rows.rows[0].is_closed
     line.say(resume(session, PROMPT))
-    assert line.heard() == [wire.Forgotten(session=session)]
+    assert line.heard() == [wire.ForgottenMessage(session=session)]
 
 
 @pytest.mark.parametrize(
@@ -519,10 +521,10 @@ def test_no_new_texts_while_draining():
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
     assert line.heard()[0].code == "draining"
     line.say(asked)  # a copy: it is there already
-    assert [type(each) for each in line.heard()] == [wire.Opened, wire.Ready]
+    assert [type(each) for each in line.heard()] == [wire.OpenedMessage, wire.ReadyMessage]
     assert world.sessions.is_busy
     line.say(draft(session, PROMPT))
-    assert isinstance(line.heard()[0], wire.Verdict)
+    assert isinstance(line.heard()[0], wire.VerdictMessage)
 
 
 def test_an_engine_that_has_failed():
@@ -541,13 +543,13 @@ def test_an_engine_that_is_full_and_the_other_texts_of_the_connection_go_on():
     first, second = line.open(), line.open()
     world.rows.error = QueueFullError("no row")
     line.say(opening(tokens=wire.pack(PROMPT, "int32"), prompt=1, limit=4))
-    assert line.heard() == [wire.Refused(code="full", message="no row")]
+    assert line.heard() == [wire.RefusedMessage(code="full", message="no row")]
     line.say(resume(second, PROMPT, known=3))  # to be read anew
-    assert line.heard() == [wire.Refused(code="full", message="no row", session=second)]
+    assert line.heard() == [wire.RefusedMessage(code="full", message="no row", session=second)]
     line.say(resume(second, PROMPT, known=3))
-    assert line.heard() == [wire.Forgotten(session=second)]
+    assert line.heard() == [wire.ForgottenMessage(session=second)]
     line.say(draft(first, PROMPT))
-    assert isinstance(line.heard()[0], wire.Verdict)
+    assert isinstance(line.heard()[0], wire.VerdictMessage)
     assert world.sessions.statistics.sessions == 1
 
 
@@ -562,9 +564,9 @@ def test_who_is_away_makes_room():
         lines[number].connection.lost()
     lines[4].open()
     lines[4].say(resume(sessions[2], PROMPT))
-    assert lines[4].heard() == [wire.Forgotten(session=sessions[2])]
+    assert lines[4].heard() == [wire.ForgottenMessage(session=sessions[2])]
     lines[4].say(resume(sessions[1], PROMPT))
-    assert isinstance(lines[4].heard()[0], wire.Ready)
+    assert isinstance(lines[4].heard()[0], wire.ReadyMessage)
 
 
 def test_a_text_that_has_ended_makes_room():
@@ -576,9 +578,9 @@ def test_a_text_that_has_ended_makes_room():
     assert lines[3].heard()[0].over == "length"
     lines[4].open()
     lines[3].say(resume(sessions[3], AFTER))
-    assert lines[3].heard() == [wire.Forgotten(session=sessions[3])]
+    assert lines[3].heard() == [wire.ForgottenMessage(session=sessions[3])]
     lines[3].say(resume(sessions[0], PROMPT))
-    assert isinstance(lines[3].heard()[0], wire.Ready)
+    assert isinstance(lines[3].heard()[0], wire.ReadyMessage)
 
 
 def test_one_owner_has_so_many_sessions_and_another_one_has_room():
@@ -597,10 +599,10 @@ def test_one_owner_has_so_many_sessions_and_another_one_has_room():
     lines[1].connection.lost()
     lines[4].open()
     lines[4].say(resume(sessions[1], PROMPT))
-    assert lines[4].heard() == [wire.Forgotten(session=sessions[1])]
+    assert lines[4].heard() == [wire.ForgottenMessage(session=sessions[1])]
     back = Wire(world, owner="you")
     back.say(resume(kept, PROMPT))
-    assert isinstance(back.heard()[0], wire.Ready)
+    assert isinstance(back.heard()[0], wire.ReadyMessage)
     assert [row.owner for row in world.rows.rows] == ["me"] * 4 + ["you", "me"]
 
 
@@ -622,7 +624,7 @@ def test_a_text_that_is_not_taken_needs_no_room():
     lines[4].say(opening(tokens=wire.pack([99], "int32"), prompt=1, limit=4))
     assert lines[4].heard()[0].code == "invalid"
     lines[4].say(resume(sessions[0], PROMPT))
-    assert isinstance(lines[4].heard()[0], wire.Ready)
+    assert isinstance(lines[4].heard()[0], wire.ReadyMessage)
 
 
 def test_who_does_not_read_is_cut_off():
@@ -664,7 +666,7 @@ def test_between_two_frames_of_what_is_told_others_are_served(monkeypatch):
     second.say(resume(bytes(16), PROMPT, known=known))  # the rest comes over another connection
     *rest, ready = second.heard()
     assert [(each.start, each.count, each.epoch) for each in rest] == [(i, 1, 1) for i in range(known, len(PROMPT) - 1)]
-    assert ready == wire.Ready(session=bytes(16), epoch=1, length=len(PROMPT))
+    assert ready == wire.ReadyMessage(session=bytes(16), epoch=1, length=len(PROMPT))
     assert len(world.rows.rows) == 1
 
 
@@ -683,18 +685,18 @@ class Client:
         self.text, self.told, self.over = list(prompt), [], False
         self.session: bytes | None = None
         self.epoch = self.sequence = self.silent = 0
-        self.waiting: wire.Draft | None = None
+        self.waiting: wire.DraftMessage | None = None
         self.nonce = rng.randbytes(16)
 
-    def begin(self) -> wire.Up:
+    def begin(self) -> wire.UpMessage:
         """What is said first over a connection, or after a silence."""
         if self.session is None:
             tokens, known = wire.pack(self.text, "int32"), len(self.told)
-            return wire.Open(nonce=self.nonce, tokens=tokens, prompt=len(self.prompt), limit=self.limit, known=known)
+            return wire.OpenMessage(nonce=self.nonce, tokens=tokens, prompt=len(self.prompt), limit=self.limit, known=known)
         self.epoch += 1
         return resume(self.session, self.text, len(self.told), self.epoch - 1)
 
-    def _draft(self) -> wire.Up:
+    def _draft(self) -> wire.UpMessage:
         if len(self.told) < len(self.text) - 1:  # something was lost
             return self.begin()
         if self.waiting is None:
@@ -704,27 +706,27 @@ class Client:
         self.waiting = msgspec.structs.replace(self.waiting, epoch=self.epoch)
         return self.waiting
 
-    def hear(self, message: wire.Down) -> wire.Up | None:
+    def hear(self, message: wire.DownMessage) -> wire.UpMessage | None:
         """The answer to a message."""
-        if isinstance(message, wire.Opened):
+        if isinstance(message, wire.OpenedMessage):
             if self.session is None:
                 self.session, self.epoch, self.sequence, self.waiting = message.session, 0, 0, None
             return None
-        if isinstance(message, wire.Refused) or message.session != self.session:
+        if isinstance(message, wire.RefusedMessage) or message.session != self.session:
             return None
-        if isinstance(message, wire.Forgotten):
+        if isinstance(message, wire.ForgottenMessage):
             self.session, self.nonce = None, self.rng.randbytes(16)
             return self.begin()
         if message.epoch < self.epoch:
             return None
         self.epoch = message.epoch
-        if isinstance(message, wire.Told):
+        if isinstance(message, wire.ToldMessage):
             self._tell(message.start, message.arrays)
-        elif isinstance(message, wire.Ready):
+        elif isinstance(message, wire.ReadyMessage):
             if message.length == len(self.text):
                 return self._draft()
             return self.begin()
-        elif isinstance(message, wire.Resync):
+        elif isinstance(message, wire.ResyncMessage):
             raise AssertionError("a client that follows the protocol has the server's text, or less")
         elif self.waiting is not None and message.sequence == self.sequence:
             return self._follow(message)
@@ -734,7 +736,7 @@ class Client:
         if start <= len(self.told):  # otherwise something before it was lost
             self.told += wire.unpack(arrays["hidden"]).tolist()[len(self.told) - start :]
 
-    def _follow(self, verdict: wire.Verdict) -> wire.Up | None:
+    def _follow(self, verdict: wire.VerdictMessage) -> wire.UpMessage | None:
         assert self.waiting is not None
         tokens = wire.unpack(self.waiting.tokens).tolist()
         self._tell(len(self.text) - 1, verdict.arrays)

@@ -68,7 +68,7 @@ class Client:
         self.frames: list[bytes] = []
         self.connection = self.served.sessions.connect("me", self.frames.append, print)
 
-    def say(self, message: wire.Up) -> None:
+    def say(self, message: wire.UpMessage) -> None:
         self.connection.receive(wire.encode(message))
 
     def hear(self) -> Any:
@@ -83,9 +83,9 @@ class Client:
         """Hear what is told. The length at which a draft may come."""
         while True:
             message = self.hear()
-            if isinstance(message, wire.Opened):
+            if isinstance(message, wire.OpenedMessage):
                 self.session = message.session
-            elif isinstance(message, wire.Ready):
+            elif isinstance(message, wire.ReadyMessage):
                 return message.length
             else:
                 assert message.start == len(self.told)
@@ -95,7 +95,7 @@ class Client:
         tokens = wire.pack(self.text, "int32")
         known = len(self.told)
         self.say(
-            wire.Open(
+            wire.OpenMessage(
                 nonce=os.urandom(16), tokens=tokens, prompt=len(PROMPT), limit=LIMIT, known=known, eos=[], **self.sampling
             )
         )
@@ -104,14 +104,14 @@ class Client:
     def resume(self) -> int:
         known, digest = len(self.told), wire.digest(self.text)
         self.epoch += 1
-        self.say(wire.Resume(session=self.session, epoch=self.epoch, base=len(self.text), digest=digest, known=known))
+        self.say(wire.ResumeMessage(session=self.session, epoch=self.epoch, base=len(self.text), digest=digest, known=known))
         return self.until_ready()
 
-    def draft(self, ahead: list[int]) -> wire.Draft:
+    def draft(self, ahead: list[int]) -> wire.DraftMessage:
         """A draft of these tokens, and of others beside them."""
         self.sequence += 1
         tokens = [self.text[-1], *ahead, (ahead[0] + 1) % 11]
-        return wire.Draft(
+        return wire.DraftMessage(
             session=self.session,
             epoch=self.epoch,
             sequence=self.sequence,
@@ -121,14 +121,14 @@ class Client:
             parents=wire.pack([255, *range(len(ahead)), 0], "uint8"),
         )
 
-    def verdict(self) -> wire.Verdict:
+    def verdict(self) -> wire.VerdictMessage:
         """Wait for the verdict. A draft that is sent again while it waits is answered with another message: it was heard."""
-        while isinstance(message := self.hear(), wire.Opened):
+        while isinstance(message := self.hear(), wire.OpenedMessage):
             pass
-        assert isinstance(message, wire.Verdict)
+        assert isinstance(message, wire.VerdictMessage)
         return message
 
-    def follow(self, draft: wire.Draft, verdict: wire.Verdict) -> None:
+    def follow(self, draft: wire.DraftMessage, verdict: wire.VerdictMessage) -> None:
         tokens = wire.unpack(draft.tokens).tolist()
         self.text += [*(tokens[node] for node in verdict.accepted), verdict.token]
         self.told += list(wire.unpack(verdict.arrays["features"]))
@@ -166,7 +166,7 @@ def test_a_text_is_the_engines_own(served: Served, sampling: dict[str, Any]):
     again.text = expected[:-1]
     again.open()
     np.testing.assert_allclose(np.stack(client.told)[: len(again.told)], np.stack(again.told), atol=1e-4)
-    again.say(wire.Close(session=again.session))
+    again.say(wire.CloseMessage(session=again.session))
 
 
 @pytest.mark.full

@@ -10,10 +10,10 @@ import jax
 import pytest
 
 import specjax
-from specjax.serving.device import Device
+from specjax.serving.device import EngineDevice
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError
-from specjax.serving.programs import Program, Programs
+from specjax.serving.programs import EngineProgram, Programs
 from tests.conftest import compilations
 
 PATIENCE = 60.0
@@ -176,12 +176,12 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         wait_until(lambda: engine.statistics.compiled == engine.statistics.programs)
         assert len(engine.submit(PROMPT, max_new_tokens=2).result(PATIENCE).tokens) == 2
 
-    def fail(device: Device, *_: object) -> None:
+    def fail(device: EngineDevice, *_: object) -> None:
         raise RuntimeError("no memory to compile with")
 
     monkeypatch.setattr(Programs, "compile_stage", lambda *_: None)
     monkeypatch.setattr(Engine, "_programs_changed", lambda _: None)
-    monkeypatch.setattr(Device, "_lower_decode", fail)
+    monkeypatch.setattr(EngineDevice, "_lower_decode", fail)
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
         wait_until(lambda: engine._error is not None)
         with pytest.raises(EngineError) as caught:
@@ -194,7 +194,7 @@ def test_who_waits_for_a_program_goes_on_where_it_never_comes() -> None:
     def fail() -> None:
         raise RuntimeError("made up")
 
-    programs = Programs([Program("decode", (1,), 0, fail)], threading.Condition())
+    programs = Programs([EngineProgram("decode", (1,), 0, fail)], threading.Condition())
     programs.start(lambda: None)
     assert not programs.wait_for("decode", 1)
     assert "the program decode(1,) cannot be compiled (made up); start with less" in str(programs.error)
@@ -206,7 +206,7 @@ def test_closing_waits_for_no_program(target, gate) -> None:
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
         text = engine.submit(PROMPT, max_new_tokens=MOST)
         begun, may_end = threading.Event(), threading.Event()
-        program = Program("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
+        program = EngineProgram("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
         engine._programs._left.insert(0, program)
         gate.start(engine._programs, lambda: None)
         assert begun.wait(PATIENCE)

@@ -21,7 +21,7 @@ import specjax
 from specjax import processes
 from specjax.drafters import DraftModel
 from specjax.drafts.shapes import Chain
-from specjax.serving import ClientDrafts, Engine, Ready, follow
+from specjax.serving import ClientDrafts, Engine, RowReady, follow
 from specjax.sharding import make_mesh
 
 DIES = "dies"
@@ -72,7 +72,7 @@ def client(engine: Engine) -> list[int] | None:
 
     def listen(event: Any) -> None:
         events.append(event)
-        (is_ready if isinstance(event, Ready) else is_checked).set()
+        (is_ready if isinstance(event, RowReady) else is_checked).set()
 
     row = engine.open_row(tokens, max_new_tokens=8, listener=listen, eos_token_ids=())
     assert is_ready.wait(60)
@@ -85,7 +85,7 @@ def client(engine: Engine) -> list[int] | None:
 def main(directory: Path, coordinator: str, process: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_default_matmul_precision", "highest")
-    together = processes.join(processes.Place(coordinator, 2, process))
+    together = processes.join(processes.ProcessPlace(coordinator, 2, process))
     assert together is not None
     found = {}
     for name, sizes in MESHES.items():

@@ -12,7 +12,7 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.models.transformer import Target
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import DFlash2Training, DFlashTraining, DSparkTraining, JetSpecTraining
 from specjax.training.objectives import blocks
 from specjax.training.objectives.ahead import counted
@@ -324,7 +324,7 @@ def test_the_sum_over_blocks_is_that_of_speculators(tmp_path) -> None:
             counts = np.array([mask[anchor + slot] for slot in slots])
             after = anchor + np.arange(5 - first)
             tokens = jnp.asarray(text.tokens)
-            piece = blocks.Drafted(
+            piece = blocks.DraftedBlocks(
                 states[:, row : row + 1],
                 output.hidden[:, after][:, None],
                 tokens[np.minimum(after + 1, count - 1)][None, None],
@@ -454,10 +454,10 @@ def test_a_student_and_its_config_json_have_the_factors_of_the_method(method, tm
     method = dataclasses.replace(
         method, block_size=SIZE, **({"conv_group_size": 8, "selector_top_k": 4} if "2" in method.name else {})
     )
-    student = method.init(jax.random.key(0), Given(None, np.ones(11), TARGET))  # type: ignore[arg-type]
+    student = method.init(jax.random.key(0), StudentInputs(None, np.ones(11), TARGET))  # type: ignore[arg-type]
     assert student.config.changed_factors == FACTORS
     student.save_pretrained(tmp_path)
     again = type(student).from_pretrained(tmp_path, dtype=np.float32)
     assert again.config == student.config
     plain = dataclasses.replace(method, input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=0.0)
-    assert plain.init(jax.random.key(0), Given(None, np.ones(11), TARGET)).config.changed_factors == {}  # type: ignore[arg-type]
+    assert plain.init(jax.random.key(0), StudentInputs(None, np.ones(11), TARGET)).config.changed_factors == {}  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import Eagle, Eagle3
 from specjax.drafts.shapes import Chain
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import Eagle1Training, Eagle3Training, HassTraining, eagle3
 from specjax.training.objectives import feature_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS
@@ -275,7 +275,7 @@ def test_chains_are_simulated_where_all_their_tokens_count() -> None:
 def test_the_draft_vocabulary_is_what_is_said_most() -> None:
     counts = np.array([5, 0, 9, 5, 1, 0, 0, 7, 0, 0, 0])
     assert most_frequent(counts, 4).tolist() == [0, 2, 3, 7]
-    student = Eagle3Training(target="here", draft_vocab_size=4).init(jax.random.key(0), Given(None, counts, TARGET))
+    student = Eagle3Training(target="here", draft_vocab_size=4).init(jax.random.key(0), StudentInputs(None, counts, TARGET))
     assert student.vocabulary(TARGET).ids.tolist() == [0, 2, 3, 7]
     np.testing.assert_array_equal(student.params["lm_head"], TARGET.params["lm_head"][:, np.array([0, 2, 3, 7])])
     assert Eagle3Training(target="here", freeze_head=True).frozen("params.lm_head")

@@ -10,7 +10,7 @@ import pytest
 from specjax.config import ConfigError
 from specjax.drafters import Gemma4Assistant
 from specjax.models.transformer import Target
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import Gemma4AssistantTraining
 from specjax.training.methods.gemma4_assistant import draft_along
 from specjax.training.objectives.ahead import SIMULATED_STEPS
@@ -148,7 +148,7 @@ def test_an_earlier_assistant_s_shape_is_kept(tmp_path) -> None:
     target = tiny_target()
     earlier = Gemma4Assistant.init(target, jax.random.key(3), num_layers=2, hidden_size=24, num_heads=4, intermediate_size=20)
     earlier.save_pretrained(tmp_path)
-    given = Given(None, np.ones(11), target, init_from=str(tmp_path))  # type: ignore[arg-type]
+    given = StudentInputs(None, np.ones(11), target, init_from=str(tmp_path))  # type: ignore[arg-type]
     assert Gemma4AssistantTraining(target="here").init(jax.random.key(0), given).config == earlier.config
     with pytest.raises(ConfigError, match=r"init_from=.*its shape is kept; leave out method\.hidden_size"):
         Gemma4AssistantTraining(target="here", hidden_size=24).init(jax.random.key(0), given)

@@ -26,7 +26,7 @@ from specjax.models.transformer import Target
 from specjax.sharding import make_mesh
 from specjax.training import fingerprint, loop, losses, step
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
-from specjax.training.contract import Given, TrainingMethod
+from specjax.training.contract import StudentInputs, TrainingMethod
 from specjax.training.methods import Distill, Lm
 from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import forward
@@ -377,7 +377,7 @@ def test_a_drafter_trains_as_a_whole_model_does(source, finished, tmp_path) -> N
     """Frozen target, frozen and whole-number parameters, an export of its own: nothing in the loop is about models."""
     method = TrainHead(target=str(finished / "best"))
     target = Target.from_pretrained(method.target)
-    student = method.init(jax.random.key(0), Given(None, None, target))
+    student = method.init(jax.random.key(0), StudentInputs(None, None, target))
     run = config(source, tmp_path / "head", method=method, optimizer=OptimizerConfig(learning_rate=3e-2, warmup_steps=2))
     state = step.initial_state(method, student, make_optimizer(run.optimizer, run.steps))
     sizes = sorted(leaf.size for leaf in jax.tree.leaves(state.optimizer))

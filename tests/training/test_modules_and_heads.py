@@ -9,7 +9,7 @@ from specjax.config import ConfigError
 from specjax.drafters import MTP, Medusa
 from specjax.models.transformer import Target
 from specjax.training import data, losses
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import Lm, LmMTP, MedusaTraining, MTPTraining
 from specjax.training.objectives.unrolling import unroll
 from specjax.training.objectives.whole_model import ModelSizes
@@ -99,7 +99,7 @@ SIZES = ModelSizes(
 @pytest.mark.full
 def test_model_and_modules_are_trained_together() -> None:
     method = LmMTP(model=SIZES, modules=2)
-    given = Given(train_tokenizer(["abc"] * 4, 259), np.ones(259))
+    given = StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259))
     student = method.init(jax.random.key(0), given)
     alone = Lm(model=SIZES).init(jax.random.key(0), given)
     jax.tree.map(np.testing.assert_array_equal, student.model.params, alone.params)
@@ -121,7 +121,7 @@ def test_model_and_modules_are_trained_together() -> None:
 
 def test_model_and_modules_are_saved_together(tmp_path) -> None:
     method = LmMTP(model=SIZES, modules=2)
-    student = method.init(jax.random.key(0), Given(train_tokenizer(["abc"] * 4, 259), np.ones(259)))
+    student = method.init(jax.random.key(0), StudentInputs(train_tokenizer(["abc"] * 4, 259), np.ones(259)))
     student.save_pretrained(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, Target.from_pretrained(tmp_path).params, student.model.params)
     jax.tree.map(np.testing.assert_array_equal, MTP.from_pretrained(tmp_path / "mtp").params, student.mtp.params)

@@ -7,7 +7,7 @@ import pytest
 
 from specjax.models.transformer import Output
 from specjax.training.objectives.ahead import ahead, behind, counted, decayed, expected
-from specjax.training.objectives.blocks import Drafted, dpace, falling
+from specjax.training.objectives.blocks import DraftedBlocks, dpace, falling
 from specjax.training.objectives.draft_vocabulary import token_loss
 from specjax.training.objectives.unrolling import places
 from specjax.training.objectives.windows import document_mask
@@ -86,7 +86,7 @@ def test_a_block_is_compared_with_what_comes_after_its_anchor() -> None:
     hidden, depth = jnp.arange(20.0).reshape(2, 10, 1), 3
     valid = jnp.asarray(np.random.default_rng(2).random((2, 10, depth)) < 0.5)
     at, output = jnp.array([[4, 0], [1, 5]]), Output(hidden=hidden, taps=hidden, logits=hidden)
-    drafted = Drafted.at(at, BATCH, output, jnp.zeros((2, 2, depth, 1)), valid)
+    drafted = DraftedBlocks.at(at, BATCH, output, jnp.zeros((2, 2, depth, 1)), valid)
     for row, block, d in np.ndindex(2, 2, depth):
         t = int(at[row, block])
         assert drafted.tokens[row, block, d] == BATCH["tokens"][row, t + 2 + d]

@@ -21,7 +21,7 @@ from specjax.errors import InputError
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
 from specjax.training.config import OptimizerConfig, TrainConfig
-from specjax.training.contract import Given, TrainingMethod
+from specjax.training.contract import StudentInputs, TrainingMethod
 from specjax.training.dry_run import abstract_run
 from specjax.training.methods import (
     Distill,
@@ -250,7 +250,7 @@ def begin(method: TrainingMethod, target: Target):
     """A student with weights so large that every key, position and state matters; heads are left as they are."""
     stand_in = tokenizers.Tokenizer(tokenizers.models.BPE())
     counts = np.arange(zoo.VOCABULARY)
-    student = method.init(jax.random.key(1), Given(stand_in, counts, target))
+    student = method.init(jax.random.key(1), StudentInputs(stand_in, counts, target))
     rng = np.random.default_rng(0)
 
     def larger(path, leaf):

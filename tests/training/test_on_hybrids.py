@@ -19,7 +19,7 @@ from specjax.models.config import LinearAttention, Rope
 from specjax.models.transformer import Target
 from specjax.training import loop
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
-from specjax.training.contract import Given, TrainingMethod
+from specjax.training.contract import StudentInputs, TrainingMethod
 from specjax.training.methods import DFlashTraining, Distill, MTPTraining, PEagleTraining
 from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import score
@@ -163,7 +163,7 @@ def test_what_was_trained_is_read_back_and_halves_the_steps(hybrid, written, nam
         "key": jax.random.key(0),
         "progress": jnp.ones(()),
     }
-    given = Given(None, np.bincount(texts.ravel(), minlength=zoo.VOCABULARY), hybrid)
+    given = StudentInputs(None, np.bincount(texts.ravel(), minlength=zoo.VOCABULARY), hybrid)
     student = method.init(jax.random.key(1), given)
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=2, weight_decay=0.0), STEPS)
     state, losses = initial_state(method, student, optimizer), []

@@ -10,8 +10,8 @@ import pytest
 
 from specjax.config import ConfigError
 from specjax.drafters import PEagle
-from specjax.drafters.base import Told
-from specjax.training.contract import Given
+from specjax.drafters.base import RemoteFeatures
+from specjax.training.contract import StudentInputs
 from specjax.training.methods import PEagleTraining
 from specjax.training.methods.peagle import draw, read_depths
 from specjax.training.objectives.ahead import SIMULATED_STEPS
@@ -43,7 +43,7 @@ def strong(**options) -> PEagle:
 def block_logits(student: PEagle, text, read):
     """Logits ``[D, Vd]`` of the block that it writes when the target has ``read`` so many tokens of a text."""
     output, entries = TARGET.read(text, taps=student.taps(TARGET.config))
-    told = Told(text, jnp.roll(text, -1, axis=1), student.tell(TARGET, output, entries), read[None])
+    told = RemoteFeatures(text, jnp.roll(text, -1, axis=1), student.tell(TARGET, output, entries), read[None])
     state = student.hear(TARGET, student.start(TARGET, 1, 16), told)
     return student.logits(TARGET, student.block(TARGET, state))[0]
 
@@ -193,7 +193,7 @@ def test_what_it_would_be_worth_is_simulated() -> None:
 
 
 def test_a_student_is_as_its_options_say() -> None:
-    given = Given(None, np.arange(11), TARGET)  # type: ignore[arg-type]
+    given = StudentInputs(None, np.arange(11), TARGET)  # type: ignore[arg-type]
     method = PEagleTraining(target="here", draft_vocab_size=4, layers=3, depths=6, mask_token_id=5, fc_norm=True)
     student = method.init(jax.random.key(0), given)
     assert student.vocabulary(TARGET).ids.tolist() == [7, 8, 9, 10]

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from specjax.wire import Packed, digest, pack, unpack
+from specjax.wire import ArrayBytes, digest, pack, unpack
 from specjax.wire.arrays import GROUP
 
 RNG = np.random.default_rng(0)
@@ -63,13 +63,13 @@ def test_tokens():
 )
 def test_bytes_that_do_not_fit(dtype: str, shape: list[int], length: int):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode([dtype, shape, bytes(length)]), type=Packed)
+        msgspec.msgpack.decode(msgspec.msgpack.encode([dtype, shape, bytes(length)]), type=ArrayBytes)
 
 
 @pytest.mark.parametrize("shape", [[-1], [2**21], [2**20, 2**20, 2**20, 2**20], [1, 1, 1, 1, 1], [2.0], ["2"]])
 def test_shapes_that_are_none(shape: list):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(["uint8", shape, b""]), type=Packed)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(["uint8", shape, b""]), type=ArrayBytes)
 
 
 def test_a_digest_is_of_little_endian_bytes():

@@ -10,10 +10,10 @@ from specjax import wire
 from specjax.wire import FrameError, pack
 
 ID = bytes(range(16))
-OPEN = wire.Open(
+OPEN = wire.OpenMessage(
     nonce=ID, tokens=pack([5, 6, 7], "int32"), prompt=2, limit=9, seed=2**63 - 1, eos=[2], precision="int8", known=1
 )
-DRAFT = wire.Draft(
+DRAFT = wire.DraftMessage(
     session=ID,
     epoch=1,
     sequence=2,
@@ -22,20 +22,20 @@ DRAFT = wire.Draft(
     tokens=pack([7, 8, 9], "int32"),
     parents=pack([255, 0, 0], "uint8"),
 )
-RESUME = wire.Resume(session=ID, epoch=0, base=3, digest=bytes(8), known=2)
-UP = [OPEN, DRAFT, RESUME, wire.Close(session=ID)]
-TOLD = wire.Told(session=ID, epoch=0, start=0, count=2, arrays={"hidden": pack(np.ones((2, 4)), "float16")})
-VERDICT = wire.Verdict(
+RESUME = wire.ResumeMessage(session=ID, epoch=0, base=3, digest=bytes(8), known=2)
+UP = [OPEN, DRAFT, RESUME, wire.CloseMessage(session=ID)]
+TOLD = wire.ToldMessage(session=ID, epoch=0, start=0, count=2, arrays={"hidden": pack(np.ones((2, 4)), "float16")})
+VERDICT = wire.VerdictMessage(
     session=ID, epoch=0, sequence=1, accepted=[1, 3], token=4, arrays={"hidden": pack(np.ones((3, 4)), "int8")}, seconds=0.5
 )
 DOWN = [
-    wire.Opened(session=ID, epoch=0, nodes=64, depth=16, capacity=4096, tells={"hidden": [4], "last": []}),
+    wire.OpenedMessage(session=ID, epoch=0, nodes=64, depth=16, capacity=4096, tells={"hidden": [4], "last": []}),
     TOLD,
-    wire.Ready(session=ID, epoch=0, length=3),
+    wire.ReadyMessage(session=ID, epoch=0, length=3),
     VERDICT,
-    wire.Resync(session=ID, epoch=0, length=3, tail=pack([], "int32")),
-    wire.Forgotten(session=ID),
-    wire.Refused(code="busy", message="wait"),
+    wire.ResyncMessage(session=ID, epoch=0, length=3, tail=pack([], "int32")),
+    wire.ForgottenMessage(session=ID),
+    wire.RefusedMessage(code="busy", message="wait"),
 ]
 
 

@@ -10,7 +10,7 @@ from specjax.cli.plan.on_prompts import OnPrompts
 from specjax.cli.plan.options import new_console, save_plot
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
-from specjax.planning.choice import Comparison, compare_drafts, measure_acceptance
+from specjax.planning.choice import DraftComparison, compare_drafts, measure_acceptance
 from specjax.reports.speedups import count_rows, draw_by_nodes
 from specjax.reports.tables import table_of_numbers
 
@@ -49,7 +49,7 @@ def run_measure(config: MeasureConfig) -> None:
         save_plot(console, draw_by_nodes(config.title, panels), config.plot)
 
 
-def _table(config: MeasureConfig, rows: int, found: Comparison) -> Table:
+def _table(config: MeasureConfig, rows: int, found: DraftComparison) -> Table:
     """The fastest candidates, the fastest chain, the faster of the dynamic trees, and plain decoding."""
     title = f"{config.target}, drafter {config.drafter}; {count_rows(rows)}, temperature {config.temperature:g}"
     table = table_of_numbers(title, "draft", "tokens a step", "step ms", "speed-up", "", named=True)
@@ -75,7 +75,7 @@ def _table(config: MeasureConfig, rows: int, found: Comparison) -> Table:
     return table
 
 
-def _fastest_by_nodes(found: Comparison) -> Mapping[str, Mapping[int, float]]:
+def _fastest_by_nodes(found: DraftComparison) -> Mapping[str, Mapping[int, float]]:
     """The speed-up of the chain of each size, and of the fastest static and dynamic trees, by their nodes."""
     fastest: dict[str, dict[int, float]] = {"chains": {}, "fastest static tree": {}, "fastest dynamic tree": {}}
     for kind, of_kind in zip((Chain, StaticTree, DynamicTree), fastest.values(), strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specjax.models.fields import CheckpointError, show
-from specjax.models.narrow.stored import Awq, Gptq, Packed, Plain, Ragged, StoredMatrix, is_neighbourly
+from specjax.models.narrow.stored import Awq, Gptq, PackedMatrix, PlainMatrix, Ragged, StoredMatrix, is_neighbourly
 from specjax.models.narrow.weights import BLOCK, Form
 
 ADVICE = "use the checkpoint without quantisation, and weights='int8' or 'int4'"
@@ -281,10 +281,10 @@ def _of_float8(parts: _Parts, name: str) -> Found:
     shapes = {shape: one for one in strategies for shape in _scale_shapes(one, outputs, 1, blocks)}
     scales = parts.get(scale, name, *shapes)
     if shapes[tuple(scales.get_shape())] != "block":
-        return name, Plain(parts.tensors[name], scales, Form("fp8")), {name, scale}
+        return name, PlainMatrix(parts.tensors[name], scales, Form("fp8")), {name, scale}
     if blocks[1] > 1 and inputs % BLOCK:
         return name, Ragged(parts.tensors[name], scales), {name, scale}
-    return name, Plain(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK), {name, scale}
+    return name, PlainMatrix(parts.tensors[name], scales, Form("fp8", BLOCK if blocks[1] > 1 else 0), BLOCK), {name, scale}
 
 
 def _of_int8(parts: _Parts, name: str) -> Found:
@@ -297,7 +297,7 @@ def _of_int8(parts: _Parts, name: str) -> Found:
     if zero in parts.tensors or group["weights"].get("symmetric", True) is not True:
         parts.refuse(f"{show(zero)}: 8-bit numbers that are not packed must be symmetric, without zero points")
     form = Form("int8", 0 if groups == 1 else size, activations=_activations(group))
-    return name, Plain(parts.tensors[name], scales, form), {name, scale}
+    return name, PlainMatrix(parts.tensors[name], scales, form), {name, scale}
 
 
 def _of_packed(parts: _Parts, name: str) -> Found:
@@ -326,7 +326,7 @@ def _of_packed(parts: _Parts, name: str) -> Found:
     size = 0 if groups == 1 else inputs // groups
     form = Form("int4" if bits == 4 else "int8", size, zeros is not None, order is not None, _activations(group))
     names = {name, *(f"{base}_{part}" for part in ("shape", "scale", "zero_point", "g_idx"))}
-    return base, Packed(parts.tensors[name], scales, zeros, order, form, inputs), names & parts.tensors.keys()
+    return base, PackedMatrix(parts.tensors[name], scales, zeros, order, form, inputs), names & parts.tensors.keys()
 
 
 def _order(parts: _Parts, name: str, whole: str, inputs: int, groups: int) -> Any:

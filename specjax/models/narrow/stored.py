@@ -164,7 +164,7 @@ class OneMatrix(StoredMatrix):
         return grouped[within][..., places]
 
 
-class Plain(OneMatrix):
+class PlainMatrix(OneMatrix):
     """Values of 8 bits as they are, ``[out, in]``.
 
     Args:
@@ -189,7 +189,7 @@ class Plain(OneMatrix):
         return stored.reshape(len(stored), -1)[rows]
 
 
-class Ragged(Plain):
+class Ragged(PlainMatrix):
     """FP8 in blocks that do not fill the matrix: it is read as floats only.
 
     Args:
@@ -208,7 +208,7 @@ class Ragged(Plain):
         return self.numbers(outputs, inputs).astype(np.float32) * self.scales(outputs)[:, columns]
 
 
-class _Packed(OneMatrix):
+class _PackedFormat(OneMatrix):
     """A matrix of whole numbers that lie in int32 along the inputs."""
 
     def _words(self, inputs: slice) -> tuple[slice, slice]:
@@ -219,7 +219,7 @@ class _Packed(OneMatrix):
         return slice(first, max(-(-wanted.stop // count), first)), own
 
 
-class Packed(_Packed):
+class PackedMatrix(_PackedFormat):
     """compressed-tensors' ``pack-quantized``: numbers of 4 or 8 bits, less their smallest, in int32, along the inputs.
 
     Args:
@@ -249,7 +249,7 @@ class Packed(_Packed):
         return _signed(numbers.T[outputs], self.form.bits)
 
 
-class Gptq(_Packed):
+class Gptq(_PackedFormat):
     """GPTQ's (Frantar et al. 2022, arXiv 2210.17323), as AutoGPTQ and GPTQModel write it: numbers from 0, in int32, along the
     inputs.
 

@@ -18,7 +18,7 @@ PROBES = ("/health", "/metrics")
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-class Place:
+class ConnectionPlace:
     """A connection, as it is counted.
 
     Attributes:
@@ -71,9 +71,9 @@ class Places:
         self._most, self._most_of_one = most, -(-most // 4)
         self._trusted = networks(trusted)
         self._count, self._of = 0, Counter[Network]()
-        self._reserved: list[Place] = []  # the oldest first
+        self._reserved: list[ConnectionPlace] = []  # the oldest first
 
-    def take(self, address: str) -> Place:
+    def take(self, address: str) -> ConnectionPlace:
         """Count a connection from ``address``; empty: nobody knows whence.
 
         Beyond the limits it has one of the reserved places. Are these taken, the oldest connection there that has asked for
@@ -85,7 +85,7 @@ class Places:
             refusal = "too many connections; try again later"
         elif owner is not None and self._of[owner] >= self._most_of_one:
             refusal = "too many connections from this address; close some, or try again later"
-        place = Place(self, owner, refusal)
+        place = ConnectionPlace(self, owner, refusal)
         if not refusal:
             self._count += 1
             if owner is not None:
@@ -96,8 +96,8 @@ class Places:
         self._reserved.append(place)
         return place
 
-    def left(self, place: Place, owner: Network | None) -> None:
-        """A connection is closed: `Place.leave` says so."""
+    def left(self, place: ConnectionPlace, owner: Network | None) -> None:
+        """A connection is closed: `ConnectionPlace.leave` says so."""
         if place.refusal:
             self._reserved.remove(place)
             return

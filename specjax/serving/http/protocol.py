@@ -22,13 +22,13 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 
 from specjax.serving.http.errors import error_object
-from specjax.serving.http.places import PROBES, Place, Places
+from specjax.serving.http.places import PROBES, ConnectionPlace, Places
 from specjax.serving.http.responses import encode
 from specjax.wire import PATH
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ConnectionLimits:
     """What a client may leave undone.
 
     Attributes:
@@ -41,8 +41,8 @@ class Bounds:
         probe_seconds: in place of ``request_seconds``, where nothing but a probe is answered.
 
     Examples:
-        >>> from specjax.serving.http.protocol import Bounds
-        >>> Bounds().reader_seconds
+        >>> from specjax.serving.http.protocol import ConnectionLimits
+        >>> ConnectionLimits().reader_seconds
         60.0
     """
 
@@ -64,8 +64,8 @@ MOST_PONGS = 2**16
 class _Watched(asyncio.Protocol):
     """A connection whose reader has to take something now and then."""
 
-    _bounds: Bounds
-    _place: Place
+    _bounds: ConnectionLimits
+    _place: ConnectionPlace
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     _reader_timer: asyncio.TimerHandle | None = None
@@ -106,7 +106,7 @@ class _Watched(asyncio.Protocol):
 class Protocol(_Watched, H11Protocol):
     """A connection."""
 
-    def __init__(self, bounds: Bounds, place: Place, **given: Any) -> None:
+    def __init__(self, bounds: ConnectionLimits, place: ConnectionPlace, **given: Any) -> None:
         """``given``: what uvicorn gives to a protocol."""
         super().__init__(**given)
         self._bounds, self._place = bounds, place
@@ -206,7 +206,7 @@ class Protocol(_Watched, H11Protocol):
 class _OnlyProbes:
     """An application that answers probes alone, and says ``Connection: close``."""
 
-    def __init__(self, app: Any, place: Place) -> None:
+    def __init__(self, app: Any, place: ConnectionPlace) -> None:
         self._app, self._place = app, place
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -230,7 +230,7 @@ class Door(asyncio.Protocol):
     """A connection that has just been accepted: it is counted, agrees on TLS in the time that there is for it, and goes on as a
     `Protocol`."""
 
-    def __init__(self, bounds: Bounds, places: Places, security: ssl.SSLContext | None, **given: Any) -> None:
+    def __init__(self, bounds: ConnectionLimits, places: Places, security: ssl.SSLContext | None, **given: Any) -> None:
         """``given``: what uvicorn gives to a protocol."""
         self._bounds, self._places, self._security, self._given = bounds, places, security, given
         self._connections: set[Any] = given["server_state"].connections  # uvicorn waits at the end until it is empty
@@ -294,12 +294,12 @@ class Door(asyncio.Protocol):
 class SocketProtocol(_Watched, WebSocketsSansIOProtocol):
     """A connection that has become a WebSocket."""
 
-    def __init__(self, bounds: Bounds, **given: Any) -> None:
+    def __init__(self, bounds: ConnectionLimits, **given: Any) -> None:
         """``given``: what uvicorn gives to a protocol."""
         super().__init__(**given)
         self._bounds = bounds
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: ConnectionPlace) -> None:
         """It goes on as the connection that has this ``place``."""
         self._place = place
 

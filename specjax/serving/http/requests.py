@@ -195,7 +195,7 @@ class _Call(msgspec.Struct, omit_defaults=True):
     type: str | None = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     """A message of a chat: what templates read of it. What else it has is not read."""
 
     role: str
@@ -257,7 +257,7 @@ _COMPLETION: Mapping[str, Any] = {
 
 _CHAT: Mapping[str, Any] = {
     **_SHARED,
-    "messages": list[_Message],
+    "messages": list[_ChatMessage],
     "chat_template_kwargs": dict[str, Any] | None,
     "logprobs": bool | None,
     "top_logprobs": int | None,
@@ -272,7 +272,7 @@ _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _
 _TOKENIZE: Mapping[str, Any] = {
     "model": str,
     "prompt": str,
-    "messages": list[_Message],
+    "messages": list[_ChatMessage],
     "add_special_tokens": bool | None,
     "chat_template_kwargs": dict[str, Any] | None,
 }
@@ -748,7 +748,7 @@ def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
     if not limits.has_chat:
         message = "messages: this model has no chat template; give text to /v1/completions"
         raise RequestError(400, message, param="messages", code="no_chat_template")
-    messages: list[_Message] | None = values.get("messages")
+    messages: list[_ChatMessage] | None = values.get("messages")
     if not messages:
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -770,7 +770,7 @@ def _template_settings(values: Mapping[str, Any], limits: Limits) -> tuple[dict[
 _MAY_BE_SILENT = ("assistant", "tool", "function")
 
 
-def _message(number: int, given: _Message) -> dict[str, Any]:
+def _message(number: int, given: _ChatMessage) -> dict[str, Any]:
     """Return a message as `specjax.text.encode_chat` takes it, without what is null."""
     if given.content is None and given.role not in _MAY_BE_SILENT:
         message = f"messages[{number}].content: missing or null; give text, or parts of type 'text'"

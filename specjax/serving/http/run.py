@@ -18,7 +18,7 @@ from specjax.errors import InputError
 from specjax.serving.http.app import Service, answer_starting, make_app
 from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.places import Places
-from specjax.serving.http.protocol import Bounds, Door, SocketProtocol
+from specjax.serving.http.protocol import ConnectionLimits, Door, SocketProtocol
 
 PING_SECONDS = 20.0
 """After so long without a word clients that draft are asked whether they are there; they have as long to say so."""
@@ -118,7 +118,9 @@ def address(bound: socket.socket, has_tls: bool = False) -> str:
 
 
 @contextmanager
-def starting(bound: socket.socket, *, bounds: Bounds = Bounds(), tls: tuple[str, str] | None = None) -> Iterator[None]:
+def starting(
+    bound: socket.socket, *, bounds: ConnectionLimits = ConnectionLimits(), tls: tuple[str, str] | None = None
+) -> Iterator[None]:
     """Answer every request with 503 until the block ends. Then the same socket is ready for `serve`.
 
     A thread of its own answers, so that the block may load models and compile.
@@ -154,7 +156,7 @@ def serve(
     service: Service,
     bound: socket.socket,
     *,
-    bounds: Bounds = Bounds(),
+    bounds: ConnectionLimits = ConnectionLimits(),
     drain_seconds: float = 30.0,
     message: str = "",
     tls: tuple[str, str] | None = None,
@@ -177,7 +179,9 @@ def serve(
     return server.status
 
 
-def _config(app: ASGIApp, bounds: Bounds, tls: tuple[str, str] | None, drafts: Drafts | None = None) -> uvicorn.Config:
+def _config(
+    app: ASGIApp, bounds: ConnectionLimits, tls: tuple[str, str] | None, drafts: Drafts | None = None
+) -> uvicorn.Config:
     security = None
     if tls is not None:
         security = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

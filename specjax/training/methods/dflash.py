@@ -7,7 +7,7 @@ import jax
 
 from specjax.drafters.dflash import DFlash
 from specjax.models.transformer import Target
-from specjax.training.objectives.blocks import Drafted, TokenMethod
+from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 
 
 @dataclass(frozen=True)
@@ -27,5 +27,5 @@ class DFlashTraining(TokenMethod):
 
     name: Literal["dflash"] = "dflash"
 
-    def each(self, student: DFlash, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+    def each(self, student: DFlash, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         return {"token_loss": self.token_loss(student.logits(target, drafted.states), target, drafted)}

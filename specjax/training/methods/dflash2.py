@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.dflash2 import DFlash2
 from specjax.models.transformer import Target
-from specjax.training.objectives.blocks import Drafted, TokenMethod
+from specjax.training.objectives.blocks import DraftedBlocks, TokenMethod
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DFlash2Training(TokenMethod):
         names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
         return {**super().options(), **{name: getattr(self, name) for name in names}}
 
-    def each(self, student: DFlash2, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+    def each(self, student: DFlash2, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         logits = student.logits(target, drafted.states)
         right = drafted.tokens if self.labels == "text" else jnp.argmax(target.head(drafted.hidden), axis=-1)
         entropy = _selector_loss(student, logits, drafted, right)
@@ -77,7 +77,7 @@ class DFlash2Training(TokenMethod):
         return (student.expected(target, states[..., depth, :], before[..., depth]) for depth in range(before.shape[-1]))
 
 
-def _selector_loss(student: DFlash2, logits: jax.Array, drafted: Drafted, right: jax.Array) -> jax.Array:
+def _selector_loss(student: DFlash2, logits: jax.Array, drafted: DraftedBlocks, right: jax.Array) -> jax.Array:
     """``[B, A, D]`` the cross entropy among candidates to the tokens ``right``, of the block's ``logits [B, A, D, V]``."""
     _, ids = student.candidates(logits)
     is_there = jnp.any(ids == right[..., None], axis=-1)

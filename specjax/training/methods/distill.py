@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.whole_model import ModelSizes
 from specjax.training.objectives.windows import forward
 
@@ -40,7 +40,7 @@ class Distill(TrainingMethod):
         super().check(window)
         self.model.check(window)
 
-    def init(self, key: jax.Array, given: Given) -> Target:
+    def init(self, key: jax.Array, given: StudentInputs) -> Target:
         return self.model.init(key, given)
 
     def objective(self, student: Target, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:

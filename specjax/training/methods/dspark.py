@@ -12,7 +12,7 @@ from specjax.drafters.dflash_config import Markov
 from specjax.drafters.dspark import DSpark
 from specjax.models.transformer import Target
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
-from specjax.training.objectives.blocks import BlockMethod, Drafted, falling
+from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks, falling
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DSparkTraining(BlockMethod):
     def options(self) -> Mapping[str, Any]:
         return {"markov_rank": self.markov_rank, "markov": self.markov, "confidence": self.confidence}
 
-    def each(self, student: DSpark, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+    def each(self, student: DSpark, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         by_depth = list(_along(student, target, drafted.states, drafted.before))
         logits = jnp.stack([logits for logits, _ in by_depth], axis=-2)
         theirs = target.head(drafted.hidden)

@@ -9,7 +9,7 @@ from specjax.config import ConfigError
 from specjax.drafters.eagle3 import Eagle3
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.contract import Batch, Metrics, StudentInputs
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import decayed
 from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
@@ -77,7 +77,7 @@ class Eagle3Training(FeatureMethod):
             raise ConfigError(f"method.steps={self.steps}: data.window={window} is too short; give at least steps + 2")
         check_loss(self.loss, "cross_entropy", self.eta)
 
-    def init(self, key: jax.Array, given: Given) -> Eagle3:
+    def init(self, key: jax.Array, given: StudentInputs) -> Eagle3:
         target = given.frozen_target
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return Eagle3.init(

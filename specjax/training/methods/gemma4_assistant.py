@@ -22,7 +22,7 @@ from specjax.models.cache import Entry
 from specjax.models.primitives import linear
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, decayed, simulate
 from specjax.training.objectives.windows import document_mask, score
 
@@ -87,11 +87,11 @@ class Gemma4AssistantTraining(TrainingMethod):
                 f"method.decay={self.decay}, method.centroid_weight={self.centroid_weight}: must be above 0, and at least 0"
             )
 
-    def init(self, key: jax.Array, given: Given) -> Gemma4Assistant:
+    def init(self, key: jax.Array, given: StudentInputs) -> Gemma4Assistant:
         target = given.frozen_target
         return Gemma4Assistant.init(target, key, config=self._shape(given, target))
 
-    def _shape(self, given: Given, target: Target) -> AssistantConfig:
+    def _shape(self, given: StudentInputs, target: Target) -> AssistantConfig:
         names = {"hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "layers": "num_layers"}
         sizes = {field: value for name, field in names.items() if (value := getattr(self, name))}
         if not given.init_from:

@@ -11,7 +11,7 @@ from specjax.config import ConfigError
 from specjax.drafters.dflash import DFlash
 from specjax.models.transformer import Target
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
-from specjax.training.objectives.blocks import BlockMethod, Drafted
+from specjax.training.objectives.blocks import BlockMethod, DraftedBlocks
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class JetSpecTraining(BlockMethod):
     def options(self) -> Mapping[str, Any]:
         return {"variant": {"causal": True}}
 
-    def each(self, student: DFlash, target: Target, drafted: Drafted) -> dict[str, jax.Array]:
+    def each(self, student: DFlash, target: Target, drafted: DraftedBlocks) -> dict[str, jax.Array]:
         log_p = jax.nn.log_softmax(target.head(drafted.hidden) / self.temperature)
         log_q = jax.nn.log_softmax(student.logits(target, drafted.states) / self.temperature)
         if self.loss != "kl":

@@ -16,7 +16,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.module_loss import check_modules, module_loss
 from specjax.training.objectives.unrolling import simulate_unrolled
 from specjax.training.objectives.whole_model import ModelSizes
@@ -96,7 +96,7 @@ class LmMTP(TrainingMethod):
         if not 0 <= self.falls_at <= 1:
             raise ConfigError(f"method.falls_at={self.falls_at}: must be a share of the training, from 0 to 1")
 
-    def init(self, key: jax.Array, given: Given) -> ModelWithMTP:
+    def init(self, key: jax.Array, given: StudentInputs) -> ModelWithMTP:
         """The model is drawn from the same numbers as without modules, so that the two can be compared."""
         model = self.model.init(key, given)
         return ModelWithMTP(model, MTP.init(model, jax.random.fold_in(key, 1), modules=self.modules))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from specjax.config import ConfigError
 from specjax.drafters.medusa import Medusa
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, prediction_loss, simulate
 from specjax.training.objectives.windows import forward
 
@@ -51,7 +51,7 @@ class MedusaTraining(TrainingMethod):
         if self.heads + 1 >= window:
             raise ConfigError(f"method.heads={self.heads}: data.window={window} is too short; give at least heads + 2")
 
-    def init(self, key: jax.Array, given: Given) -> Medusa:
+    def init(self, key: jax.Array, given: StudentInputs) -> Medusa:
         return Medusa.init(given.frozen_target, key, heads=self.heads, blocks=self.blocks)
 
     def objective(self, student: Medusa, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:

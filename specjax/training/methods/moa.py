@@ -20,7 +20,7 @@ from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, simulate
 from specjax.training.objectives.unrolling import layer_sizes
 from specjax.training.objectives.windows import document_mask, first_tokens, score
@@ -77,7 +77,7 @@ class MoATraining(TrainingMethod):
         if self.tli < 0 or self.intermediate_size < 0:
             raise ConfigError(f"method.tli={self.tli}, method.intermediate_size={self.intermediate_size}: must be at least 0")
 
-    def init(self, key: jax.Array, given: Given) -> MixtureOfAttentions:
+    def init(self, key: jax.Array, given: StudentInputs) -> MixtureOfAttentions:
         sizes = layer_sizes(self.intermediate_size)
         return MixtureOfAttentions.init(given.frozen_target, key, tli=self.tli, lsa=self.lsa, **sizes)
 

@@ -11,7 +11,7 @@ from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import huggingface
 from specjax.models.transformer import Target
-from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.contract import Batch, Metrics, StudentInputs
 from specjax.training.objectives.ahead import Labels
 from specjax.training.objectives.module_loss import check_modules, module_loss
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes
@@ -60,7 +60,7 @@ class MTPTraining(FeatureMethod):
                 "data.window less 2"
             )
 
-    def init(self, key: jax.Array, given: Given) -> MTP:
+    def init(self, key: jax.Array, given: StudentInputs) -> MTP:
         """Modules that are written with the tensors of those to begin with, if any."""
         student = MTP.init(given.frozen_target, key, modules=self.modules, **layer_sizes(self.intermediate_size))
         if not given.init_from:

@@ -19,7 +19,7 @@ from specjax.models.attention import Piece
 from specjax.models.cache import Entry
 from specjax.models.transformer import Target
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import AcceptanceLoss, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, ahead, counted, simulate
 from specjax.training.objectives.draft_vocabulary import most_frequent, token_loss, wanted
@@ -97,7 +97,7 @@ class PEagleTraining(TrainingMethod):
             raise ConfigError(f"method.depths={self.depths}: data.window={window} is too short; give at least depths + 1")
         check_loss(self.loss, "cross_entropy", self.eta)
 
-    def init(self, key: jax.Array, given: Given) -> PEagle:
+    def init(self, key: jax.Array, given: StudentInputs) -> PEagle:
         target = given.frozen_target
         if self.mask_token_id >= target.config.vocab_size:
             raise ConfigError(f"method.mask_token_id={self.mask_token_id}: the target has {target.config.vocab_size} tokens")

@@ -23,7 +23,7 @@ from specjax.models.cache import Entry
 from specjax.models.transformer import Output, Target
 from specjax.shape_checks import shape_checked
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics, TrainingMethod
+from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod
 from specjax.training.objectives.acceptance import AcceptanceLoss, acceptance_loss_by_depth, check_loss
 from specjax.training.objectives.ahead import SIMULATED_STEPS, Labels, ahead, counted, simulate
 from specjax.training.objectives.unrolling import layer_sizes
@@ -88,7 +88,7 @@ class BlockMethod(TrainingMethod):
                 "least 0, which is the target's, and at least -1, which is the target's last token"
             )
 
-    def init(self, key: jax.Array, given: Given) -> DFlash:
+    def init(self, key: jax.Array, given: StudentInputs) -> DFlash:
         return self.kind.init(
             given.frozen_target,
             key,
@@ -104,7 +104,7 @@ class BlockMethod(TrainingMethod):
         """Further options of the drafter's ``init``."""
         return {}
 
-    def each(self, student: Any, target: Target, drafted: "Drafted") -> dict[str, jax.Array]:
+    def each(self, student: Any, target: Target, drafted: "DraftedBlocks") -> dict[str, jax.Array]:
         """The terms of the loss, ``[B, A, D]`` each in nats or as they come, by name. Their sum is minimised."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ class BlockMethod(TrainingMethod):
         places = draw_places(batch["key"], valid[..., 0], min(self.anchors, valid.shape[1]))
         read = partial(read_blocks, student, target, batch, output)
         states = (jax.checkpoint(read) if self.remat else read)(places)
-        drafted = Drafted.at(places, batch, output, states, valid)
+        drafted = DraftedBlocks.at(places, batch, output, states, valid)
         terms = self.each(student, target, drafted)
         rows = (valid.shape[0], -1)
         mask = drafted.valid.reshape(rows)
@@ -195,7 +195,7 @@ class TokenMethod(BlockMethod):
         factors = {name: getattr(self, name) for name in ("input_embedding_scale", "output_multiplier")}
         return {"variant": factors | {"final_logit_softcapping": self.final_logit_softcapping or None}}
 
-    def token_loss(self, logits: jax.Array, target: Target, drafted: "Drafted") -> jax.Array:
+    def token_loss(self, logits: jax.Array, target: Target, drafted: "DraftedBlocks") -> jax.Array:
         """``[B, A, D]`` the weighed loss of ``logits [B, A, D, V]``."""
         log_q = jax.nn.log_softmax(logits)
         if self.loss == "cross_entropy":
@@ -218,7 +218,7 @@ class TokenMethod(BlockMethod):
 
 
 @dataclass(frozen=True)
-class Drafted:
+class DraftedBlocks:
     """What is drafted in A blocks a window at D depths, and what it should be.
 
     Attributes:
@@ -236,7 +236,7 @@ class Drafted:
     valid: jax.Array
 
     @classmethod
-    def at(cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array) -> "Drafted":
+    def at(cls, places: jax.Array, batch: Batch, output: Output, states: jax.Array, valid: jax.Array) -> "DraftedBlocks":
         """Of blocks at ``places [B, A]`` that came to ``states``; ``valid [B, T, D]`` says where predictions count."""
         depth = states.shape[2]
         after = places[..., None] + 1 + jnp.arange(depth)  # the target reads these, and expects what stands one further on

@@ -8,7 +8,7 @@ from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
 from specjax.models.transformer import Target
 from specjax.sampling import likeliest
 from specjax.training import losses
-from specjax.training.contract import Batch, Given, Metrics
+from specjax.training.contract import Batch, Metrics, StudentInputs
 from specjax.training.objectives.ahead import counted, expected
 from specjax.training.objectives.unrolling import FeatureMethod, layer_sizes, unroll
 from specjax.training.objectives.windows import score
@@ -25,7 +25,7 @@ class EagleMethod(FeatureMethod):
     lsa: bool = False
     intermediate_size: int = 0
 
-    def init(self, key: jax.Array, given: Given) -> Eagle:
+    def init(self, key: jax.Array, given: StudentInputs) -> Eagle:
         """A drafter with random weights."""
         kind = EagleWithLayerAttention if self.lsa else Eagle
         return kind.init(given.frozen_target, key, **layer_sizes(self.intermediate_size))

@@ -11,7 +11,7 @@ from specjax.models import huggingface
 from specjax.models.config import LinearAttention, ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
-from specjax.training.contract import Given
+from specjax.training.contract import StudentInputs
 from specjax.training.tokenizer import END_OF_TEXT
 
 
@@ -58,7 +58,7 @@ class ModelSizes:
         sizes = {**vars(self), "linear": self.linear if self.linear_layers else None}
         return ModelConfig(**sizes, **FAMILIES[self.model_type].switches, **vocabulary, tie_embeddings=True)
 
-    def init(self, key: jax.Array, given: Given) -> Target:
+    def init(self, key: jax.Array, given: StudentInputs) -> Target:
         """A model with random weights; consumes ``key``. Beside a target it has that one's vocabulary and end tokens."""
         end, target = given.tokenizer.token_to_id(END_OF_TEXT), given.target
         if target is None:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import sharding
 from specjax.models.fields import CheckpointError
 from specjax.models.narrow import Form, is_narrow
-from specjax.models.narrow.stored import Awq, Gptq, Packed, Plain
+from specjax.models.narrow.stored import Awq, Gptq, PackedMatrix, PlainMatrix
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 from tests.models.narrow.in_memory import Numbers
@@ -211,9 +211,9 @@ def stored(kind: str, matrix: Matrix) -> tuple[Any, Numbers]:
     signed = (matrix.numbers - 8).astype(np.int8)
     if kind == "plain":
         values = Numbers(signed)
-        return Plain(values, Numbers(matrix.scales), Form("int8", matrix.size)), values
+        return PlainMatrix(values, Numbers(matrix.scales), Form("int8", matrix.size)), values
     values = Numbers(np.ascontiguousarray(values.numbers.T))
-    return Packed(values, Numbers(matrix.scales), None, None, Form("int4", matrix.size), signed.shape[1]), values
+    return PackedMatrix(values, Numbers(matrix.scales), None, None, Form("int4", matrix.size), signed.shape[1]), values
 
 
 PARTS = [np.s_[:, :], np.s_[3:9, 16:48], np.s_[7:8, 31:33], np.s_[2:20:3, 5:90:7], np.s_[5:5, :], np.s_[:, 8:8]]

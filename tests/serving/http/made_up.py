@@ -16,7 +16,7 @@ from specjax.evaluation.metrics import Acceptance
 from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
 from specjax.serving.http import run
 from specjax.serving.http.app import AppOptions, Service, make_app
-from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.scheduler import QueueFullError
 
 VOCABULARY = 1024
@@ -189,7 +189,7 @@ class MadeUpEngine:
 @contextmanager
 def running(
     engine: Any,
-    bounds: Bounds = Bounds(),
+    bounds: ConnectionLimits = ConnectionLimits(),
     drain_seconds: float = 5.0,
     tls: tuple[str, str] | None = None,
     bound: socket.socket | None = None,
@@ -213,7 +213,7 @@ def running(
 
 
 @contextmanager
-def serving(engine: MadeUpEngine, bounds: Bounds = Bounds(), **options: Any) -> Iterator[tuple[str, int]]:
+def serving(engine: MadeUpEngine, bounds: ConnectionLimits = ConnectionLimits(), **options: Any) -> Iterator[tuple[str, int]]:
     """As `running`: host and port alone."""
     with running(engine, bounds, **options) as (_, address):
         yield address

@@ -18,10 +18,10 @@ import httpx2
 import pytest
 
 from specjax.errors import InputError
-from specjax.serving.handle import Handle, News
+from specjax.serving.handle import Handle, RowProgress
 from specjax.serving.http import app, requests, responses, run
 from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
-from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
@@ -723,7 +723,7 @@ def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: st
     handle = Handle(lambda _: None, ticket, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
     for at in range(0, max(len(tokens), 1), 2):
         new = tokens[at : at + 2]
-        handle.deliver(News(new, [True] * len(new), done=at + 2 >= len(tokens)))
+        handle.deliver(RowProgress(new, [True] * len(new), done=at + 2 >= len(tokens)))
     engine = MadeUpEngine()
     engine.encode = lambda *_: prompt  # pyright: ignore[reportAttributeAccessIssue]
     engine.submit = lambda *_, **__: handle  # pyright: ignore[reportAttributeAccessIssue]
@@ -870,7 +870,10 @@ def test_who_goes_away_before_it_is_at_the_engine_leaves_nothing_behind() -> Non
 def test_a_reader_that_stops_reading_is_dropped_and_nothing_is_kept_for_it() -> None:
     engine = MadeUpEngine()
     engine.capacity = 10**9
-    with serving(engine, Bounds(reader_seconds=0.5)) as address, connected(address, receive_buffer=4096) as connection:
+    with (
+        serving(engine, ConnectionLimits(reader_seconds=0.5)) as address,
+        connected(address, receive_buffer=4096) as connection,
+    ):
         connection.sendall(request(stream=True, max_tokens=50_000))  # some 10 MB of events
         reset = select.poll()
         reset.register(connection, 0)
@@ -885,7 +888,10 @@ def test_a_reader_that_stops_reading_is_dropped_and_nothing_is_kept_for_it() -> 
 def test_a_slow_reader_is_waited_for() -> None:
     engine = MadeUpEngine("y")
     engine.capacity = 10**9
-    with serving(engine, Bounds(reader_seconds=0.8)) as address, connected(address, receive_buffer=4096) as connection:
+    with (
+        serving(engine, ConnectionLimits(reader_seconds=0.8)) as address,
+        connected(address, receive_buffer=4096) as connection,
+    ):
         connection.sendall(request(stream=True, max_tokens=2_000))
         said = b""
         for _ in range(8):  # all together longer than a reader may stop
@@ -907,7 +913,7 @@ def test_a_body_that_does_not_come() -> None:
 
 
 def test_a_head_that_does_not_come() -> None:
-    with serving(MadeUpEngine(), Bounds(request_seconds=0.3)) as address:
+    with serving(MadeUpEngine(), ConnectionLimits(request_seconds=0.3)) as address:
         for begun in (b"", b"POST /v1/comp", head(5)[:-2]):
             with connected(address) as connection:
                 connection.sendall(begun)
@@ -937,7 +943,7 @@ def test_a_head_that_does_not_come() -> None:
     ],
 )
 def test_what_is_no_http(sent: bytes) -> None:
-    with serving(MadeUpEngine(), Bounds(request_seconds=2)) as address:
+    with serving(MadeUpEngine(), ConnectionLimits(request_seconds=2)) as address:
         with connected(address) as connection:
             said = b""
             with suppress(OSError):  # it may close before it has read all of it
@@ -953,7 +959,7 @@ def test_what_is_no_http(sent: bytes) -> None:
 
 
 def test_there_are_only_so_many_connections() -> None:
-    bounds = Bounds(connections=2, trusted=("127.0.0.1",))
+    bounds = ConnectionLimits(connections=2, trusted=("127.0.0.1",))
     with serving(MadeUpEngine(), bounds) as address, connected(address), connected(address):
         time.sleep(0.1)
         with connected(address) as third:

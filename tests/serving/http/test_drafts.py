@@ -24,7 +24,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from specjax import wire
 from specjax.serving.http import app, protocol, run
-from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.protocol import ConnectionLimits
 from specjax.wire import FrameError
 from tests.serving.http.made_up import MadeUpEngine, read_more, running, wait_until
 from tests.serving.made_up_rows import DEPTH, NODES, MadeUpRows, whole
@@ -78,7 +78,7 @@ def line(address: tuple[str, int], key: str = "", **more: Any) -> Iterator[Clien
         yield made
 
 
-def ask(made: ClientConnection, message: wire.Up) -> Any:
+def ask(made: ClientConnection, message: wire.UpMessage) -> Any:
     """The next thing that comes after a message."""
     made.send(wire.encode(message))
     return hear(made)
@@ -88,14 +88,14 @@ def hear(made: ClientConnection) -> Any:
     return wire.decode_down(made.recv(10))  # pyright: ignore[reportArgumentType]
 
 
-def begin() -> wire.Open:
+def begin() -> wire.OpenMessage:
     return opening(tokens=wire.pack(PROMPT, "int32"), prompt=len(PROMPT), limit=40)
 
 
 def open_session(made: ClientConnection) -> bytes:
     """A session that is ready."""
     session = ask(made, begin()).session
-    while not isinstance(hear(made), wire.Ready):
+    while not isinstance(hear(made), wire.ReadyMessage):
         pass
     return session
 
@@ -148,16 +148,16 @@ def test_a_session_goes_on_after_a_reset():
             made.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             made.socket.close()
         with line(address) as made:
-            assert ask(made, resume(session, PROMPT)) == wire.Ready(session=session, epoch=1, length=len(PROMPT))
+            assert ask(made, resume(session, PROMPT)) == wire.ReadyMessage(session=session, epoch=1, length=len(PROMPT))
             answer = ask(made, draft(session, PROMPT, epoch=1))
-            if isinstance(answer, wire.Opened):  # the draft is still being verified: the server says that it was heard
+            if isinstance(answer, wire.OpenedMessage):  # the draft is still being verified: the server says that it was heard
                 answer = hear(made)
             assert (answer.sequence, answer.token) == (1, AFTER[-1])
 
 
 def test_an_idle_connection_stays(monkeypatch):
     monkeypatch.setattr(run, "PING_SECONDS", 0.2)
-    with serving(bounds=Bounds(request_seconds=0.5, reader_seconds=0.5)) as (_, address), line(address) as made:
+    with serving(bounds=ConnectionLimits(request_seconds=0.5, reader_seconds=0.5)) as (_, address), line(address) as made:
         session = open_session(made)
         time.sleep(1.5)
         assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
@@ -181,17 +181,17 @@ def test_no_one_without_a_key():
         assert all(goes_on(address, key) for key in KEYS)
         with line(address, KEYS[0]) as mine, line(address, KEYS[1]) as other:
             session = open_session(mine)
-            assert ask(other, resume(session, PROMPT)) == wire.Forgotten(session=session)
+            assert ask(other, resume(session, PROMPT)) == wire.ForgottenMessage(session=session)
             assert ask(mine, draft(session, PROMPT)).token == AFTER[-1]
 
 
 @pytest.mark.parametrize(
     ("options", "keys", "expected"),
     [
-        ({}, ("", ""), wire.Refused),
-        ({"trusted_proxies": ("127.0.0.0/8",)}, ("", ""), wire.Opened),
-        ({"api_keys": KEYS, "only_loopback": False}, (KEYS[0], KEYS[0]), wire.Refused),
-        ({"api_keys": KEYS, "only_loopback": False}, KEYS, wire.Opened),
+        ({}, ("", ""), wire.RefusedMessage),
+        ({"trusted_proxies": ("127.0.0.0/8",)}, ("", ""), wire.OpenedMessage),
+        ({"api_keys": KEYS, "only_loopback": False}, (KEYS[0], KEYS[0]), wire.RefusedMessage),
+        ({"api_keys": KEYS, "only_loopback": False}, KEYS, wire.OpenedMessage),
     ],
     ids=["one address", "a trusted proxy", "one key", "two keys"],
 )
@@ -201,10 +201,10 @@ def test_one_key_or_address_has_so_many_sessions(options: dict[str, Any], keys: 
         with line(address, keys[1]) as other:
             answer = ask(other, begin())
             assert isinstance(answer, expected)
-            if expected is wire.Refused:
+            if expected is wire.RefusedMessage:
                 assert answer.code == "full"
-                mine.send(wire.encode(wire.Close(session=session)))
-                assert isinstance(ask(mine, resume(session, PROMPT)), wire.Forgotten)
+                mine.send(wire.encode(wire.CloseMessage(session=session)))
+                assert isinstance(ask(mine, resume(session, PROMPT)), wire.ForgottenMessage)
                 open_session(other)  # there is room again, over the same connection
 
 
@@ -257,7 +257,7 @@ def test_no_new_ones_while_draining():
         time.sleep(0.3)
         assert not server.should_exit  # a client is being served
         assert ask(made, draft(session, PROMPT)).token == AFTER[-1]
-        made.send(wire.encode(wire.Close(session=session)))
+        made.send(wire.encode(wire.CloseMessage(session=session)))
         assert closed(made) == 1012
 
 
@@ -368,7 +368,7 @@ def test_half_a_frame_and_a_reset():
 
 
 def test_a_slow_reader_is_cut_off_and_costs_little():
-    with serving(bounds=Bounds(reader_seconds=1.0)) as (server, address):
+    with serving(bounds=ConnectionLimits(reader_seconds=1.0)) as (server, address):
         made = handshaken(address, 2048)
         with made:
             made.sendall(framed(wire.encode(begin())))
@@ -403,7 +403,7 @@ def test_a_message_in_too_many_parts(monkeypatch):
 
 
 def test_connections_are_counted():
-    with serving(bounds=Bounds(connections=2, trusted=("127.0.0.1",))) as (_, address):
+    with serving(bounds=ConnectionLimits(connections=2, trusted=("127.0.0.1",))) as (_, address):
         with line(address) as first, line(address):
             # 503, which is not always read before the connection ends; the library of the test may then stumble over itself.
             with pytest.raises((WebSocketException, AssertionError)), line(address):
@@ -441,7 +441,7 @@ def test_tls(certificate: tuple[str, str]):
 
 def test_tls_whose_last_word_comes_with_the_request(certificate: tuple[str, str]):
     """As on a network: the tickets of TLS 1.3 have not been sent yet when the WebSocket is asked for."""
-    bounds = Bounds(request_seconds=0.2, reader_seconds=0.2)
+    bounds = ConnectionLimits(request_seconds=0.2, reader_seconds=0.2)
     with serving(tls=certificate, bounds=bounds) as (_, address), socket.create_connection(address) as made:
         made.settimeout(10)
         come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -478,10 +478,10 @@ def noise(rng: random.Random, session: bytes) -> bytes:
     tokens, parents = chain(PROMPT, rng.randrange(6))
     text = TEXT[: rng.randrange(1, len(TEXT))]
     drafted = {"tokens": wire.pack(tokens, "int32"), "parents": wire.pack(parents, "uint8")}
-    good: wire.Up = rng.choice(
+    good: wire.UpMessage = rng.choice(
         [
             begin(),
-            wire.Close(session=rng.randbytes(16)),
+            wire.CloseMessage(session=rng.randbytes(16)),
             draft(session, text, rng.randrange(1, 4), rng.randrange(2), **drafted),
             resume(session, text, rng.randrange(40), rng.randrange(3)),
         ]

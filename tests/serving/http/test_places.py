@@ -15,7 +15,7 @@ from websockets.sync.client import connect
 from specjax.errors import InputError
 from specjax.serving.http import run
 from specjax.serving.http.places import RESERVED, Places, networks
-from specjax.serving.http.protocol import Bounds
+from specjax.serving.http.protocol import ConnectionLimits
 from tests.serving.http.made_up import MadeUpEngine, running, wait_until
 from tests.serving.http.test_drafts import SpeakingEngine, open_session
 
@@ -25,7 +25,7 @@ both = pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 
 
 @contextmanager
-def listening(bounds: Bounds, tls: tuple[str, str] | None, is_starting: bool = False) -> Iterator[tuple[str, int]]:
+def listening(bounds: ConnectionLimits, tls: tuple[str, str] | None, is_starting: bool = False) -> Iterator[tuple[str, int]]:
     """A server, ready or not."""
     if not is_starting:
         with running(MadeUpEngine(), bounds, tls=tls) as (_, address):
@@ -87,7 +87,7 @@ def test_silent_connections_keep_nobody_from_looking_after_the_server(
     has_tls: bool, is_starting: bool, trusted: tuple[str, ...], certificate: tuple[str, str]
 ) -> None:
     tls, most = certificate if has_tls else None, MOST if trusted else MOST // 4
-    with listening(Bounds(connections=MOST, trusted=trusted), tls, is_starting) as address:
+    with listening(ConnectionLimits(connections=MOST, trusted=trusted), tls, is_starting) as address:
         with silent(address, 40) as sockets:
             wait_until(lambda: are_closed(sockets) == 40 - most - RESERVED)
             for path in ("/health", "/metrics"):
@@ -109,7 +109,7 @@ def test_silent_connections_keep_nobody_from_looking_after_the_server(
 @both
 def test_one_address_has_a_quarter(has_tls: bool, certificate: tuple[str, str]) -> None:
     tls = certificate if has_tls else None
-    with listening(Bounds(connections=MOST), tls) as address:
+    with listening(ConnectionLimits(connections=MOST), tls) as address:
         with silent(address, MOST // 4):
             wait_until(lambda: b"from this address" in answer(address, tls, "/v1/models"))
             assert status(answer(address, tls)) == 200
@@ -119,7 +119,7 @@ def test_one_address_has_a_quarter(has_tls: bool, certificate: tuple[str, str]) 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01"], ids=["nothing", "a part"])
 def test_a_handshake_that_does_not_come(sent: bytes, certificate: tuple[str, str]) -> None:
-    bounds = Bounds(connections=MOST, trusted=(HERE,), handshake_seconds=0.3)
+    bounds = ConnectionLimits(connections=MOST, trusted=(HERE,), handshake_seconds=0.3)
     with listening(bounds, certificate) as address, silent(address, MOST) as sockets:
         for each in sockets:
             each.sendall(sent)
@@ -129,7 +129,7 @@ def test_a_handshake_that_does_not_come(sent: bytes, certificate: tuple[str, str
 
 def test_a_client_that_does_not_end_tls_is_not_waited_for(certificate: tuple[str, str]) -> None:
     """Its connection has been closed by the server, and counts as long as it has a file."""
-    bounds = Bounds(connections=1, request_seconds=30, handshake_seconds=0.5)
+    bounds = ConnectionLimits(connections=1, request_seconds=30, handshake_seconds=0.5)
     with listening(bounds, certificate) as address, socket.create_connection(address, 10) as made:
         come, gone = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = ssl.create_default_context(cafile=certificate[0]).wrap_bio(come, gone, server_hostname=HERE)
@@ -147,7 +147,7 @@ def test_a_client_that_does_not_end_tls_is_not_waited_for(certificate: tuple[str
 
 @both
 def test_a_probe_that_says_nothing_does_not_stay(has_tls: bool, certificate: tuple[str, str]) -> None:
-    bounds = Bounds(connections=1, probe_seconds=0.3, handshake_seconds=0.3)
+    bounds = ConnectionLimits(connections=1, probe_seconds=0.3, handshake_seconds=0.3)
     tls = certificate if has_tls else None
     with listening(bounds, tls) as address, silent(address, 1), silent(address, RESERVED) as sockets:
         wait_until(lambda: are_closed(sockets) == RESERVED, 5)
@@ -167,7 +167,7 @@ def test_a_websocket_is_counted_until_it_is_closed(has_tls: bool, certificate: t
     tls, engine = certificate if has_tls else None, SpeakingEngine()
     context = ssl.create_default_context(cafile=certificate[0]) if has_tls else None
     try:
-        with running(engine, Bounds(connections=1), tls=tls) as (_, address):
+        with running(engine, ConnectionLimits(connections=1), tls=tls) as (_, address):
             url = f"{'wss' if has_tls else 'ws'}://{HERE}:{address[1]}/v1/drafts"
             with connect(url, ssl=context, compression=None, proxy=None) as made:
                 open_session(made)
