@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
 from specjax.models.transformer import Target
+from specjax.renamed import old_names
 
 Batch = dict[str, jax.Array]
 """What one step learns from:
@@ -159,3 +160,6 @@ class TrainingMethod:
     def frozen(self, path: str) -> bool:
         """Whether the student's parameter at ``path`` ("params.layers.0.q") stays as it is. Whole numbers always do."""
         return False
+
+
+__getattr__ = old_names(__name__, {"Given": StudentInputs})

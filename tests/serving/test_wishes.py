@@ -74,17 +74,28 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
 @pytest.mark.full
 def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
     """More than fit the pages: some are put back, and report each token once."""
-    engine.submit(PROMPT, max_new_tokens=1, temperature=0.7, seed=0).result(PATIENCE)  # what makes keys may have been freed
-    before = compilations()
     wishes = [{"logprobs": 2}, {}, {"logprobs": 0, "echo": True}, {"spans": True}, {"prediction": [4, 2, 7, 1, 5, 5]}, {}]
-    handles = [
-        engine.submit(
-            PROMPT * (1 + i % 4), max_new_tokens=30, temperature=0.7 * (i % 2), seed=i, eos_token_ids=(), **wishes[i % 6]
-        )
-        for i in range(24)
-    ]
-    for handle in handles:
-        handle.result(PATIENCE)
+
+    def results(number: int, length: int) -> list[Handle]:
+        """The handles of so many requests at once, when all are done."""
+        handles = [
+            engine.submit(
+                PROMPT * (1 + i % 4),
+                max_new_tokens=length,
+                temperature=0.7 * (i % 2),
+                seed=i,
+                eos_token_ids=(),
+                **wishes[i % 6],
+            )
+            for i in range(number)
+        ]
+        for handle in handles:
+            handle.result(PATIENCE)
+        return handles
+
+    results(12, 2)  # the small programs of every kind of request, which may have been freed since the engine was made
+    before = compilations()
+    handles = results(24, 30)
     assert compilations() == before
     assert engine.statistics.put_back > 0
     for number, handle in enumerate(handles):
