@@ -65,7 +65,7 @@ class ProcessPlace:
     Examples:
         >>> from specjax.processes import ProcessPlace
         >>> ProcessPlace("10.0.0.1:8476", count=2, number=1)
-        Place(address='10.0.0.1:8476', count=2, number=1, devices=None)
+        ProcessPlace(address='10.0.0.1:8476', count=2, number=1, devices=None)
     """
 
     address: str
@@ -117,7 +117,7 @@ def find(environment: Mapping[str, str] = os.environ) -> ProcessPlace | None:
     Examples:
         >>> from specjax import processes
         >>> processes.find({"LWS_LEADER_ADDRESS": "m-0.m", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"})
-        Place(address='m-0.m:8476', count=2, number=1, devices=None)
+        ProcessPlace(address='m-0.m:8476', count=2, number=1, devices=None)
         >>> processes.find({})
     """
     if _number_in(environment, "JAX_NUM_PROCESSES") == 1:

@@ -49,8 +49,8 @@ class Client:
         >>> client = connect("ws://localhost:8000", specjax.PromptLookup(draft=2), target, capacity=32)
         >>> for event in client.stream([5, 3, 1, 5, 3, 1, 5], max_new_tokens=2, is_offline=True):  # without any server
         ...     print(event)
-        Provisional(tokens=(3,), text='')
-        Provisional(tokens=(1,), text='')
+        ProvisionalEvent(tokens=(3,), text='')
+        ProvisionalEvent(tokens=(1,), text='')
         >>> client.report.finish_reason
         'offline'
     """

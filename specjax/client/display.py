@@ -18,10 +18,10 @@ class Display:
         >>> display = Display(None, prompt=[5, 6])
         >>> for event in [*display.show([7]), *display.show([8]), *display.commit([7, 9])]:
         ...     print(event)
-        Provisional(tokens=(7,), text='')
-        Provisional(tokens=(8,), text='')
-        Retracted(tokens=(8,), text='')
-        Committed(tokens=(7, 9), text='', confirmed=1)
+        ProvisionalEvent(tokens=(7,), text='')
+        ProvisionalEvent(tokens=(8,), text='')
+        RetractedEvent(tokens=(8,), text='')
+        CommittedEvent(tokens=(7, 9), text='', confirmed=1)
     """
 
     def __init__(

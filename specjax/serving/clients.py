@@ -106,7 +106,7 @@ Examples:
     >>> from specjax.serving import RowDropped, RowEvent, RowReady
     >>> heard: list[RowEvent] = [RowReady(length=6), RowDropped("the engine is closed")]
     >>> [type(event).__name__ for event in heard]
-    ['Ready', 'Dropped']
+    ['RowReady', 'RowDropped']
 """
 
 
@@ -179,7 +179,7 @@ class ClientRow:
         ...     checked = events.get()
         ...     row.close()
         >>> ready, checked.accepted, [checked.token] == plain.tokens[0, 8:9].tolist()
-        (Ready(length=6), (1, 2), True)
+        (RowReady(length=6), (1, 2), True)
     """
 
     def __init__(self, clients: "Clients", ticket: Ticket, settings: dict[str, Any], listener: Listener, known: int) -> None:

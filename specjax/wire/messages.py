@@ -409,7 +409,7 @@ def decode_up(frame: bytes, most: int = MOST_UP) -> UpMessage:
     Examples:
         >>> from specjax.wire import CloseMessage, decode_up, encode
         >>> decode_up(encode(CloseMessage(session=bytes(16))))
-        Close(session=b'\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
+        CloseMessage(session=b'\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00\\x00')
     """
     return _decode(_up, frame, most)
 
