@@ -277,12 +277,12 @@ class Exchange:
             return self._ready(message)
         if isinstance(message, wire.VerdictMessage):
             return self._verdict(message)
-        return [SendFrame(self.hello())]  # Resync: the texts differ, and ours is what was committed
+        return [SendFrame(self.hello())]  # ResyncMessage: the texts differ, and ours is what was committed
 
     def _opened(self, message: wire.OpenedMessage) -> list[ExchangeEvent]:
         if message.session == self._session or message.epoch:  # a sign of life: the text is still being read
             return []
-        if self._session is not None or self.phase != "opening":  # of an Open over a connection that is gone
+        if self._session is not None or self.phase != "opening":  # of an OpenMessage over a connection that is gone
             return [SendFrame(wire.encode(wire.CloseMessage(session=message.session)))]
         self._session, self._epoch, self._sequence, self._sent = message.session, message.epoch, 0, None
         tells = {name: tuple(shape) for name, shape in message.tells.items()}

@@ -233,9 +233,8 @@ class Engine:
         self._draft = str(setup.choices[0] or "none")  # that was used last
         self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, RowProgress]] = []
-        self._unread: list[
-            tuple[Handle, PrefillChunk, int, Any]
-        ] = []  # log-probabilities of prompts that are still on the device
+        # Log-probabilities of prompts that are still on the device.
+        self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
         self._counted = _copies(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
