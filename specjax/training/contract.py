@@ -1,5 +1,6 @@
 """What a training method is: the contract between the loop and what it trains."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -12,7 +13,6 @@ from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
 from specjax.models.transformer import Target
-from specjax.renamed import old_names
 
 Batch = dict[str, jax.Array]
 """What one step learns from:
@@ -162,4 +162,8 @@ class TrainingMethod:
         return False
 
 
-__getattr__ = old_names(__name__, {"Given": StudentInputs})
+def __getattr__(name: str) -> Any:
+    if name == "Given":
+        warnings.warn(f"{__name__}.Given has a new name: StudentInputs", DeprecationWarning, stacklevel=2)
+        return StudentInputs
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
