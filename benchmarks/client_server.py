@@ -221,7 +221,7 @@ class Stopwatch:
     def __init__(self, device: ClientDevice) -> None:
         """Of a ``device``, from now on."""
         self.seconds, self.calls = 0.0, 0
-        for name in ("propose", "hear", "assume"):
+        for name in ("propose", "append_remote", "append_unverified"):
             setattr(device, name, self._timed(getattr(device, name), name == "propose"))
 
     def _timed(self, call: Any, is_draft: bool) -> Any:

@@ -128,7 +128,7 @@ class Reading:
 
         @jax.jit
         def tell(tokens: jax.Array) -> dict[str, jax.Array]:
-            return drafter.tell(target, *target.read(tokens, taps=taps))
+            return drafter.remote_inputs(target, *target.read(tokens, taps=taps))
 
         told = [{name: np.asarray(array)[0] for name, array in tell(text[None]).items()} for text in texts]
         self._told = [{name: wire.unpack(wire.pack(array, precision)) for name, array in arrays.items()} for arrays in told]
@@ -142,12 +142,12 @@ class Reading:
     def tokens_a_round(self, number: int, prompt: int) -> float:
         """Tokens that a round adds to a text, in the mean, with a chain of `CHAIN`."""
         text, device = self.texts[number].tolist(), self.device
-        known, length, rounds = device.hear(device.start(), *self.told(number, 0, prompt - 1)), prompt, 0
+        known, length, rounds = device.append_remote(device.start(), *self.told(number, 0, prompt - 1)), prompt, 0
         while length + CHAIN < len(text):
             path = device.propose(known, text[length - 1], length, self.settings, CHAIN).path
             same = np.cumprod(np.array(path) == text[length : length + len(path)])
             new = 1 + int(same.sum())
-            known, rounds = device.hear(known, *self.told(number, length - 1, length - 1 + new)), rounds + 1
+            known, rounds = device.append_remote(known, *self.told(number, length - 1, length - 1 + new)), rounds + 1
             length += new
         return (length - prompt) / rounds
 
@@ -155,7 +155,7 @@ class Reading:
         """At which of so many places the drafter alone writes what the target has written, after a cut at ``length``."""
         text = self.texts[number].tolist()
         speculation = Speculation(self.device, self.settings, text[:length])
-        speculation.hear(*self.told(number, 0, length - 1))
+        speculation.append_remote(*self.told(number, 0, length - 1))
         while len(speculation.path) < tokens:
             speculation.draft(self.device.alone)
         return np.array(speculation.path[:tokens]) == text[length : length + tokens]

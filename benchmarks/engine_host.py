@@ -80,7 +80,7 @@ class InstantDevice:
     def wait_for_reads(self) -> None:
         """There is nothing to wait for."""
 
-    def admit(self, row: int, words: Any, start: int, border: Any) -> None:
+    def admit(self, row: int, words: Any, start: int, prefix_state: Any) -> None:
         """Begin a text in a row."""
         self._lengths[row], self._limits[row], self._steps[row], self._is_read[row] = words.length, words.limit, 0, False
 

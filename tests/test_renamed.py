@@ -5,9 +5,14 @@ import importlib
 from collections import Counter
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import struct
 
 import specjax
+from specjax.drafters import Draft, Drafter
 from specjax.training.contract import StudentInputs
 
 
@@ -25,3 +30,27 @@ def test_each_class_name_stands_for_one_class() -> None:
     trees = (ast.parse(path.read_text()) for path in Path(specjax.__file__).parent.rglob("*.py"))
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:
+    with pytest.warns(DeprecationWarning, match="NewestToken.absorb has a new name: call it append_committed") as caught:
+
+        @struct.dataclass
+        class NewestToken(Drafter[jax.Array]):
+            draft: specjax.Chain = struct.field(pytree_node=False, default=specjax.Chain(2))
+
+            def start(self, target, batch, capacity):
+                return jnp.zeros(batch, jnp.int32)
+
+            def absorb(self, target, state, committed):
+                super().absorb(target, state, committed)
+                newest = jnp.take_along_axis(committed.tokens, jnp.maximum(committed.count - 1, 0)[:, None], axis=1)[:, 0]
+                return jnp.where(committed.count > 0, newest, state)
+
+            def propose(self, target, state, root, sampling, keys, active):
+                return Draft.chain(root, jnp.stack([state, root], axis=1)), state
+
+    assert [each.filename for each in caught] == [__file__]
+    prompts = np.array([[1, 2, 1, 2, 1, 2]])
+    plain = specjax.generate(target, None, prompts, max_new_tokens=6)
+    assert np.array_equal(specjax.generate(target, NewestToken(), prompts, max_new_tokens=6).tokens, plain.tokens)

@@ -74,7 +74,7 @@ class ClientDevice:
         >>> from specjax.client.device import ClientDevice, Settings
         >>> drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
         >>> device = ClientDevice(target, drafter, [specjax.Chain(3)], capacity=32)
-        >>> known = device.hear(device.start(), [5, 3], [3, 1], {})
+        >>> known = device.append_remote(device.start(), [5, 3], [3, 1], {})
         >>> settings = Settings.of(specjax.Sampling(temperature=0.0), seed=0)
         >>> tree = device.propose(known, root=1, length=3, settings=settings, depth=3)
         >>> tree.root, tree.depth
@@ -101,7 +101,9 @@ class ClientDevice:
         """Nothing is known."""
         return _start(self.target, self.drafter, capacity=self.capacity)
 
-    def hear(self, known: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> Known:
+    def append_remote(
+        self, known: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]
+    ) -> Known:
         """What is known after committed ``tokens``, with the token ``following`` each and what was told of them, ``[T, …]``."""
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
@@ -109,8 +111,8 @@ class ClientDevice:
             known = _hear(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width), told)
         return known
 
-    def assume(self, known: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
-        """What would be known after ``tokens`` of which nothing was told; see `Drafter.assume`."""
+    def append_unverified(self, known: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
+        """What would be known after ``tokens`` of which nothing was told; see `Drafter.append_unverified`."""
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
             known = _assume(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width))
@@ -181,13 +183,15 @@ def _hear(
 ) -> Known:
     cache = known.cache
     if cache is not None:
-        cache = cache.append(_as(cache, drafter.entries_told(target, arrays)), count, after=count)
-    return Known(drafter=drafter.hear(target, known.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache)
+        cache = cache.append(_as(cache, drafter.remote_entries(target, arrays)), count, after=count)
+    return Known(
+        drafter=drafter.append_remote(target, known.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache
+    )
 
 
 @jax.jit
 def _assume(target: Target, drafter: Drafter, known: Known, tokens: jax.Array, following: jax.Array, count: jax.Array) -> Known:
-    state, entries = drafter.assume(target, known.drafter, tokens, following, count, known.cache)
+    state, entries = drafter.append_unverified(target, known.drafter, tokens, following, count, known.cache)
     cache = known.cache
     if cache is not None:
         cache = cache.append(_as(cache, entries), count, after=jax.tree.leaves(entries)[0][:, 0, 0])

@@ -148,9 +148,9 @@ class PrivateWriter:
                 at = numbers[places]
                 arrays = {name: array[at] for name, array in told.items()}
                 shift = np.array(places) - at
-                speculation.hear(piece, following, moved(self._device.target, arrays, shift))
+                speculation.append_remote(piece, following, moved(self._device.target, arrays, shift))
             else:
-                speculation.assume(piece, following)
+                speculation.append_unverified(piece, following)
 
 
 class _Listener(Writer):

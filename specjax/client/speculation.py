@@ -51,14 +51,14 @@ class Speculation:
         """The text after the committed tokens, as the drafter alone writes it."""
         return tuple(token for stretch in self.stretches for token in stretch.path)
 
-    def hear(self, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
+    def append_remote(self, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
         """The target has told something of ``tokens``, which follow those that are heard."""
-        self._known, self._assumed = self._device.hear(self._known, tokens, following, arrays), None
+        self._known, self._assumed = self._device.append_remote(self._known, tokens, following, arrays), None
         self.heard += len(tokens)
 
-    def assume(self, tokens: Sequence[int], following: Sequence[int]) -> None:
+    def append_unverified(self, tokens: Sequence[int], following: Sequence[int]) -> None:
         """Go on, for good, after ``tokens`` of which the target will tell nothing."""
-        self._known, self._assumed = self._device.assume(self._known, tokens, following), None
+        self._known, self._assumed = self._device.append_unverified(self._known, tokens, following), None
         self.heard += len(tokens)
 
     def draft(self, depth: int) -> None:
@@ -75,7 +75,7 @@ class Speculation:
         text = (*self.tokens, *path)
         known, count = self._assumed or (self._known, self.heard)
         if len(text) - 1 > count:  # all but the last token, which is the root
-            known = self._device.assume(known, text[count:-1], text[count + 1 :])
+            known = self._device.append_unverified(known, text[count:-1], text[count + 1 :])
             self._assumed = known, len(text) - 1
         tree = self._device.propose(known, text[-1], len(text), self._settings, depth)
         return Stretch(tree, tree.path)

@@ -279,7 +279,7 @@ class Writer:
             self._commit(news)
 
     def _hear(self, news: FeaturesReceived) -> None:
-        self.speculation.hear(news.tokens, news.following, news.arrays)
+        self.speculation.append_remote(news.tokens, news.following, news.arrays)
 
     def _check_bounds(self) -> None:
         """The server tells what this drafter must hear, and takes texts as long as this one."""

@@ -99,8 +99,8 @@ def advance(
     """Score ``draft``, verify it and keep what was accepted.
 
     The draft may come from `propose_step`, or from elsewhere (another process or machine). Then ``drafter`` is one that keeps
-    what it needs in ``absorb`` alone, or has proposed nothing in this step. A draft may be of any shape, and shallower than
-    those that the state was started for, down to a root alone.
+    what it needs in ``append_committed`` alone, or has proposed nothing in this step. A draft may be of any shape, and
+    shallower than those that the state was started for, down to a root alone.
 
     With ``logprobs``, the step's `StepInfo` has the target's own log-probabilities of the emitted tokens, and of as many of the
     likeliest ones in their places.

@@ -190,29 +190,29 @@ def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
 
 
 @struct.dataclass
-class Border:
+class PrefixState:
     """What is known at the end of a chunk of a prompt beside its pages, for a text that goes on from there.
 
     Attributes:
         states: the target's, of layers that keep one (`specjax.models.cache.KVCache`), with a row for each group.
-        drafter: what `Drafter.at_border` keeps.
+        drafter: what `Drafter.to_prefix_state` keeps.
     """
 
     states: Any
     drafter: Any
 
 
-def fresh_border(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> Border:
+def empty_prefix_state(target: Target, drafter: Drafter, *, capacity: int, pages: int, page: int = 64) -> PrefixState:
     """What `admit` is given for a text of which nothing has been read.
 
     Arguments as of `empty`. On a mesh it has a row for each group, as what `read_chunk` returns.
     """
 
     @jax.jit
-    def make(target: Target, drafter: Drafter) -> Border:
+    def make(target: Target, drafter: Drafter) -> PrefixState:
         groups = groups_of(target.mesh)
         own = to_pages(drafter.start(target, groups, capacity), pages, page, target)
-        return Border(target.new_cache(groups, capacity).states, _without_pools(drafter.at_border(own)))
+        return PrefixState(target.new_cache(groups, capacity).states, _without_pools(drafter.to_prefix_state(own)))
 
     return make(target, drafter)
 
@@ -225,7 +225,7 @@ def admit(
     row: ArrayLike,
     text: Text,
     cached: ArrayLike,
-    border: Border,
+    prefix_state: PrefixState,
     group: ArrayLike = 0,
 ) -> DecodeState:
     """Give a ``row`` to a ``text``. It is done, as far as `decode_rows` goes, until its prompt has been read.
@@ -238,15 +238,15 @@ def admit(
         text: the text.
         cached: how many of its tokens have been read already, for another text, whose pages are in this row's table. The token
             after them is the same in both texts, too: drafters pair a token with the one after it.
-        border: what was known of that text there, as `read_chunk` gave it; `fresh_border` where ``cached`` is 0.
-        group: whose row of ``border`` it is; 0 without a mesh.
+        prefix_state: what was known of that text there, as `read_chunk` gave it; `empty_prefix_state` where ``cached`` is 0.
+        group: whose row of ``prefix_state`` it is; 0 without a mesh.
 
     Examples:
         >>> from specjax.decoding import rows
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
@@ -258,13 +258,13 @@ def admit(
         ...     top_p=np.float32(1),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
         >>> state.lengths.tolist(), state.done.tolist()  # done: its prompt has yet to be read
         ([1, 6, 1, 1], [True, True, True, True])
     """
     cache, capacity = state.cache, state.tokens.shape[1]
     assert isinstance(cache, PagedCache)
-    kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), border)
+    kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
     fresh = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
     settings = {name: getattr(text, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     one = DecodeState(
@@ -283,7 +283,7 @@ def admit(
         min_lengths=text.min_length,
     )
     one = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], one)
-    own = drafter.from_border(fresh, kept.drafter)
+    own = drafter.from_prefix_state(fresh, kept.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
         own = drafter.predict(own, *(jnp.asarray(leaf, jnp.int32)[None] for leaf in (text.prediction, text.predicted)))
     one = replace(one, cache=replace(one.cache, states=kept.states), drafter=_without_pools(own))
@@ -302,8 +302,8 @@ def read_chunk(
     *,
     width: int,
     logprobs: int | None = None,
-    teller: Drafter | None = None,
-) -> tuple[DecodeState, Border, Logprobs | None, dict[str, jax.Array]]:
+    remote_drafter: Drafter | None = None,
+) -> tuple[DecodeState, PrefixState, Logprobs | None, dict[str, jax.Array]]:
     """Read the next tokens of a prompt: of one row, or on a mesh of one row of each group.
 
     Args:
@@ -317,19 +317,19 @@ def read_chunk(
             step of decoding reads the last token, which is the first root.)
         width: tokens that are computed.
         logprobs: with a number, the target's log-probabilities too, and of as many likeliest tokens in each place.
-        teller: a drafter that drafts for this text elsewhere, and must be told of its tokens.
+        remote_drafter: a drafter that drafts for this text elsewhere, and must be told of its tokens.
 
     Returns:
         The state; what is known at the end of the chunk, for `admit`; where they are asked for, the log-probabilities
-        ``[G, width]`` of the token that comes after each of the chunk's; and of each of the chunk's tokens what `Drafter.tell`
-        of the ``teller`` gives, ``[G, width, …]``: nothing without one.
+        ``[G, width]`` of the token that comes after each of the chunk's; and of each of the chunk's tokens the
+        `Drafter.remote_inputs` of the ``remote_drafter``, ``[G, width, …]``: nothing without one.
 
     Examples:
         >>> from specjax.decoding import rows
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
@@ -341,7 +341,7 @@ def read_chunk(
         ...     top_p=np.float32(1),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
@@ -369,19 +369,19 @@ def read_chunk(
         return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
 
     tokens, following = at(places), at(places + 1)
-    asked = drafter.taps(target.config), () if teller is None else teller.taps(target.config)
+    asked = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
-    told = {} if teller is None else teller.tell(target, _with_taps(output, taps, asked[1]), new)
+    told = {} if remote_drafter is None else remote_drafter.remote_inputs(target, _with_taps(output, taps, asked[1]), new)
     output = _with_taps(output, taps, asked[0])
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
-    own = drafter.absorb(target, part.drafter, committed)
-    border = Border(cache.states, _without_pools(drafter.at_border(own)))
+    own = drafter.append_committed(target, part.drafter, committed)
+    prefix_state = PrefixState(cache.states, _without_pools(drafter.to_prefix_state(own)))
     own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
     said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
-    return place_rows(put_rows(state, part, put), target), border, said, told
+    return place_rows(put_rows(state, part, put), target), prefix_state, said, told
 
 
 def _with_taps(output: States, taps: tuple[int, ...], asked: tuple[int, ...]) -> States:
@@ -473,7 +473,7 @@ def decode_rows(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, **sizes)
-        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
@@ -485,7 +485,7 @@ def decode_rows(
         ...     top_p=np.float32(1),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([True])
@@ -531,7 +531,7 @@ class VerifiedRows:
         accepted: ``[W]`` how many of the emitted tokens were drafted.
         done: ``[W]`` bool, the text is over.
         failed: ``[W]`` bool, because the target's logits after the last of the tokens were none.
-        told: of each node of the path, what `Drafter.tell` gives, ``[W, D+1, …]``.
+        told: of each node of the path, what `Drafter.remote_inputs` gives, ``[W, D+1, …]``.
     """
 
     path: jax.Array
@@ -547,17 +547,17 @@ class VerifiedRows:
 class _Elsewhere(Drafter[Any]):
     """Stands where a drafter would that is on another machine: its state, after a verdict, is what that one is to be told."""
 
-    teller: Drafter
+    remote_drafter: Drafter
 
     @property
     def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
         return NoDraft().draft
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.teller.taps(config)
+        return self.remote_drafter.taps(config)
 
     def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
-        return self.teller.tell(target, committed.output, committed.entries)
+        return self.remote_drafter.remote_inputs(target, committed.output, committed.entries)
 
 
 def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
@@ -565,10 +565,10 @@ def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
     return math.prod(tokens.shape)
 
 
-@by_rows(nodes_of_call, models=("target", "teller"), static_argnames="depth", donate_argnames="state")
+@by_rows(nodes_of_call, models=("target", "remote_drafter"), static_argnames="depth", donate_argnames="state")
 def verify_rows(
     target: Target,
-    teller: Drafter,
+    remote_drafter: Drafter,
     state: DecodeState,
     table: HostOrDevice,
     rows: HostOrDevice,
@@ -585,7 +585,7 @@ def verify_rows(
 
     Args:
         target: the target.
-        teller: the drafter that drafts elsewhere, or one like it: its ``taps`` and its `Drafter.tell` are used.
+        remote_drafter: the drafter that drafts elsewhere, or one like it: its ``taps`` and `Drafter.remote_inputs` are used.
         state: of `empty`, whose drafts may be as deep; donated.
         table: ``[B, n]`` the pages of all rows, with room for what is emitted: up to depth + 1 tokens a row.
         rows: ``[W]`` whose prompts have been read, each once; B where none is asked for.
@@ -603,7 +603,7 @@ def verify_rows(
         >>> drafter = NoDraft()
         >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
         >>> state = rows.empty(target, drafter, rows=4, depth=2, **sizes)
-        >>> border = rows.fresh_border(target, drafter, **sizes)
+        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
@@ -615,7 +615,7 @@ def verify_rows(
         ...     top_p=np.float32(1),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, border, group)
+        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
         >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
         >>> table[1, :2] = 3, 7
         >>> row, count, is_last = np.array([1]), np.array([5]), np.array([False])
@@ -640,7 +640,7 @@ def verify_rows(
     draft = Draft.of_tree(
         jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
     )
-    after, info = advance(target, _Elsewhere(teller), part, draft)
+    after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
     places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
@@ -660,7 +660,7 @@ def verify_rows(
 def catch_up(
     target: Target, drafter: Pausable | WithPrediction, state: DecodeState, table: HostOrDevice, *, width: int
 ) -> DecodeState:
-    """Tell the drafter what it is owed, in the first ``width`` rows. The state is donated."""
+    """Tell the drafter of the tokens that it has yet to read, in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
     part = _first_rows(state, width)
     own = drafter.catch_up(target, part.drafter, part.tokens, part.cache)

@@ -142,13 +142,13 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         (target.new_cache(batch, capacity), start_drafter(drafter, target, batch, capacity))
     )
 
-    def absorb(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
-        return drafter.absorb(target, state, Committed(tokens=tokens, following=following, **read))
+    def append_committed(state: Any, tokens: jax.Array, following: jax.Array, **read: Any) -> Any:
+        return drafter.append_committed(target, state, Committed(tokens=tokens, following=following, **read))
 
     if width <= PREFILL_CHUNK:  # nothing came before: there is no cache to read
         output, new = target.read(tokens, taps=taps, commit=committed)
         cache = cache.append(new, committed, after=output.hidden)
-        state = absorb(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
+        state = append_committed(state, tokens, following, output=output, entries=new, count=committed, cache=cache)
         return cache, drafter.prompts_read(target, state, tokens, cache)
 
     chunks = -(-width // PREFILL_CHUNK)
@@ -163,7 +163,10 @@ def read_prompts(target: Target, drafter: Drafter, tokens: jax.Array, lengths: j
         count = jnp.clip(committed - number * PREFILL_CHUNK, 0, PREFILL_CHUNK)
         output, new = target.read(tokens, cache, taps=taps, commit=count)
         written = cache.append(new, count, after=output.hidden)
-        return (written, absorb(state, tokens, following, output=output, entries=new, count=count, cache=written)), None
+        return (
+            written,
+            append_committed(state, tokens, following, output=output, entries=new, count=count, cache=written),
+        ), None
 
     parts = split(tokens), split(following), jnp.arange(chunks, dtype=jnp.int32)
     (cache, state), _ = jax.lax.scan(read, (cache, state), parts)

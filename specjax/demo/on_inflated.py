@@ -102,8 +102,8 @@ class OnInflated(Drafter[Any]):
     def start(self, target: Target, batch: int, capacity: int) -> Any:
         return self._drafter.start(self._narrow(target), batch, capacity)
 
-    def absorb(self, target: Target, state: Any, committed: Committed) -> Any:
-        return self._drafter.absorb(self._narrow(target), state, self._narrowed(committed))
+    def append_committed(self, target: Target, state: Any, committed: Committed) -> Any:
+        return self._drafter.append_committed(self._narrow(target), state, self._narrowed(committed))
 
     def propose(
         self,

@@ -1,5 +1,6 @@
 """What a drafter is, and what it is told of."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
@@ -81,7 +82,7 @@ class RemoteFeatures:
     Attributes:
         tokens: ``[B, T]``.
         following: ``[B, T]`` the token after each, as in `Committed`.
-        arrays: what `Drafter.tell` made of the target's pass over them, each ``[B, T, …]``.
+        arrays: what `Drafter.remote_inputs` made of the target's pass over them, each ``[B, T, …]``.
         count: ``[B]`` how many of them count.
 
     Examples:
@@ -91,11 +92,11 @@ class RemoteFeatures:
         >>> told = RemoteFeatures(
         ...     tokens=prompts,
         ...     following=jnp.roll(prompts, -1, axis=1),
-        ...     arrays=drafter.tell(target, output, entries),  # on the server
+        ...     arrays=drafter.remote_inputs(target, output, entries),  # on the server
         ...     count=jnp.array([5, 5]),
         ... )
         >>> state = drafter.start(target, batch=2, capacity=32)
-        >>> state = drafter.hear(target, state, told)  # on the client
+        >>> state = drafter.append_remote(target, state, told)  # on the client
         >>> state.cache.length.tolist()
         [5, 5]
     """
@@ -121,6 +122,17 @@ class DraftingReads:
 
 RULES_PAGE = "docs/extend/drafter.md"
 """The page of the documentation with the rules for drafters, which errors name."""
+
+_OLD_METHODS = {
+    "absorb": "append_committed",
+    "tell": "remote_inputs",
+    "hear": "append_remote",
+    "entries_told": "remote_entries",
+    "assume": "append_unverified",
+    "at_border": "to_prefix_state",
+    "from_border": "from_prefix_state",
+}
+"""Methods of drafters by their old names."""
 
 State = TypeVar("State")
 """What a drafter remembers of a batch: any pytree. Its leaves all have the row axis first, ``[B, …]``, so that a row can be
@@ -202,6 +214,17 @@ class Drafter(OneLine, Generic[State]):
     draft: DraftShape | int
     grows_trees: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let a method that is defined under its old name serve under the new one, with a warning; and the other way round."""
+        super().__init_subclass__(**options)
+        for old, new in _OLD_METHODS.items():
+            own = vars(cls)
+            if old in own and new not in own:
+                warnings.warn(f"{cls.__name__}.{old} has a new name: call it {new}", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, own[old])
+            elif new in own:
+                setattr(cls, old, own[new])  # for a subclass that asks for `super()` by the old name
+
     def __post_init__(self) -> None:
         """What was given as ``draft`` becomes a shape: equal drafters are equal, however their shape was said."""
         if not hasattr(self, "draft"):
@@ -250,29 +273,30 @@ class Drafter(OneLine, Generic[State]):
         """
         return ()  # pyright: ignore[reportReturnType]
 
-    def absorb(self, target: Target, state: State, committed: Committed) -> State:
+    def append_committed(self, target: Target, state: State, committed: Committed) -> State:
         """The state after ``committed``: called for every chunk of the prompts, and from `update` after every verdict.
 
-        A prompt's last token is its first root, so a prompt of n tokens has n - 1 to be absorbed. By default the drafter hears
-        what it tells itself (see `hear`); override it in a drafter that needs what lies in the target's memory.
+        A prompt's last token is its first root, so of a prompt of n tokens n - 1 are appended. By default this is
+        `append_remote` of its own `remote_inputs`; override it in a drafter that needs what lies in the target's memory.
         """
-        arrays = self.tell(target, committed.output, committed.entries)
-        return self.hear(target, state, RemoteFeatures(committed.tokens, committed.following, arrays, committed.count))
+        arrays = self.remote_inputs(target, committed.output, committed.entries)
+        return self.append_remote(target, state, RemoteFeatures(committed.tokens, committed.following, arrays, committed.count))
 
-    # --- drafting on another machine than the target's: absorbing in two halves ---
+    # --- drafting on another machine than the target's: `append_committed` in two halves ---
 
     @property
     def drafts_elsewhere(self) -> bool:
-        """Whether it can draft on another machine than the target's, by what `tell` gives, and has `hear` and `assume`."""
+        """Whether it can draft on another machine than the target's, from `remote_inputs` alone."""
         return False
 
     def fingerprint(self) -> str:
         """By which the two machines can tell whether they have the same drafter; empty where tokens are all that it is told."""
         return ""
 
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
-        """What `hear` needs of the target's pass over T tokens, by name, each ``[B, T, …]``: the half of absorbing that is done
-        where the target is. Nothing, where the tokens say it all.
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        """Return what `append_remote` needs of the target's pass over T tokens, by name, each ``[B, T, …]``.
+
+        It is the half of `append_committed` that is done where the target is. Nothing, where the tokens say it all.
 
         Args:
             target: the target model.
@@ -281,20 +305,20 @@ class Drafter(OneLine, Generic[State]):
         """
         return {}
 
-    def entries_told(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
         """Of each of the target's layers that it `reads`, the entries that are among what it was told; see `told_entries`."""
         reads = self.reads(target.config)
         names = [[f"layer{layer}.{part}" for part in range(len(target.config.entry_parts(layer)))] for layer in reads]
         return tuple(tuple(jnp.swapaxes(arrays[name], 1, 2) for name in each) for each in names)
 
-    def hear(self, target: Target, state: State, told: RemoteFeatures) -> State:
-        """The state after committed tokens of which it was ``told``: the half of absorbing that is done where the drafter is.
+    def append_remote(self, target: Target, state: State, told: RemoteFeatures) -> State:
+        """Return the state after committed tokens with their `remote_inputs`: the half that is done where the drafter is.
 
         Of the target it may use the embedding, the final norm, the head, and the layers that it `reads`.
         """
         return state
 
-    def assume(
+    def append_unverified(
         self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
     ) -> tuple[State, tuple[Entry, ...]]:
         """The state as if the first ``count [B]`` of ``tokens [B, T]`` were committed, and the target had said nothing of them.
@@ -302,7 +326,7 @@ class Drafter(OneLine, Generic[State]):
         So a drafter goes on while it waits for a verdict, or without the target. It is never called where the target is.
 
         Args:
-            target: as in `hear`.
+            target: as in `append_remote`.
             state: to go on from. It stays as it is, to come back to.
             tokens: the first is the root that `propose` would be given.
             following: ``[B, T]`` the token after each.
@@ -312,14 +336,14 @@ class Drafter(OneLine, Generic[State]):
         Returns:
             The state; and for each of these layers the entries of the tokens, which the drafter has worked out itself.
         """
-        return self.hear(target, state, RemoteFeatures(tokens, following, {}, count)), ()
+        return self.append_remote(target, state, RemoteFeatures(tokens, following, {}, count)), ()
 
     def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
-        """The state once the prompts have been absorbed to their ends.
+        """The state once the prompts have been read to their ends.
 
         Args:
             target: the target model.
-            state: as the last `absorb` returned it.
+            state: as the last `append_committed` returned it.
             tokens: ``[B, P]`` the prompts, of which the first ``cache.length`` tokens have been read.
             cache: the target's. To be read, not kept.
         """
@@ -358,18 +382,18 @@ class Drafter(OneLine, Generic[State]):
             verdict: what was accepted of it; ``count`` is 0 in rows that have finished.
             committed: the accepted path, the root first: D + 1 tokens of which ``verdict.count`` count.
         """
-        return self.absorb(target, state, committed)
+        return self.append_committed(target, state, committed)
 
-    def at_border(self, state: State) -> Any:
+    def to_prefix_state(self, state: State) -> Any:
         """What another text that begins alike must be given of a state, at the end of a whole chunk of a prompt.
 
-        Caches in pages come without their pages. Override it, and `from_border`, where a state holds more than such a text
-        needs.
+        Caches in pages come without their pages. Override it, and `from_prefix_state`, where a state holds more than such a
+        text needs.
         """
         return state
 
-    def from_border(self, fresh: State, kept: Any) -> State:
-        """The state of a text that goes on from what `at_border` kept of another one; ``fresh`` is as `start` made it."""
+    def from_prefix_state(self, fresh: State, kept: Any) -> State:
+        """The state of a text that goes on from what `to_prefix_state` kept of another one; ``fresh`` is as `start` made it."""
         return kept
 
     def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:
@@ -383,8 +407,12 @@ class Drafter(OneLine, Generic[State]):
         return DraftingReads()
 
 
+for _old, _new in _OLD_METHODS.items():
+    setattr(Drafter, _old, vars(Drafter)[_new])
+
+
 def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int, ...]]:
-    """The shapes of what a drafter on another machine is told of one token, by name; see `Drafter.tell`.
+    """The shapes of what a drafter on another machine is told of one token, by name; see `Drafter.remote_inputs`.
 
     Args:
         drafter: any.
@@ -401,13 +429,13 @@ def shapes_told(drafter: "Drafter[Any]", target: Target) -> dict[str, tuple[int,
     def tell() -> dict[str, jax.Array]:
         hidden = jnp.zeros((1, 1, config.hidden_size))
         taps = jnp.zeros((1, 1, len(drafter.taps(config)), config.hidden_size))
-        return drafter.tell(target, States(hidden=hidden, taps=taps), empty_entries(layers, batch=1, slots=1))
+        return drafter.remote_inputs(target, States(hidden=hidden, taps=taps), empty_entries(layers, batch=1, slots=1))
 
     return {name: array.shape[2:] for name, array in jax.eval_shape(tell).items()}
 
 
 def told_entries(entries: Sequence[Entry], layers: Sequence[int]) -> dict[str, jax.Array]:
-    """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.tell`."""
+    """``[B, T, heads, dim]`` of each part of the entries of ``layers``, by name, for `Drafter.remote_inputs`."""
     parts = [(layer, number, part) for layer in layers for number, part in enumerate(entries[layer])]
     return {f"layer{layer}.{number}": jnp.swapaxes(dequantize(part), 1, 2) for layer, number, part in parts}
 

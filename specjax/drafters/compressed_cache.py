@@ -101,10 +101,10 @@ class CompressedCache(Drafter[RingCache]):
     def update(self, target: Target, state: RingCache, draft: Draft, verdict: Verdict, committed: Committed) -> RingCache:
         return state.append(committed.entries, committed.count, after=committed.output.hidden)
 
-    def at_border(self, state: RingCache) -> tuple[()]:
+    def to_prefix_state(self, state: RingCache) -> tuple[()]:
         return ()  # nothing: it is made from the target's cache when the prompt has been read
 
-    def from_border(self, fresh: RingCache, kept: Any) -> RingCache:
+    def from_prefix_state(self, fresh: RingCache, kept: Any) -> RingCache:
         return fresh
 
     def drafting_reads(self, target: Target, state: RingCache | tuple[()] = (), cache: Sequence[Entry] = ()) -> DraftingReads:

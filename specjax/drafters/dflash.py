@@ -248,10 +248,10 @@ class DFlash(TrainedDrafter[Cache]):
             entries.append(keys_values(params, layer, features, rotations(layer.rope, layer.head_dim, positions)))
         return tuple(entries)
 
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"features": self.features(output)}
 
-    def hear(self, target: Target, state: Cache, told: RemoteFeatures) -> Cache:
+    def append_remote(self, target: Target, state: Cache, told: RemoteFeatures) -> Cache:
         features = told.arrays["features"].astype(self._dtype)
         positions = state.length[:, None] + jnp.arange(features.shape[1])[None]
         return state.append(self.context(features, positions), told.count, after=features)

@@ -215,7 +215,7 @@ class DraftModel(Drafter[DraftModelState]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def hear(self, target: Target, state: DraftModelState, told: RemoteFeatures) -> DraftModelState:
+    def append_remote(self, target: Target, state: DraftModelState, told: RemoteFeatures) -> DraftModelState:
         # A token that the newest draft left unread comes first. Where there is then one too many, the last is left unread.
         before = jnp.concatenate([state.last[:, None], told.tokens[:, :-1]], axis=1)
         tokens = jnp.where(state.behind[:, None], before, told.tokens)
@@ -255,7 +255,7 @@ class DraftModel(Drafter[DraftModelState]):
     ) -> DraftModelState:
         drafted = state.drafted
         if drafted is None:  # the draft is not this model's: of what was accepted it has read nothing
-            return self.absorb(target, state, committed)
+            return self.append_committed(target, state, committed)
         accepted = jnp.maximum(verdict.count - 1, 0)
         end = jnp.take_along_axis(verdict.path, accepted[:, None], axis=1)
         places = jnp.take_along_axis(drafted.places, verdict.path[:, 1:], axis=1)

@@ -143,10 +143,10 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
     def drafts_elsewhere(self) -> bool:
         return self.modules == 1
 
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"features": self.features(output, entries)}
 
-    def hear(self, target: Target, state: FeatureState, told: RemoteFeatures) -> FeatureState:
+    def append_remote(self, target: Target, state: FeatureState, told: RemoteFeatures) -> FeatureState:
         count = told.tokens.shape[1]
         positions = state.cache.length[:, None] + jnp.arange(count)[None]
         embedded, states = self.embed(target, told.following), told.arrays["features"].astype(self._dtype)
@@ -163,7 +163,7 @@ class FeatureDrafter(TrainedDrafter[FeatureState]):
         cache = state.cache.append(new, told.count, after=sum(first_states[1:], first_states[0]))
         return FeatureState(cache=cache, newest=self._by_row(jnp.stack(newest, axis=1)))
 
-    def assume(
+    def append_unverified(
         self,
         target: Target,
         state: FeatureState,

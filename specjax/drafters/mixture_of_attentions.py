@@ -310,7 +310,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         """A `layer_attention.mean_over_layers`, which is smaller than a summary, or all that it is made of."""
         of_layers = told_entries(entries, self.reads(target.config))
         if self.config.lsa is None:
@@ -321,15 +321,15 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         means = layer_attention.mean_over_layers(self.params, self.config.lsa, remembered, self.mesh)
         return {"means": means, **of_layers}
 
-    def entries_told(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
         if self.config.lsa is None or self.told == "summaries":
-            return super().entries_told(target, arrays)
+            return super().remote_entries(target, arrays)
         (heads, dim), _ = target.config.entry_parts(0)
         by_head = arrays["entries"].reshape(*arrays["entries"].shape[:3], heads, 2 * dim)
         layers = [jnp.swapaxes(by_head[:, :, layer], 1, 2) for layer in self.reads(target.config)]
         return tuple((both[..., :dim], both[..., dim:]) for both in layers)
 
-    def hear(self, target: Target, state: MixtureState, told: RemoteFeatures) -> MixtureState:
+    def append_remote(self, target: Target, state: MixtureState, told: RemoteFeatures) -> MixtureState:
         positions = state.tokens.length[:, None] + jnp.arange(told.tokens.shape[1])[None]
         summaries = self._summaries(told.arrays)
         of_tokens = self.remember_tokens(target.embed(told.tokens), positions)
@@ -340,7 +340,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         )
 
     def _summaries(self, told: Mapping[str, jax.Array]) -> jax.Array:
-        """``[B, T, H]`` of what `tell` gave."""
+        """``[B, T, H]`` of what `remote_inputs` gave."""
         if self.config.lsa is None:
             return told["hidden"].astype(self._dtype)
         if self.told == "entries":
@@ -349,7 +349,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             means = told["means"].astype(self._dtype)
         return layer_attention.project(self.params, means)
 
-    def assume(
+    def append_unverified(
         self,
         target: Target,
         state: MixtureState,

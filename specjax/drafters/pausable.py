@@ -1,7 +1,7 @@
 """Drafting that may be left out for a while, at no cost, and taken up again.
 
 Under load plain decoding is often faster than any draft. A drafter that only proposed nothing would still read every committed
-token, as each needs the one before. Here it is not run at all: what it is owed is kept, and it catches up in one call.
+token, as each needs the one before. Here it is not run at all: what it is pending is kept, and it catches up in one call.
 """
 
 from dataclasses import replace
@@ -21,11 +21,11 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 ROOM = 64
-"""Committed tokens a row that a paused drafter may be owed."""
+"""Committed tokens a row that a paused drafter may be pending."""
 
 
 @struct.dataclass
-class Owed:
+class PendingTokens:
     """What a drafter has not been told yet of each row's newest committed tokens. Their ids and entries are known elsewhere.
 
     Attributes:
@@ -41,11 +41,11 @@ class Owed:
 class PausableState:
     """Attributes:
     own: the drafter's state.
-    owed: empty while it drafts.
+    pending: empty while it drafts.
     """
 
     own: Any
-    owed: Owed
+    pending: PendingTokens
 
 
 @struct.dataclass
@@ -53,7 +53,7 @@ class Pausable(Drafter[PausableState]):
     """Another drafter, which drafts, or is paused. Both have one state, so that a text may be begun with one of them and go on
     with the other.
 
-    Before a paused drafter drafts again, and before it is owed more than `ROOM` tokens, call `catch_up`.
+    Before a paused drafter drafts again, and before it is pending more than `ROOM` tokens, call `catch_up`.
 
     Attributes:
         drafter: the other.
@@ -100,22 +100,22 @@ class Pausable(Drafter[PausableState]):
 
         hidden = target.config.hidden_size
         output = States(hidden=empty(ROOM, hidden), taps=empty(ROOM, len(self.taps(target.config)), hidden))
-        owed = Owed(output=output, count=jnp.zeros(batch, jnp.int32))
-        return PausableState(own=self.drafter.start(target, batch, capacity), owed=owed)
+        pending = PendingTokens(output=output, count=jnp.zeros(batch, jnp.int32))
+        return PausableState(own=self.drafter.start(target, batch, capacity), pending=pending)
 
-    def absorb(self, target: Target, state: PausableState, committed: Committed) -> PausableState:
-        return replace(state, own=self.drafter.absorb(target, state.own, committed))
+    def append_committed(self, target: Target, state: PausableState, committed: Committed) -> PausableState:
+        return replace(state, own=self.drafter.append_committed(target, state.own, committed))
 
     def prompts_read(
         self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> PausableState:
         return replace(state, own=self.drafter.prompts_read(target, state.own, tokens, cache))
 
-    def at_border(self, state: PausableState) -> Any:
-        return self.drafter.at_border(state.own)
+    def to_prefix_state(self, state: PausableState) -> Any:
+        return self.drafter.to_prefix_state(state.own)
 
-    def from_border(self, fresh: PausableState, kept: Any) -> PausableState:
-        return replace(fresh, own=self.drafter.from_border(fresh.own, kept))
+    def from_prefix_state(self, fresh: PausableState, kept: Any) -> PausableState:
+        return replace(fresh, own=self.drafter.from_prefix_state(fresh.own, kept))
 
     def propose(
         self,
@@ -138,24 +138,24 @@ class Pausable(Drafter[PausableState]):
     ) -> PausableState:
         if not self.paused:
             return replace(state, own=self.drafter.update(target, state.own, draft, verdict, committed))
-        owed = state.owed
+        pending = state.pending
 
         def keep(room: jax.Array, new: jax.Array) -> jax.Array:
-            return append_tokens(room, owed.count, new.astype(room.dtype), committed.count)
+            return append_tokens(room, pending.count, new.astype(room.dtype), committed.count)
 
-        output = jax.tree.map(keep, owed.output, committed.output)
-        return replace(state, owed=Owed(output=output, count=owed.count + committed.count))
+        output = jax.tree.map(keep, pending.output, committed.output)
+        return replace(state, pending=PendingTokens(output=output, count=pending.count + committed.count))
 
     def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:
-        """The state once the drafter has been told all that it was owed.
+        """The state once the drafter has been told all that it was pending.
 
         Args:
             target: the target model.
             state: as a paused step left it.
             tokens: ``[B, S]`` prompt and output of each row, the root included.
-            cache: the target's, of which the newest tokens are those that are owed.
+            cache: the target's, of which the newest tokens are those that are pending.
         """
-        count = state.owed.count
+        count = state.pending.count
         places = (cache.length - count)[:, None] + jnp.arange(ROOM)[None]
 
         def at(places: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ class Pausable(Drafter[PausableState]):
         committed = Committed(
             tokens=at(places),
             following=at(places + 1),
-            output=state.owed.output,
+            output=state.pending.output,
             entries=cache.gather(jnp.clip(places, 0, cache.capacity - 1)),
             count=count,
             cache=cache,
@@ -175,7 +175,7 @@ class Pausable(Drafter[PausableState]):
         newest = jnp.take_along_axis(committed.following, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         verdict = Verdict(path=path, count=count, token=newest)
         own = self.drafter.update(target, state.own, draft, verdict, committed)
-        return PausableState(own=own, owed=replace(state.owed, count=jnp.zeros_like(count)))
+        return PausableState(own=own, pending=replace(state.pending, count=jnp.zeros_like(count)))
 
     def drafting_reads(self, target: Target, state: PausableState | tuple[()] = (), cache: Any = ()) -> DraftingReads:
         if self.paused:

@@ -74,7 +74,7 @@ class PromptLookup(Drafter[PromptLookupState]):
     def drafts_elsewhere(self) -> bool:
         return True
 
-    def hear(self, target: Target, state: PromptLookupState, told: RemoteFeatures) -> PromptLookupState:
+    def append_remote(self, target: Target, state: PromptLookupState, told: RemoteFeatures) -> PromptLookupState:
         return PromptLookupState(
             tokens=append_tokens(state.tokens, state.lengths, told.tokens, told.count),
             lengths=state.lengths + told.count,

@@ -365,10 +365,10 @@ class NewestStateDrafter(TrainedDrafter[jax.Array]):
         newest = jnp.zeros((batch, self.target_hidden_size), target.dtype)
         return sharding.constrain(newest, ("batch", None), {}, self.mesh)
 
-    def tell(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
         return {"hidden": output.hidden}
 
-    def hear(self, target: Target, state: jax.Array, told: RemoteFeatures) -> jax.Array:
+    def append_remote(self, target: Target, state: jax.Array, told: RemoteFeatures) -> jax.Array:
         return newest_of(told.arrays["hidden"], told.count, state)
 
 

@@ -132,19 +132,19 @@ class WithPrediction(Drafter[WithPredictionState]):
         """The state of rows whose output has yet to begin, with other predictions: ``tokens [B, P]``, ``lengths [B]``."""
         return replace(state, tokens=tokens, lengths=lengths)
 
-    def absorb(self, target: Target, state: WithPredictionState, committed: Committed) -> WithPredictionState:
-        return replace(state, own=self.drafter.absorb(target, state.own, committed))
+    def append_committed(self, target: Target, state: WithPredictionState, committed: Committed) -> WithPredictionState:
+        return replace(state, own=self.drafter.append_committed(target, state.own, committed))
 
     def prompts_read(
         self, target: Target, state: WithPredictionState, tokens: jax.Array, cache: KVCache | PagedCache
     ) -> WithPredictionState:
         return replace(state, own=self.drafter.prompts_read(target, state.own, tokens, cache))
 
-    def at_border(self, state: WithPredictionState) -> Any:
-        return self.drafter.at_border(state.own)
+    def to_prefix_state(self, state: WithPredictionState) -> Any:
+        return self.drafter.to_prefix_state(state.own)
 
-    def from_border(self, fresh: WithPredictionState, kept: Any) -> WithPredictionState:
-        return replace(fresh, own=self.drafter.from_border(fresh.own, kept))
+    def from_prefix_state(self, fresh: WithPredictionState, kept: Any) -> WithPredictionState:
+        return replace(fresh, own=self.drafter.from_prefix_state(fresh.own, kept))
 
     def propose(
         self,

@@ -251,8 +251,8 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
     what was read for another. Drafted and paused steps take turns (`specjax.drafters.pausable`).
 
     Coupled text never depends on what the drafter remembers: a state that lost something shows in the statistics alone. So
-    there are twins. One text is read whole in one row, and from another's pages and border in the next. And all is done twice:
-    the drafter catches up after several paused steps, and after each of them.
+    there are twins. One text is read whole in one row, and from another's pages and prefix state in the next. And all is done
+    twice: the drafter catches up after several paused steps, and after each of them.
 
     Examples:
         >>> from specjax import conformance
@@ -282,7 +282,7 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         )
     whole, shared = at_once[1][1], at_once[2][1]
     assert whole == shared, (
-        f"other drafts for a text that goes on from another's border than for one read whole: {shared}, {whole}"
+        f"other drafts for a text that goes on from another's prefix state than for one read whole: {shared}, {whole}"
     )
 
 
@@ -342,7 +342,7 @@ class _PagedRows:
         self.pages = _PAGED_ROWS * each
         sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
         self.state = rows.empty(target, self.drafter, rows=self.groups * _PAGED_ROWS, ends=len(texts[0].eos), **sizes)
-        self.fresh = rows.fresh_border(target, self.drafter, **sizes)
+        self.fresh = rows.empty_prefix_state(target, self.drafter, **sizes)
         self.free = list(range(self.pages))  # the last first: a cache that takes -1 for no page hits the one that is shared
         self.table = np.full((_PAGED_ROWS, each), self.pages, np.int32)
         self.whose: dict[int, int] = {}
@@ -351,9 +351,9 @@ class _PagedRows:
 
     def run(self, paused: Sequence[int]) -> dict[int, tuple[list[int], metrics.Acceptance]]:
         """Each text's tokens and statistics. Between drafted steps are paused ones; the drafter catches up after so many."""
-        border = self._begin(0, 0)
+        prefix_state = self._begin(0, 0)
         self._begin(1, 1)
-        self._begin(2, 2, cached=_PAGE, border=border, pages=self.table[0, :1].tolist())
+        self._begin(2, 2, cached=_PAGE, prefix_state=prefix_state, pages=self.table[0, :1].tolist())
         waiting = list(range(_PAGED_ROWS, len(self.texts)))
         while self.whose:
             self._decode(self.drafter, 2)
@@ -366,26 +366,26 @@ class _PagedRows:
                     self._begin(row, waiting.pop(0))
         return self.found
 
-    def _begin(self, row: int, number: int, cached: int = 0, border: Any = None, pages: Sequence[int] = ()) -> Any:
+    def _begin(self, row: int, number: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
         """Admit a text and read its prompt. Returns what the drafter knew after the first chunk."""
         text, self.whose[row] = self.texts[number], number
         own = [self.free.pop() for _ in range(-(-int(text.limit) // _PAGE) - len(pages))]
         self.table[row, : len(pages) + len(own)] = [*pages, *own]
-        border = self.fresh if border is None else border
+        prefix_state = self.fresh if prefix_state is None else prefix_state
         of_groups = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
         for group, place in enumerate(of_groups):
-            given = np.int32(cached), border, np.int32(group)
+            given = np.int32(cached), prefix_state, np.int32(group)
             self.state = rows.admit(self.target, self.drafter, self.state, place, text, *given)
-        borders, end = [], int(text.length) - 1
-        while not borders or cached < end:
+        prefix_states, end = [], int(text.length) - 1
+        while not prefix_states or cached < end:
             count = min(_PAGE, end - cached)
             cached += count
             given = of_groups, np.full_like(of_groups, count), np.full(self.groups, cached == end)
-            self.state, border, _, _ = rows.read_chunk(
+            self.state, prefix_state, _, _ = rows.read_chunk(
                 self.target, self.drafter, self.state, self._full_table(), *given, width=_PAGE
             )
-            borders.append(border)
-        return borders[0]
+            prefix_states.append(prefix_state)
+        return prefix_states[0]
 
     def _decode(self, drafter: Pausable, steps: int) -> None:
         """Decode, and let the texts go that are done: NaN takes the place of what they alone remembered."""

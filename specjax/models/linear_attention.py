@@ -21,7 +21,7 @@ from specjax.models.states import State
 
 
 @struct.dataclass
-class Lineage:
+class Ancestry:
     """Which tokens stand on the path of each of T tokens that a pass reads. It is one for all layers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Lineage:
     is_chain: bool = struct.field(pytree_node=False, default=False)
 
     @classmethod
-    def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Lineage":
+    def of(cls, mask: jax.Array | np.ndarray, drafted: Sequence[jax.Array | None], kernel: int) -> "Ancestry":
         """Of a call's ``mask [B|1, T, T]`` and of what it sees of each piece of scratch, as `Target.run` is given them."""
         count = mask.shape[1]
         alone = np.eye(count, dtype=bool)[None]
@@ -70,14 +70,14 @@ class Context:
     Attributes:
         state: of the committed tokens.
         drafted: the entries of tokens that were drafted before.
-        lineage: which of all these tokens stand on whose path.
+        ancestry: which of all these tokens stand on whose path.
         count: ``[B]`` so many of the call's own tokens are committed by the layer itself, which then gives the state after
             them; None: it gives their entries.
     """
 
     state: State
     drafted: Sequence[Sequence[Any]]
-    lineage: Lineage
+    ancestry: Ancestry
     count: jax.Array | None = None
 
 
@@ -93,7 +93,7 @@ def linear_attention(
         jnp.concatenate([old, *(entry[3 + i] for entry in context.drafted)], 2) for i, old in enumerate(context.state.newest)
     ]
     q, k, v = (
-        _convolved(params[f"conv_{name}"], old, new, context.lineage) for name, old, new in zip("qkv", past, own, strict=True)
+        _convolved(params[f"conv_{name}"], old, new, context.ancestry) for name, old, new in zip("qkv", past, own, strict=True)
     )
     tokens = DeltaRuleInputs(_unit(q) * sizes.key_dim**-0.5, _unit(k), v, *_gates(params, b, a))
     y, kept = _follow(tokens, context, own)
@@ -106,19 +106,19 @@ def _follow(
     tokens: DeltaRuleInputs, context: Context, convolved: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, tuple[jax.Array, ...] | State]:
     """What the rule comes to, and the entry or the state that stays."""
-    state, lineage = context.state, context.lineage
-    if lineage.documents is not None:
-        return read_documents(tokens, lineage.documents), ()
-    if lineage.is_chain:
+    state, ancestry = context.state, context.ancestry
+    if ancestry.documents is not None:
+        return read_documents(tokens, ancestry.documents), ()
+    if ancestry.is_chain:
         y, node, table = read_chain(state.table, tokens, context.count)
         if context.count is None:
             return y, (*node, *convolved)
         return y, State(table, state.newest_after(convolved, context.count))
     before = None
-    if lineage.drafted is not None:
+    if ancestry.drafted is not None:
         joined = [jnp.concatenate(parts, axis=2) for parts in zip(*(entry[:3] for entry in context.drafted), strict=True)]
-        before = Node(*joined), lineage.drafted
-    y, node = read_tree(state.table, tokens, lineage.own, before)
+        before = Node(*joined), ancestry.drafted
+    y, node = read_tree(state.table, tokens, ancestry.own, before)
     return y, (*node, *convolved)
 
 
@@ -148,25 +148,25 @@ def _gates(params: Params, b: jax.Array, a: jax.Array) -> tuple[jax.Array, jax.A
     return jax.nn.sigmoid(b), -rate * jax.nn.softplus(a + params["rate_bias"].astype(jnp.float32)[:, None])
 
 
-def _convolved(weight: jax.Array, past: jax.Array, own: jax.Array, lineage: Lineage) -> jax.Array:
+def _convolved(weight: jax.Array, past: jax.Array, own: jax.Array, ancestry: Ancestry) -> jax.Array:
     """``[B, heads, T, dim]`` float32: SiLU of a weighted sum of each of the call's tokens and the newest before it on its path.
 
     Args:
         weight: ``[heads * dim, 1, kernel]``, the newest last.
         past: ``[B, heads, kernel - 1 + R, dim]`` what stands before the call: of the state, and drafted.
         own: ``[B, heads, T, dim]`` of the call.
-        lineage: of the tokens.
+        ancestry: of the tokens.
     """
     (batch, heads, count, dim), kernel = own.shape, weight.shape[-1]
     slots = jnp.concatenate([past.astype(own.dtype), own], axis=2)
-    if lineage.newest is None:
+    if ancestry.newest is None:
         before = [slots[:, :, place : place + count] for place in range(kernel - 1)]
-        if (documents := lineage.documents) is not None:
+        if (documents := ancestry.documents) is not None:
             shifted = [jnp.pad(documents, ((0, 0), (kernel - 1 - place, 0)))[:, :count] for place in range(kernel - 1)]
             same = [(other == documents)[:, None, :, None] for other in shifted]
             before = [jnp.where(is_own, token, 0.0) for is_own, token in zip(same, before, strict=True)]
     else:
-        at = jnp.broadcast_to(lineage.newest, (batch, count, kernel - 1)).reshape(batch, 1, -1, 1)
+        at = jnp.broadcast_to(ancestry.newest, (batch, count, kernel - 1)).reshape(batch, 1, -1, 1)
         found = jnp.take_along_axis(slots, at, axis=2).reshape(batch, heads, count, kernel - 1, dim)
         before = [found[:, :, :, place] for place in range(kernel - 1)]
     by_place = weight.astype(jnp.float32).reshape(heads, dim, kernel)

@@ -21,7 +21,7 @@ from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
-from specjax.models.linear_attention import Context, Lineage
+from specjax.models.linear_attention import Ancestry, Context
 from specjax.models.narrow import Narrow, schemes
 from specjax.models.narrow.weights import rows_of, widened
 from specjax.models.params import Params
@@ -404,15 +404,15 @@ class Target(OneLine):
         if not any(states):
             return [None] * (layers[1] - layers[0])
         assert self.config.linear is not None
-        lineage = Lineage.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
-        if commit is not None and not lineage.is_chain:
+        ancestry = Ancestry.of(mask, [visible for _, visible in scratch], self.config.linear.kernel)
+        if commit is not None and not ancestry.is_chain:
             raise InputError(
                 "mask: layers with a state commit the tokens of a chain alone: leave mask and scratch out, or `read` the "
                 "tokens and then `append` those that are accepted"
             )
-        lineage = replace(lineage, documents=documents)
+        ancestry = replace(ancestry, documents=documents)
         return [
-            None if state is None else Context(state, [entries[i] for entries, _ in scratch], lineage, commit)
+            None if state is None else Context(state, [entries[i] for entries, _ in scratch], ancestry, commit)
             for i, state in enumerate(states)
         ]
 

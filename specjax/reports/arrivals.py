@@ -48,7 +48,7 @@ def stays_of(submitted: Sequence[float], finished: Sequence[float], rows: int) -
     """Who had which row when, where requests were served in the order of their arrival.
 
     The first in line is given a row as soon as one is free, and of several free rows the one with the lowest number. So the
-    times at which requests came and ended say who had which row, as long as no request is put back and no row is rearranged.
+    times at which requests came and ended say who had which row, as long as no request is preempted and no row is rearranged.
 
     Args:
         submitted: when each request came, in seconds, ascending.

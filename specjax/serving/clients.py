@@ -18,7 +18,7 @@ from specjax.decoding import rows as device_rows
 from specjax.drafts import tree
 from specjax.errors import InputError, LogitsError
 from specjax.serving.device import EngineDevice
-from specjax.serving.scheduler import PrefillChunk, Scheduler, Ticket
+from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RowFeatures:
     Attributes:
         start: the number of the first of them, counted from the beginning of the text.
         count: of tokens.
-        arrays: by name, each ``[count, …]``: see `specjax.drafters.Drafter.tell`.
+        arrays: by name, each ``[count, …]``: see `specjax.drafters.Drafter.remote_inputs`.
 
     Examples:
         >>> from specjax.serving import RowFeatures
@@ -182,29 +182,29 @@ class ClientRow:
         (RowReady(length=6), (1, 2), True)
     """
 
-    def __init__(self, clients: "Clients", ticket: Ticket, settings: dict[str, Any], listener: Listener, known: int) -> None:
+    def __init__(self, clients: "Clients", request: Request, settings: dict[str, Any], listener: Listener, known: int) -> None:
         """By `specjax.serving.Engine.open_row`."""
-        self._clients, self.ticket, self.settings, self.listener = clients, ticket, settings, listener
+        self._clients, self.request, self.settings, self.listener = clients, request, settings, listener
         self.known = known
         self.draft: tuple[np.ndarray, np.ndarray] | None = None
         self.is_ready = False
-        self.prompt_length, self.limit = ticket.prompt_length, ticket.limit
+        self.prompt_length, self.limit = request.prompt_length, request.limit
 
     @property
     def length(self) -> int:
         """How many tokens the text has, the root included."""
-        return len(self.ticket.tokens)
+        return len(self.request.tokens)
 
     @property
     def tokens(self) -> list[int]:
         """The text's token ids, the root's last."""
         with self._clients.wake:
-            return list(self.ticket.tokens)
+            return list(self.request.tokens)
 
     @property
     def is_away(self) -> bool:
         """Whether the client is away: then its row is the first to be given to somebody else. To be set."""
-        return self.ticket.away is not None
+        return self.request.away is not None
 
     @is_away.setter
     def is_away(self, is_away: bool) -> None:
@@ -236,7 +236,7 @@ class Clients:
     Attributes:
         drafts: what programs are compiled for; None: there are no clients.
         wake: the engine's lock; notified where there is something to do.
-        rows: of tickets that wait, are read or are held.
+        rows: of requests that wait, are read or are held.
     """
 
     def __init__(self, device: EngineDevice, scheduler: Scheduler, wake: threading.Condition) -> None:
@@ -244,7 +244,7 @@ class Clients:
         self.drafts, self.wake = device.clients, wake
         self._device, self._scheduler = device, scheduler
         self._vocabulary = device.target.config.vocab_size
-        self.rows: dict[Ticket, ClientRow] = {}
+        self.rows: dict[Request, ClientRow] = {}
         # What the listeners have yet to hear. What they are told of a prompt is still on the device.
         self._events: list[tuple[ClientRow, RowEvent | tuple[PrefillChunk, dict[str, jax.Array]]]] = []
         self._counts = {"calls": 0, "drafts": 0, "drafted": 0, "accepted": 0, "generated": 0}
@@ -272,12 +272,12 @@ class Clients:
         if known < 0:
             raise InputError(f"known={known}: must be at least 0")
         # What need not be told need not be computed, where another text begins alike.
-        shares = None if self._device.teller is None else known
-        ticket = self._scheduler.submit(
+        shares = None if self._device.remote_drafter is None else known
+        request = self._scheduler.submit(
             tokens, most, prompt_length=prompt_length, shares=shares, is_client=True, owner=owner, needs="clients"
         )
-        row = ClientRow(self, ticket, settings, listener, known)
-        self.rows[ticket] = row
+        row = ClientRow(self, request, settings, listener, known)
+        self.rows[request] = row
         self.wake.notify_all()
         return row
 
@@ -285,20 +285,20 @@ class Clients:
         """`ClientRow.verify`."""
         self._check(tokens, parents)
         with self.wake:
-            if row.ticket.state in ("dropped", "cancelled"):
+            if row.request.state in ("dropped", "cancelled"):
                 return
-            if row.ticket.state == "done":
+            if row.request.state == "done":
                 raise InputError("tokens: the text is over, and takes no more drafts")
             if not row.is_ready:
                 raise InputError("tokens: the text is not read yet: wait for RowReady before the first draft")
             if row.draft is not None:
                 raise InputError("tokens: there is a draft already that has no verdict: one at a time")
-            if tokens[0] != row.ticket.tokens[-1]:
+            if tokens[0] != row.request.tokens[-1]:
                 raise InputError(
-                    f"tokens: the root is {tokens[0]}, and the text's newest token is {row.ticket.tokens[-1]}: draft below that"
+                    f"tokens: the root is {tokens[0]}, and the text's newest token {row.request.tokens[-1]}: draft below that"
                 )
             row.draft = tokens.astype(np.int32), parents.astype(np.int32)
-            self._scheduler.has_drafted(row.ticket)
+            self._scheduler.has_drafted(row.request)
             self.wake.notify_all()
 
     def _check(self, tokens: np.ndarray, parents: np.ndarray) -> None:
@@ -320,14 +320,14 @@ class Clients:
     def set_away(self, row: ClientRow, is_away: bool) -> None:
         """`ClientRow.is_away`."""
         with self.wake:
-            self._scheduler.set_away(row.ticket, is_away)
+            self._scheduler.set_away(row.request, is_away)
             self.wake.notify_all()
 
     def close(self, row: ClientRow) -> None:
         """`ClientRow.close`."""
         with self.wake:
-            if self.rows.pop(row.ticket, None) is not None:
-                self._scheduler.cancel(row.ticket)
+            if self.rows.pop(row.request, None) is not None:
+                self._scheduler.cancel(row.request)
             self._events = [(other, event) for other, event in self._events if other is not row]
             row.draft = None
             self.wake.notify_all()
@@ -337,33 +337,33 @@ class Clients:
     @property
     def has_work(self) -> bool:
         """Whether a draft that has a row waits for its verdict, or somebody is to be told something."""
-        has_draft = any(row.draft is not None and ticket.state == "held" for ticket, row in self.rows.items())
+        has_draft = any(row.draft is not None and request.state == "held" for request, row in self.rows.items())
         return has_draft or bool(self._events or self._scheduler.dropped)
 
     @property
     def are_drafting(self) -> bool:
         """Whether a client has a row that is neither away nor idle. Then nothing else may take long."""
-        placed = [ticket for ticket in self.rows if ticket.row is not None]
-        return any(ticket.away is None and not self._scheduler.is_idle(ticket) for ticket in placed)
+        placed = [request for request in self.rows if request.row is not None]
+        return any(request.away is None and not self._scheduler.is_idle(request) for request in placed)
 
     @property
     def statistics(self) -> ClientStatistics:
         """What they have, and what became of their drafts."""
-        placed = [ticket for ticket in self.rows if ticket.row is not None]
-        away = sum(ticket.away is not None for ticket in placed)
-        preempted = self._scheduler.times_preempted
+        placed = [request for request in self.rows if request.row is not None]
+        away = sum(request.away is not None for request in placed)
+        preempted = self._scheduler.idle_preemptions
         return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=preempted, **self._counts)
 
     def was_read(self, read: PrefillChunk, told: dict[str, jax.Array]) -> None:
         """A piece of a client's text is being read by the device; what it is ``told`` comes from there."""
-        row = self.rows.get(read.ticket)
+        row = self.rows.get(read.request)
         if row is None:
             return
         if told and read.start + read.count > row.known:
             self._events.append((row, (read, told)))
-        if read.ticket.state == "held" and not row.is_ready:  # it is not told again after it was preempted
+        if read.request.state == "held" and not row.is_ready:  # it is not told again after it was preempted
             row.is_ready = True
-            self._events.append((row, RowReady(length=len(read.ticket.tokens))))
+            self._events.append((row, RowReady(length=len(read.request.tokens))))
 
     # --- what the engine asks, without it ------------------------------------------------------------------------------
 
@@ -372,7 +372,7 @@ class Clients:
         with self.wake:
             asked = self._take_drafts()
             table = self._scheduler.table.copy()
-            numbers = [row.ticket.row for row, _ in asked]
+            numbers = [row.request.row for row, _ in asked]
         if not asked:
             return
         self._device.wait()  # what is still being read is none of the verdicts' time
@@ -392,13 +392,13 @@ class Clients:
         """The drafts that wait, of rows that have pages for what may be accepted, the oldest row's first."""
         if self.drafts is None:
             return []
-        for ticket, row in sorted(self.rows.items(), key=lambda each: each[0].number):
+        for request, row in sorted(self.rows.items(), key=lambda each: each[0].number):
             # One that gives way to an older one is not there any more.
-            if row.draft is not None and ticket.state == "held":
-                self._scheduler.make_room(ticket, self.drafts.depth + 1)
+            if row.draft is not None and request.state == "held":
+                self._scheduler.make_room(request, self.drafts.depth + 1)
         asked = []
-        for ticket, row in self.rows.items():
-            if row.draft is not None and ticket.state == "held":
+        for request, row in self.rows.items():
+            if row.draft is not None and request.state == "held":
                 asked.append((row, row.draft))
         return asked
 
@@ -411,19 +411,19 @@ class Clients:
         seconds: float,
     ) -> None:
         """Note what became of a draft."""
-        count, done, ticket = int(checked.count[place]), bool(checked.done[place]), row.ticket
-        if ticket.state != "held" or ticket.row is None:  # closed meanwhile
+        count, done, request = int(checked.count[place]), bool(checked.done[place]), row.request
+        if request.state != "held" or request.row is None:  # closed meanwhile
             return
         if checked.failed[place]:
-            raise LogitsError([ticket.row], [len(ticket.tokens) + count])
+            raise LogitsError([request.row], [len(request.tokens) + count])
         row.draft = None
         tokens = checked.tokens[place, :count].tolist()
-        self._scheduler.decoded(ticket.row, tokens, done)
-        row.known = len(ticket.tokens) - 1
-        if ticket.shares is not None:
-            ticket.shares = row.known  # if it must be read again
+        self._scheduler.decoded(request.row, tokens, done)
+        row.known = len(request.tokens) - 1
+        if request.shares is not None:
+            request.shares = row.known  # if it must be read again
         if done:
-            del self.rows[ticket]
+            del self.rows[request]
         self._counts["drafts"] += 1
         self._counts["drafted"] += len(draft[0]) - 1
         self._counts["accepted"] += int(checked.accepted[place])
@@ -445,7 +445,7 @@ class Clients:
                     return
                 del self._events[0]
                 if isinstance(event, RowReady | DraftVerified) and row.draft is None:
-                    self._scheduler.may_draft(row.ticket)
+                    self._scheduler.may_draft(row.request)
             if isinstance(event, tuple):
                 try:
                     told = _told_of(row.known, *event)
@@ -456,7 +456,7 @@ class Clients:
                 if not told.count:  # it has been read again, and was told before
                     continue
                 row.known = told.start + told.count
-                row.ticket.shares = row.known  # if it must be read again
+                row.request.shares = row.known  # if it must be read again
                 event = told
             self._call(row, event)
 
@@ -467,12 +467,12 @@ class Clients:
             RuntimeError: rows or pages contradict each other: nobody can go on.
         """
         _LOGGER.error("a client's row ends with an error; the others go on", exc_info=error)
-        self.rows.pop(row.ticket, None)
+        self.rows.pop(row.request, None)
         self._events = [(other, event) for other, event in self._events if other is not row]
         reason = str(error) if isinstance(error, LogitsError) else "an error of the server; its log says more"
         self._events.append((row, RowDropped(reason)))
         row.draft = None
-        self._scheduler.cancel(row.ticket)
+        self._scheduler.cancel(row.request)
         self._scheduler.check()
 
     def end(self, reason: str) -> None:
@@ -486,8 +486,8 @@ class Clients:
 
     def _note_dropped(self) -> None:
         """Who has lost its row is to hear it."""
-        for ticket in self._scheduler.dropped:
-            row = self.rows.pop(ticket, None)
+        for request in self._scheduler.dropped:
+            row = self.rows.pop(request, None)
             if row is not None:
                 self._dropped += 1
                 row.draft = None

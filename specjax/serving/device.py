@@ -21,7 +21,7 @@ from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import track
-from specjax.serving.memory import borders_kept
+from specjax.serving.memory import prefix_states_kept
 from specjax.serving.programs import EngineProgram, Programs
 
 ENDS = 8
@@ -43,8 +43,8 @@ class ClientDrafts:
     """Drafts that come from clients, for `specjax.serving.Engine`: what programs are compiled for.
 
     Attributes:
-        drafter: the clients' own, or one like it, by which they are told of the text: see `Drafter.tell`. None: the tokens are
-            all that they need.
+        drafter: the clients' own, or one like it, whose `Drafter.remote_inputs` they are sent. None: the tokens are all that
+            they need.
         nodes: most nodes of a draft, the root among them.
         depth: of the deepest node that there may be.
 
@@ -153,7 +153,7 @@ class EngineDevice:
         plain: the number of the drafter that drafts nothing, or of the first one where all draft.
         paused: a drafter that is paused, where there is one.
         clients: drafts that come from clients; None: there are none.
-        teller: by which they are told of the text; None: nothing is told.
+        remote_drafter: by which they are told of the text; None: nothing is told.
         depth: of the deepest drafts that there are.
         state: None once `release` was called.
     """
@@ -170,12 +170,12 @@ class EngineDevice:
         if clients is not None:
             clients.check(target)
         self.clients = clients
-        self.teller = clients.drafter if clients is not None and clients.tells(target) else None
+        self.remote_drafter = clients.drafter if clients is not None and clients.tells(target) else None
         deepest = [drafter.draft_shape.depth for drafter in drafters] + ([clients.depth] if clients else [])
         self.depth = max(deepest)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
         self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
-        self._fresh = device_rows.fresh_border(target, drafters[0], **pools)
+        self._fresh = device_rows.empty_prefix_state(target, drafters[0], **pools)
         self._mark = _mark
         self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MOST_READS)
 
@@ -189,12 +189,12 @@ class EngineDevice:
         widths = self.sizes.widths
         return tuple(dict.fromkeys((widths[0], widths[-1]))) if copies(self.drafters[number]) else widths
 
-    def most_borders(self) -> int | None:
-        """`specjax.serving.memory.borders_kept`, of each group of rows."""
-        border = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh))
+    def most_prefix_states(self) -> int | None:
+        """`specjax.serving.memory.prefix_states_kept`, of each group of rows."""
+        prefix_state = sum(leaf.nbytes for leaf in jax.tree.leaves(self._fresh))
         pool = sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.cache.layers)) // self.groups
         chunk = pool // self.sizes.pages * (self.sizes.chunk // self.sizes.page)
-        return borders_kept(border, pool, chunk=chunk, rows=self.sizes.rows // self.groups)
+        return prefix_states_kept(prefix_state, pool, chunk=chunk, rows=self.sizes.rows // self.groups)
 
     # --- what the engine asks for ----------------------------------------------------------------------------------------
 
@@ -211,9 +211,9 @@ class EngineDevice:
         """Wait until it has done all that was asked for."""
         jax.block_until_ready(self.state.lengths)
 
-    def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
-        """`specjax.decoding.rows.admit`; ``border`` is of a chunk and its group, None where nothing has been read."""
-        kept, group = border or (self._fresh, np.int32(0))
+    def admit(self, row: int, words: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
+        """`specjax.decoding.rows.admit`; ``prefix_state`` is of a chunk and its group, None where nothing has been read."""
+        kept, group = prefix_state or (self._fresh, np.int32(0))
         self.state = device_rows.admit(*self._own, np.int32(row), words, np.int32(start), kept, group)
 
     def read(
@@ -226,13 +226,16 @@ class EngineDevice:
         logprobs: bool,
         for_client: bool = False,
     ) -> tuple[Any, Any, dict[str, jax.Array]]:
-        """`specjax.decoding.rows.read_chunk`: the border, with ``logprobs`` the log-probabilities, and ``for_client`` what it
-        is to be told."""
+        """Call `specjax.decoding.rows.read_chunk`.
+
+        Returns:
+            the prefix state; the log-probabilities, with ``logprobs``; and what is sent to a client, with ``for_client``.
+        """
         given, named = self._of_read(table, rows, counts, is_last, width, logprobs, for_client)
         self.state, *read = device_rows.read_chunk(*given, **named)
         self._marks.append(self._mark(self.state.lengths))
-        border, said, told = read
-        return border, *sharding.everywhere((said, told), self.target.mesh)
+        prefix_state, said, told = read
+        return prefix_state, *sharding.everywhere((said, told), self.target.mesh)
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
@@ -254,7 +257,7 @@ class EngineDevice:
         return sharding.everywhere(progress, self.target.mesh)
 
     def catch_up(self, table: np.ndarray) -> None:
-        """The paused drafter is told what it is owed, in all rows."""
+        """Tell the paused drafter of its pending tokens, in all rows."""
         assert self.paused is not None
         self.state = device_rows.catch_up(self.target, self.paused, self.state, table, width=self.sizes.rows)
 
@@ -274,7 +277,7 @@ class EngineDevice:
         Returns:
             The seconds of a step, by number of rows and number of drafter.
         """
-        table, words = self._made_up(settings)
+        table, words = self._placeholders(settings)
         (programs or Programs(self.programs(settings), threading.Condition())).compile_stage(
             None, f"compiling, {self.sizes.rows} rows"
         )
@@ -283,14 +286,14 @@ class EngineDevice:
         wanted = [(width, number) for number in range(len(self.drafters)) for width in self.widths_of(number)]
         seconds = {}
         for width, number in track(wanted, f"timing decoding, {self.sizes.rows} rows"):
-            border = self._begin_in_all_rows(words, table)
+            prefix_state = self._begin_in_all_rows(words, table)
             seconds[width, number] = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
             if self.paused is not None:
                 self.catch_up(table)
             if len(self.sizes.widths) > 1:
                 self.rearrange(np.arange(self.sizes.rows, dtype=np.int32))
         nothing = [0] * self.groups
-        if self.teller is not None:
+        if self.remote_drafter is not None:
             for width in self.sizes.read_widths:
                 self.read(table, nothing, nothing, [False], width, logprobs=False, for_client=True)
         if self.clients is not None:
@@ -299,8 +302,8 @@ class EngineDevice:
         if self.sizes.max_logprobs:
             self.read(table, nothing, nothing, [False] * self.groups, self.sizes.chunk, logprobs=True)
             self.decode(self.reporting, table, self._none(), 1, False, self.sizes.rows, logprobs=True)
-        # A border that came out of a chunk, in place of the empty one, is the same program.
-        self.admit(0, words, 0, (border, np.int32(0)))
+        # A prefix state that came out of a chunk, in place of the empty one, is the same program.
+        self.admit(0, words, 0, (prefix_state, np.int32(0)))
         self.wait()
         return seconds
 
@@ -310,7 +313,7 @@ class EngineDevice:
         Args:
             settings: as for `warm_up`.
         """
-        table, words = self._made_up(settings)
+        table, words = self._placeholders(settings)
         rows, widths = self.sizes.rows, self.sizes.widths
         nothing, last = [0] * self.groups, [False] * self.groups
 
@@ -348,7 +351,7 @@ class EngineDevice:
             listed += [decode(3, width, number) for number in others if not copies(self.drafters[number])]
         if self.sizes.max_logprobs:
             listed += [read(4, self.sizes.chunk, logprobs=True), decode(4, rows, self.reporting, logprobs=True)]
-        if self.teller is not None:
+        if self.remote_drafter is not None:
             listed += [read(5, width, for_client=True) for width in self.sizes.read_widths]
         if self.clients is not None:
             listed += [verify(5, width) for width in widths]
@@ -358,7 +361,7 @@ class EngineDevice:
 
     def time_decoding(self, settings: dict[str, Any], width: int, number: int) -> float:
         """Measure the seconds of a step, as `warm_up` does, and wait for it. Nobody may have a row; pages stay as they are."""
-        table, words = self._made_up(settings)
+        table, words = self._placeholders(settings)
         table = np.full_like(table, self.sizes.pages)  # no page: what is written goes nowhere
         self._begin_in_all_rows(words, table)
         seconds = min([self._time_call(width, number, words, table) for _ in range(3)][1:])
@@ -406,8 +409,8 @@ class EngineDevice:
         parents[:, 0], valid[:, 0] = -1, True
         for place, (own, above) in enumerate(drafts):
             tokens[place, : len(own)], parents[place, : len(own)], valid[place, : len(own)] = own, above, True
-        teller = NoDraft() if self.teller is None else self.teller
-        return self.target, teller, self.state, table, numbers, tokens, parents, valid
+        remote_drafter = NoDraft() if self.remote_drafter is None else self.remote_drafter
+        return self.target, remote_drafter, self.state, table, numbers, tokens, parents, valid
 
     def _of_read(
         self,
@@ -422,10 +425,10 @@ class EngineDevice:
         """What `specjax.decoding.rows.read_chunk` is given, by place and by name."""
         given = np.array(rows, np.int32), np.array(counts, np.int32), np.array(is_last)
         named = {"width": width, "logprobs": self.sizes.max_logprobs if logprobs else None}
-        teller = {"teller": self.teller} if for_client and self.teller is not None else {}
-        return (*self._own, table, *given), named | teller
+        remote_drafter = {"remote_drafter": self.remote_drafter} if for_client and self.remote_drafter is not None else {}
+        return (*self._own, table, *given), named | remote_drafter
 
-    def _made_up(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
+    def _placeholders(self, settings: dict[str, Any]) -> tuple[np.ndarray, device_rows.Text]:
         """Pages for all rows, and a text that goes on as long as they last."""
         sizes, share = self.sizes, self.sizes.rows // self.groups
         columns = -(-sizes.capacity // sizes.page)
@@ -438,8 +441,8 @@ class EngineDevice:
         return table, device_rows.Text(tokens=tokens, length=np.int32(2), limit=np.int32(limit), **settings)
 
     def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
-        """Admit a text in every row, and read it, with every program for that. The border that came out of it."""
-        share, border = self.sizes.rows // self.groups, None
+        """Admit a text in every row, and read it, with every program for that. The prefix state that came out of it."""
+        share, prefix_state = self.sizes.rows // self.groups, None
         for row in range(self.sizes.rows):
             self.admit(row, words, 0, None)
         for row in range(share):
@@ -447,8 +450,8 @@ class EngineDevice:
             short, whole = self.sizes.read_widths
             for width in (short, whole) if row == 0 else (short,):
                 counts = [int(width == short)] * self.groups
-                border, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
-        return border
+                prefix_state, _, _ = self.read(table, rows, counts, [True] * self.groups, width, logprobs=False)
+        return prefix_state
 
     def _time_call(self, width: int, number: int, words: device_rows.Text, table: np.ndarray) -> float:
         """Seconds of a step of a decode call that goes on with all rows."""

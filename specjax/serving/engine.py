@@ -39,7 +39,7 @@ from specjax.serving.device import ENDS, ClientDrafts, EngineDevice, Sizes, is_p
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
 from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
-from specjax.serving.scheduler import PrefillChunk, Scheduler, Ticket
+from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
 from specjax.serving.totals import Totals
 from specjax.templates import Settings
 
@@ -60,7 +60,7 @@ class EngineStatistics:
         pages: in all.
         prompt_tokens_read: tokens of prompts that were computed.
         prompt_tokens_shared: tokens of prompts that another request's pages held already.
-        put_back: how often a text had to give up its row for lack of pages.
+        preemptions: how often a text had to give up its row for lack of pages.
         decode_calls: so far.
         generated: tokens.
         drafted_steps: steps of rows in which something was drafted.
@@ -88,7 +88,7 @@ class EngineStatistics:
     pages: int
     prompt_tokens_read: int
     prompt_tokens_shared: int
-    put_back: int
+    preemptions: int
     decode_calls: int
     generated: int
     drafted_steps: int
@@ -218,29 +218,29 @@ class Engine:
             tails=sizes.read_widths[:1],
             shards=self._groups,
             max_waiting=max_waiting,
-            borders=self._device.most_borders(),
+            prefix_states=self._device.most_prefix_states(),
             client_rows=client_rows,
             idle_seconds=client_idle_seconds,
         )
         self._wake = threading.Condition(threading.RLock())
-        self._programs = Programs(self._device.programs(setup.made_up()), self._wake)
+        self._programs = Programs(self._device.programs(setup.placeholder_settings()), self._wake)
         seconds: dict[tuple[int, int], float] = {}
         if warm or together is not None:
-            seconds = self._device.warm_up(setup.made_up(), self._programs)
+            seconds = self._device.warm_up(setup.placeholder_settings(), self._programs)
         else:
             self._programs.compile_stage(0, "compiling for the first request")
         self._choice = DraftChoice(setup.choices, seconds)
         self._draft = str(setup.choices[0] or "none")  # that was used last
-        self._admitted: list[Ticket | None] = [None] * rows  # whose text each row of the device has
+        self._admitted: list[Request | None] = [None] * rows  # whose text each row of the device has
         self._undelivered: list[tuple[Handle, RowProgress]] = []
         # Log-probabilities of prompts that are still on the device.
         self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
         self._counted = _copies(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
-        self._owed = 0  # tokens that a paused drafter may be owed, in any row
+        self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
-        self._handles: dict[Ticket, Handle] = {}
+        self._handles: dict[Request, Handle] = {}
         self._clients = Clients(self._device, self._scheduler, self._wake)
         self._closing = False
         self._error: BaseException | None = None
@@ -339,9 +339,9 @@ class Engine:
             self._check_open()
             needs = None if logprobs is None else "logprobs"
             shares = 0 if echo else None
-            ticket = self._scheduler.submit(tokens, int(max_new_tokens), shares=shares, needs=needs, salt=cache_salt)
-            handle = Handle(self._cancel, ticket, settings, growing, wanted)
-            self._handles[ticket] = handle
+            request = self._scheduler.submit(tokens, int(max_new_tokens), shares=shares, needs=needs, salt=cache_salt)
+            handle = Handle(self._cancel, request, settings, growing, wanted)
+            self._handles[request] = handle
             self._wake.notify_all()
         return handle
 
@@ -456,7 +456,7 @@ class Engine:
                 pages=self._device.sizes.pages * self._groups,
                 prompt_tokens_read=self._counts["read"],
                 prompt_tokens_shared=self._counts["shared"],
-                put_back=scheduler.times_put_back,
+                preemptions=scheduler.preemptions,
                 decode_calls=self._counts["calls"],
                 generated=self._total.generated,
                 drafted_steps=self._total.drafted_steps,
@@ -534,10 +534,10 @@ class Engine:
                     if self._programs.error is not None:
                         raise self._programs.error
                 if to_time is not None:  # one at a time, so that a request waits for no more
-                    seconds = self._device.time_decoding(self._setup.made_up(), *to_time)
+                    seconds = self._device.time_decoding(self._setup.placeholder_settings(), *to_time)
                     with self._wake:
                         self._choice.seconds[to_time] = seconds
-                    self._owed = 0
+                    self._pending = 0
                     continue
                 has_read = self._read_prompts()
                 self._clients.verify()
@@ -587,7 +587,7 @@ class Engine:
         reads = self._device.sizes.read_widths
         if not (is_ready("read", self.chunk, True, False) and is_ready("decode", self.rows, self._device.reporting, True)):
             needs.append("logprobs")
-        has_teller = self._device.teller is not None
+        has_teller = self._device.remote_drafter is not None
         if not all(is_ready("verify", width) for width in self.widths) or (
             has_teller and not all(is_ready("read", width, False, True) for width in reads)
         ):
@@ -602,10 +602,10 @@ class Engine:
         wanted = ((width, number) for number in numbers for width in self._device.widths_of(number))
         return next((call for call in wanted if call not in self._choice.seconds), None)
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, request: Request) -> None:
         with self._wake:
-            self._scheduler.cancel(ticket)
-            handle = self._handles.pop(ticket, None)
+            self._scheduler.cancel(request)
+            handle = self._handles.pop(request, None)
             self._wake.notify_all()
         if handle is not None:
             handle.end("cancelled")
@@ -629,19 +629,19 @@ class Engine:
             reads = [read for read, _, _ in chosen]
             for read, _, words in chosen:
                 if words is not None:
-                    self._admitted[read.row] = read.ticket
+                    self._admitted[read.row] = read.request
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
-                    self._device.admit(read.row, words, read.start, read.border)
+                    self._device.admit(read.row, words, read.start, read.prefix_state)
             echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
-            border, said, told = self._read(reads, table, logprobs=bool(echoed))
+            prefix_state, said, told = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
             with self._wake:
                 for read, owner, _ in chosen:
                     try:
-                        self._was_read(read, border, told)
+                        self._was_read(read, prefix_state, told)
                     except Exception as error:  # this text's: the others go on
-                        self._give_up(read.ticket, owner, error)
+                        self._give_up(read.request, owner, error)
             left -= max(read.width for read in reads)
         return has_read
 
@@ -651,39 +651,39 @@ class Engine:
         """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
         chosen = []
         for read in reads:
-            owner = self._handles.get(read.ticket) or self._clients.rows.get(read.ticket)
+            owner = self._handles.get(read.request) or self._clients.rows.get(read.request)
             try:
                 if owner is None:
-                    raise RuntimeError(f"request {read.ticket.number}: a prompt is to be read, and nobody has asked for it")
-                chosen.append((read, owner, self._words(read.ticket, owner) if read.is_first else None))
+                    raise RuntimeError(f"request {read.request.number}: a prompt is to be read, and nobody has asked for it")
+                chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
             except Exception as error:  # this text's: the others go on
-                self._give_up(read.ticket, owner, error)
+                self._give_up(read.request, owner, error)
         return chosen
 
-    def _words(self, ticket: Ticket, owner: Handle | ClientRow) -> device_rows.Text:
+    def _words(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
         """Return what the device is to know of a text that gets a row."""
         tokens = np.zeros(self.capacity, np.int32)
-        tokens[: len(ticket.tokens)] = ticket.tokens
+        tokens[: len(request.tokens)] = request.tokens
         words = device_rows.Text(
             tokens=tokens,
-            length=np.int32(len(ticket.tokens)),
-            limit=np.int32(ticket.limit),
+            length=np.int32(len(request.tokens)),
+            limit=np.int32(request.limit),
             **owner.settings,
         )
         if isinstance(owner, Handle):
             owner.admitted()
         return words
 
-    def _was_read(self, read: PrefillChunk, border: Any, told: dict[str, jax.Array]) -> None:
+    def _was_read(self, read: PrefillChunk, prefix_state: Any, told: dict[str, jax.Array]) -> None:
         """Note that the device has been asked to read a piece of a prompt. With the lock."""
         self._counts["read"] += read.count
         self._counts["shared"] += read.start if read.is_first else 0
-        self._scheduler.was_read(read, (border, np.int32(self._group(read))))
+        self._scheduler.was_read(read, (prefix_state, np.int32(self._group(read))))
         self._clients.was_read(read, told)
-        if read.is_last and read.ticket.state == "done":  # it was to be read, and no more
-            self._undelivered.append((self._handles.pop(read.ticket), RowProgress(done=True)))
+        if read.is_last and read.request.state == "done":  # it was to be read, and no more
+            self._undelivered.append((self._handles.pop(read.request), RowProgress(done=True)))
 
-    def _give_up(self, ticket: Ticket, owner: Handle | ClientRow | None, error: Exception) -> None:
+    def _give_up(self, request: Request, owner: Handle | ClientRow | None, error: Exception) -> None:
         """End one text with an ``error`` that is its own. The others go on. With the lock.
 
         Raises:
@@ -693,10 +693,10 @@ class Engine:
             self._clients.give_up(owner, error)
             return
         _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
-        self._handles.pop(ticket, None)
+        self._handles.pop(request, None)
         if owner is not None:
             owner.end("error", error, f"this text could not go on{f': {error}' if isinstance(error, LogitsError) else ''}")
-        self._scheduler.cancel(ticket)
+        self._scheduler.cancel(request)
         self._scheduler.check()
 
     def _group(self, read: PrefillChunk) -> int:
@@ -706,7 +706,7 @@ class Engine:
         of_group = {self._group(read): read for read in reads}
         share = self.rows // self._groups
         given = [of_group.get(group) for group in range(self._groups)]
-        for_client = any(read.ticket.is_client for read in reads)
+        for_client = any(read.request.is_client for read in reads)
         width = max(read.width for read in reads)
         if logprobs or not (for_client or self._programs.is_ready("read", width, False, False)):
             width = self.chunk  # which is compiled first
@@ -715,7 +715,7 @@ class Engine:
             rows=[group * share if read is None else read.row for group, read in enumerate(given)],
             counts=[0 if read is None else read.count for read in given],
             # The device is to decode what has been read; not a client's.
-            is_last=[read is not None and read.is_last and not read.ticket.is_client for read in given],
+            is_last=[read is not None and read.is_last and not read.request.is_client for read in given],
             width=width,
             logprobs=logprobs,
             for_client=for_client,
@@ -739,10 +739,10 @@ class Engine:
             if not scheduler.running:
                 return False
             order = self._compact(width)
-            tickets = [scheduler.ticket_of(row) for row in range(self.rows)]
-            snapshot = {row: (tickets[row], self._handles[tickets[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
+            requests = [scheduler.request_of(row) for row in range(self.rows)]
+            snapshot = {row: (requests[row], self._handles[requests[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
             # Also where another has a row, and is not on the device yet.
-            free = np.array([ticket is None or ticket is not self._admitted[row] for row, ticket in enumerate(tickets)])
+            free = np.array([request is None or request is not self._admitted[row] for row, request in enumerate(requests)])
             table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
         if order is not None:
             self._device.rearrange(order)
@@ -751,12 +751,12 @@ class Engine:
         if self._device.is_busy():
             self._deliver()
             self._device.wait()
-        if self._owed and (not pauses or self._owed + steps > ROOM):
+        if self._pending and (not pauses or self._pending + steps > ROOM):
             self._catch_up(table)
         nothing_compiles = self._programs.are_all_ready
         started = time.perf_counter()
         progress = self._device.decode(number, table, free, steps, until_any_done, width, logprobs)
-        self._owed += steps if pauses else 0
+        self._pending += steps if pauses else 0
         self._deliver()  # what the call before has come to, while the device is at this one
         was_late = progress.done.is_ready()  # then nobody knows how long before the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
@@ -770,14 +770,14 @@ class Engine:
     def _give_up_orphans(self) -> None:
         """End texts that run and that nobody has asked for: none should. With the lock."""
         for row in self._scheduler.running:
-            ticket = self._scheduler.ticket_of(row)
-            if ticket is not None and ticket not in self._handles:
-                self._give_up(ticket, None, RuntimeError(f"request {ticket.number}: it runs, and nobody has asked for it"))
+            request = self._scheduler.request_of(row)
+            if request is not None and request not in self._handles:
+                self._give_up(request, None, RuntimeError(f"request {request.number}: it runs, and nobody has asked for it"))
 
     def _choose(self) -> tuple[int, int, bool]:
         """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
         scheduler = self._scheduler
-        running = [self._handles[ticket] for row in scheduler.running if (ticket := scheduler.ticket_of(row))]
+        running = [self._handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
         if any(handle.wanted.logprobs is not None for handle in running):
             return self.rows, self._device.reporting, True
         predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
@@ -793,7 +793,7 @@ class Engine:
         return width, self._choice.choose(width, predicted, numbers, plain=self._device.plain, is_measuring=is_measuring), False
 
     def _catch_up(self, table: np.ndarray) -> None:
-        """The paused drafter is told what it is owed. Plain decoding is charged with the seconds: it made the debt."""
+        """Give the paused drafter its pending tokens. Plain decoding, which made them pending, is charged with the seconds."""
         if not self._programs.wait_for("catch_up"):
             raise self._programs.error or _ClosedError
         nothing_compiles = self._programs.are_all_ready
@@ -802,7 +802,7 @@ class Engine:
         self._device.wait()
         if nothing_compiles:
             self._debt += time.perf_counter() - started
-        self._owed = 0
+        self._pending = 0
 
     def _compact(self, width: int) -> np.ndarray | None:
         """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
@@ -828,11 +828,11 @@ class Engine:
         with self._wake:
             self._counts["calls"] += 1
             rows, copying_rows = [], []
-            for row, (ticket, handle) in snapshot.items():
+            for row, (request, handle) in snapshot.items():
                 try:
-                    self._take_row(progress, row, ticket, handle)
+                    self._take_row(progress, row, request, handle)
                 except Exception as error:  # this text's: the others go on
-                    self._give_up(ticket, handle, error)
+                    self._give_up(request, handle, error)
                     continue
                 rows.append(row)
                 if handle.wanted.prediction:
@@ -853,23 +853,23 @@ class Engine:
             )
             return bool(self._scheduler.running)
 
-    def _take_row(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> None:
+    def _take_row(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> None:
         """Note what one row has come to. With the lock."""
         matched = 0 if progress.matched is None else int(progress.matched[row])
         handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched)
-        if self._scheduler.ticket_of(row) is ticket:  # it was not cancelled meanwhile
-            news = self._news(progress, row, ticket, handle)
+        if self._scheduler.request_of(row) is request:  # it was not cancelled meanwhile
+            news = self._news(progress, row, request, handle)
             self._scheduler.decoded(row, news.tokens, news.done)
             if news.done:
-                del self._handles[ticket]
+                del self._handles[request]
             self._undelivered.append((handle, news))
 
-    def _news(self, progress: device_rows.Progress, row: int, ticket: Ticket, handle: Handle) -> RowProgress:
-        """Return what a row has come to beyond the tokens that its ticket has."""
-        start, length = len(ticket.tokens), int(progress.lengths[row])
-        if not start <= length <= ticket.limit:
+    def _news(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
+        """Return what a row has come to beyond the tokens that its request has."""
+        start, length = len(request.tokens), int(progress.lengths[row])
+        if not start <= length <= request.limit:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {ticket.limit}"
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.limit}"
             )
         if progress.starts[row] != start:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
@@ -880,7 +880,7 @@ class Engine:
             logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
-            _LOGGER.error("request %d: %s; the others go on", ticket.number, error)
+            _LOGGER.error("request %d: %s; the others go on", request.number, error)
         return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
@@ -891,11 +891,11 @@ class Engine:
             try:
                 places = [np.asarray(each)[group] for each in vars(said).values()]
                 _check_said(read, places[0][: read.count])
-                tokens = read.ticket.tokens[read.start + 1 : read.start + 1 + read.count]
+                tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
                 handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
             except Exception as error:  # this text's: the others go on
                 with self._wake:
-                    self._give_up(read.ticket, handle, error)
+                    self._give_up(read.request, handle, error)
         reading = {handle for handle, *_ in self._unread}  # their prompts' log-probabilities come first
         place = 0
         while place < len(self._undelivered):
@@ -908,12 +908,12 @@ class Engine:
             except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
                 goes_on = True  # or it has ended: there is no more to cancel
                 with self._wake:
-                    self._give_up(handle.ticket, handle, error)
+                    self._give_up(handle.request, handle, error)
             del self._undelivered[place]
             if not goes_on and not news.done:
                 with self._wake:
-                    self._scheduler.cancel(handle.ticket)
-                    self._handles.pop(handle.ticket, None)
+                    self._scheduler.cancel(handle.request)
+                    self._handles.pop(handle.request, None)
 
     # --- what was asked ------------------------------------------------------------------------------------------------
 
@@ -1040,7 +1040,7 @@ class _Setup:
             return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
         return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
 
-    def made_up(self) -> dict[str, Any]:
+    def placeholder_settings(self) -> dict[str, Any]:
         """The settings of a text without an end, to warm up with."""
         return self.settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), prompt=2)
 
@@ -1138,7 +1138,7 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
     device = setup.device(together)
-    device.warm_up(setup.made_up())
+    device.warm_up(setup.placeholder_settings())
     over_hosts.repeat_calls(device, together)
 
 

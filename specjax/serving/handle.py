@@ -16,7 +16,7 @@ from specjax.decoding.stats import Stats
 from specjax.errors import LogitsError
 from specjax.evaluation import metrics
 from specjax.pipeline import Generation
-from specjax.serving.scheduler import Ticket
+from specjax.serving.scheduler import Request
 from specjax.text import GrowingText
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -142,7 +142,7 @@ class Handle:
     Iterate over it for the pieces, with ``for`` in a thread or with ``async for``; every iteration begins at the beginning.
 
     Attributes:
-        ticket: what the scheduler knows it by.
+        request: what the scheduler knows it by.
         settings: how it is drawn.
         wanted: what its owner wants to know.
         prompt_tokens: tokens of the prompt.
@@ -162,15 +162,15 @@ class Handle:
 
     def __init__(
         self,
-        cancel: Callable[[Ticket], None],
-        ticket: Ticket,
+        cancel: Callable[[Request], None],
+        request: Request,
         settings: dict[str, Any],
         growing: GrowingText | None,
         wanted: OutputOptions = OutputOptions(),
     ) -> None:
         """Made by `Engine.submit`; ``growing`` is None where there is no tokenizer."""
-        self.ticket, self.settings, self.wanted = ticket, settings, wanted
-        self.prompt_tokens, self.predicted_tokens = ticket.prompt_length, 0
+        self.request, self.settings, self.wanted = request, settings, wanted
+        self.prompt_tokens, self.predicted_tokens = request.prompt_length, 0
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.finish_reason: FinishReason | None = None
         self.times = Times(submitted=time.perf_counter())
@@ -182,7 +182,7 @@ class Handle:
         self._listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
         self._error: BaseException | None = None
         self._message = ""
-        self._before: Stats | None = None  # of the rows that it had before it was put back
+        self._before: Stats | None = None  # of the rows that it had before it was preempted
         self._current: Stats | None = None
         self._matched_before = 0
 
@@ -203,7 +203,7 @@ class Handle:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that another request's pages held already."""
-        return self.ticket.cached
+        return self.request.cached
 
     @property
     def prediction_length(self) -> int:
@@ -235,7 +235,7 @@ class Handle:
 
     def cancel(self) -> None:
         """End it. Its row is free for others within one decode call."""
-        self._cancel(self.ticket)
+        self._cancel(self.request)
 
     def __iter__(self) -> Iterator[Piece]:
         """The pieces as they come. Raises as `result`."""
@@ -294,7 +294,7 @@ class Handle:
             self._matched_before = self.predicted_tokens
 
     def prompt_read(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """The prompt's tokens from ``start`` + 1 on have these ``logprobs``. Where a text was put back they come once more."""
+        """The prompt's tokens from ``start`` + 1 on have these ``logprobs``. Where a text was preempted they come once more."""
         with self._changed:
             known = len(self.prompt_logprobs)
             room = self.prompt_tokens - 1 - known
@@ -385,5 +385,5 @@ def _added(one: Stats | None, other: Stats | None) -> Stats | None:
     return jax.tree.map(np.add, one, other)
 
 
-def _nothing(ticket: Ticket) -> None:
+def _nothing(request: Request) -> None:
     """What cancelling a text does that has ended."""

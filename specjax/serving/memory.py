@@ -80,27 +80,27 @@ def row_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int)
     return (two - one) // groups
 
 
-def borders_kept(border: int, pool: int, *, chunk: int, rows: int) -> int | None:
+def prefix_states_kept(prefix_state: int, pool: int, *, chunk: int, rows: int) -> int | None:
     """From the ends of how many chunks of prompts other texts may go on, in each group of rows; None: of all.
 
-    What is known at such an end beside the pages, its border, usually takes little memory beside the chunk before it. The
+    The prefix state of such an end usually takes little memory beside the chunk before it. The
     states of a target with linear attention take much, and so does a draft model's small cache (`specjax.drafters.Streaming`):
     then as many are kept as fill a quarter of what the pages take, and at least one for each row.
 
     Args:
-        border: bytes of a border. It has a row for each group, of which one is read.
+        prefix_state: bytes of a prefix state. It has a row for each group, of which one is read.
         pool: bytes of all pages of a group.
         chunk: bytes of a chunk's pages.
         rows: of a group.
 
     Examples:
-        >>> from specjax.serving.memory import borders_kept
-        >>> borders_kept(10, pool=8000, chunk=200, rows=4), borders_kept(500, pool=8000, chunk=200, rows=4)
+        >>> from specjax.serving.memory import prefix_states_kept
+        >>> prefix_states_kept(10, pool=8000, chunk=200, rows=4), prefix_states_kept(500, pool=8000, chunk=200, rows=4)
         (None, 4)
-        >>> borders_kept(500, pool=80_000, chunk=200, rows=4)
+        >>> prefix_states_kept(500, pool=80_000, chunk=200, rows=4)
         40
     """
-    return None if 4 * border <= chunk else max(rows, pool // 4 // border)
+    return None if 4 * prefix_state <= chunk else max(rows, pool // 4 // prefix_state)
 
 
 def pages_in(
@@ -139,7 +139,7 @@ def pages_in(
     sizes, least = _Sizes.of(target, drafter, rows, page, chunk, capacity), -(-capacity // page)
     pages = sizes.pages_in(gigabytes * 1e9)
     if pages < least:
-        of_rows, needed = sizes.rows + sizes.borders, sizes.bytes_of(least)
+        of_rows, needed = sizes.rows + sizes.prefix_states, sizes.bytes_of(least)
         beside = f", {of_rows:,} bytes for {rows} rows beside their pages" if 20 * sizes.rows > needed else ""
         raise InputError(
             f"cache_gb={gigabytes:g}: {max(pages, 0) * page} tokens{beside}, and a text may have {capacity}; give at least "
@@ -234,13 +234,13 @@ class _Sizes:
     Attributes:
         page: a page, of each group of rows.
         rows: all rows, beside their pages.
-        borders: what is kept at the ends of prefixes at least.
+        prefix_states: what is kept at the ends of prefixes at least.
         share: with what is kept there a page takes so many times its own bytes.
     """
 
     page: int
     rows: int
-    borders: int
+    prefix_states: int
     share: float
 
     @classmethod
@@ -258,21 +258,21 @@ class _Sizes:
         chunk = chunk or usual_chunk(page, on_cpu=is_on_cpu(target.mesh))
         each, in_target = of_pages or _of_pages(target, drafter, page)
         of_rows = rows * row_bytes(target, drafter, page, capacity)
-        # Borders take so many bytes in all groups, or so much more than the pages: whichever is more.
+        # Prefix states take so many bytes in all groups, or so much more than the pages: whichever is more.
         groups = groups_of(target.mesh)
-        border, of_chunk = _border_bytes(target, drafter, page, capacity), chunk // page
-        if borders_kept(border, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
-            return cls(each, of_rows, 0, 1 + groups * border / (of_chunk * each))
-        return cls(each, of_rows, rows * border, 1 + in_target / 4 / each)
+        prefix_state, of_chunk = _prefix_state_bytes(target, drafter, page, capacity), chunk // page
+        if prefix_states_kept(prefix_state, 0, chunk=in_target // groups * of_chunk, rows=rows) is None:
+            return cls(each, of_rows, 0, 1 + groups * prefix_state / (of_chunk * each))
+        return cls(each, of_rows, rows * prefix_state, 1 + in_target / 4 / each)
 
     def pages_in(self, memory: float) -> int:
         """Return how many pages fit."""
         room = memory - self.rows
-        return int(min((room - self.borders) / self.page, room / (self.share * self.page)) + 1e-6)
+        return int(min((room - self.prefix_states) / self.page, room / (self.share * self.page)) + 1e-6)
 
     def bytes_of(self, pages: int) -> float:
         """Return what so many pages take, with all the rest."""
-        return self.rows + max(pages * self.page + self.borders, self.share * pages * self.page)
+        return self.rows + max(pages * self.page + self.prefix_states, self.share * pages * self.page)
 
 
 def _of_pages(target: Target, drafter: Drafter | None, page: int) -> tuple[int, int]:
@@ -299,11 +299,11 @@ def _cache_bytes(
     return _bytes((state.cache, state.drafter))
 
 
-def _border_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
-    """Of a border of each group."""
+def _prefix_state_bytes(target: Target, drafter: Drafter | None, page: int, capacity: int) -> int:
+    """Of a prefix state of each group."""
 
     def fresh(target: Target, drafter: Drafter) -> Any:
-        return device_rows.fresh_border(target, drafter, capacity=capacity, pages=1, page=page)
+        return device_rows.empty_prefix_state(target, drafter, capacity=capacity, pages=1, page=page)
 
     return _bytes(jax.eval_shape(fresh, target, drafter or NoDraft()))
 

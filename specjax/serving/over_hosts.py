@@ -41,17 +41,17 @@ class HostArray(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admit(msgspec.Struct, frozen=True, tag="Admit"):
-    """`EngineDevice.admit`; ``border`` is the number of the read that it came out of, -1 where nothing has been read."""
+    """`EngineDevice.admit`; ``prefix_state`` is the number of the read that it came out of, -1 where nothing has been read."""
 
     row: int
     text: dict[str, HostArray]
     start: int
-    border: int
+    prefix_state: int
     group: int
 
 
 class ReadCall(msgspec.Struct, frozen=True, tag="Read"):
-    """`EngineDevice.read`, and the numbers of earlier ones whose borders nobody will ask for any more."""
+    """`EngineDevice.read`, and the numbers of earlier ones whose prefix states nobody will ask for any more."""
 
     table: HostArray
     rows: list[int]
@@ -101,11 +101,11 @@ Call = Admit | ReadCall | Verify | Decode | CatchUp | Rearrange
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Call)
 
 
-class _Border:
+class _NumberedState:
     """What came out of a read, with the number by which the others know theirs."""
 
-    def __init__(self, number: int, border: Any) -> None:
-        self.number, self.border = number, border
+    def __init__(self, number: int, prefix_state: Any) -> None:
+        self.number, self.prefix_state = number, prefix_state
 
 
 class LeadingDevice(EngineDevice):
@@ -127,7 +127,7 @@ class LeadingDevice(EngineDevice):
         super().__init__(target, drafters, sizes, clients)
         self._processes, self._is_warm = processes, False
         self._reads = 0
-        self._forgotten: deque[int] = deque()  # other threads add to it: a border is forgotten where its last prefix is
+        self._forgotten: deque[int] = deque()  # other threads add to it: a prefix state is forgotten where its last prefix is
 
     def warm_up(self, settings: dict[str, Any], programs: Programs | None = None) -> dict[tuple[int, int], float]:
         """As `EngineDevice.warm_up`."""
@@ -135,14 +135,14 @@ class LeadingDevice(EngineDevice):
         self._is_warm = True
         return seconds
 
-    def admit(self, row: int, words: device_rows.Text, start: int, border: tuple[Any, np.int32] | None) -> None:
+    def admit(self, row: int, words: device_rows.Text, start: int, prefix_state: tuple[Any, np.int32] | None) -> None:
         """As `EngineDevice.admit`."""
         if self._is_warm:
-            kept, group = border or (_Border(-1, None), np.int32(0))
+            kept, group = prefix_state or (_NumberedState(-1, None), np.int32(0))
             text = {name: HostArray.of(value) for name, value in vars(words).items() if value is not None}
             self._tell(Admit(row, text, start, kept.number, int(group)))
-            border = None if border is None else (kept.border, group)
-        super().admit(row, words, start, border)
+            prefix_state = None if prefix_state is None else (kept.prefix_state, group)
+        super().admit(row, words, start, prefix_state)
 
     def read(
         self,
@@ -159,8 +159,8 @@ class LeadingDevice(EngineDevice):
             return super().read(table, rows, counts, is_last, width, logprobs, for_client)
         forget = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
         self._tell(ReadCall(HostArray.of(table), list(rows), list(counts), list(is_last), width, logprobs, for_client, forget))
-        border, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
-        kept = _Border(self._reads, border)
+        prefix_state, said, told = super().read(table, rows, counts, is_last, width, logprobs, for_client)
+        kept = _NumberedState(self._reads, prefix_state)
         weakref.finalize(kept, self._forgotten.append, kept.number).atexit = False
         self._reads += 1
         return kept, said, told
@@ -197,17 +197,17 @@ class LeadingDevice(EngineDevice):
 
 def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     """Make the calls of the first process on this one's ``device``, until there are no more."""
-    borders: dict[int, Any] = {}
+    prefix_states: dict[int, Any] = {}
     reads = 0
     while (message := processes.receive()) is not None:
         match _DECODER.decode(message):
-            case Admit(row, text, start, border, group):
+            case Admit(row, text, start, prefix_state, group):
                 words = device_rows.Text(**{name: packed.array() for name, packed in text.items()})
-                device.admit(row, words, start, None if border < 0 else (borders[border], np.int32(group)))
+                device.admit(row, words, start, None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)))
             case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
                 for number in forget:
-                    borders.pop(number, None)
-                borders[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)
+                    prefix_states.pop(number, None)
+                prefix_states[reads], _, _ = device.read(table.array(), rows, counts, is_last, width, logprobs, for_client)
                 reads += 1
             case Verify(table, rows, drafts):
                 device.verify(table.array(), rows, [(tokens.array(), parents.array()) for tokens, parents in drafts])

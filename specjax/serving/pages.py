@@ -22,7 +22,7 @@ def chunk_key(tokens: Sequence[int], start: int, end: int, salt: str = "") -> Ch
 
 
 DROPPED = object()
-"""Stands where a border was."""
+"""Stands where a prefix state was."""
 
 
 @dataclass(eq=False)
@@ -36,30 +36,30 @@ class Prefix:
         above: the chunk before it; None for a first one.
         key: what it is known by, below ``above``.
         pages: its own, in order.
-        border: what was known at its end beside its pages; for whoever goes on from there. `DROPPED`: nobody can, for it took
-            too much memory.
+        prefix_state: what was known at its end beside its pages; for whoever goes on from there. `DROPPED`: nobody can, for it
+            took too much memory.
         holders: rows that hold it.
         below: the chunks that extend it.
         used: when it was last taken or given up, by the pool's own clock.
-        gone_on: when its border was made, or a text last went on from it, by that clock.
+        last_used: when its prefix state was made, or a text last went on from it, by that clock.
     """
 
     above: "Prefix | None"
     key: ChunkKey
     pages: tuple[int, ...]
-    border: Any
+    prefix_state: Any
     holders: int = 0
     below: "dict[ChunkKey, Prefix]" = field(default_factory=dict)
     used: int = 0
-    gone_on: int = 0
+    last_used: int = 0
 
 
 class PagePool:
     """The pages of one pool, and its prefixes.
 
-    A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages. Borders
-    are not in pages: where they are large, as the states of a target with linear attention are, only those are kept that were
-    made, or gone on from, last.
+    A page is free, or a row's own, or a prefix's. A prefix that no row holds stays as long as nobody needs its pages. Prefix
+    states are not in pages: where they are large, as the states of a target with linear attention are, only those are kept that
+    were made, or gone on from, last.
 
     Attributes:
         total: pages.
@@ -70,15 +70,15 @@ class PagePool:
         >>> pages = pool.take(3)
         >>> pool.available, pool.take(2)  # too few: nothing is taken
         (1, None)
-        >>> prefix = pool.register(None, (7, 8, 9), tuple(pages[:1]), border=None)
+        >>> prefix = pool.register(None, (7, 8, 9), tuple(pages[:1]), prefix_state=None)
         >>> pool.find([7, 8, 9, 1], chunk=2, most=3) == [prefix]
         True
     """
 
-    def __init__(self, total: int, borders: int | None = None) -> None:
-        """A pool of ``total`` free pages, whose prefixes keep so many ``borders``; None: all."""
+    def __init__(self, total: int, prefix_states: int | None = None) -> None:
+        """A pool of ``total`` free pages, whose prefixes keep so many ``prefix_states``; None: all."""
         self.total = total
-        self._borders = borders
+        self._prefix_states = prefix_states
         self._free = list(range(total))[::-1]
         self._first: dict[ChunkKey, Prefix] = {}
         self._clock = 0
@@ -109,7 +109,7 @@ class PagePool:
 
     def find(self, tokens: Sequence[int], chunk: int, most: int, salt: str = "") -> list[Prefix]:
         """The longest chain of prefixes that ``tokens`` with this ``salt`` begin with, of at most ``most`` tokens in all, whose
-        last has its border."""
+        last has its prefix state."""
         chain: list[Prefix] = []
         known = self._first
         for end in range(chunk, most + 1, chunk):
@@ -118,33 +118,33 @@ class PagePool:
                 break
             chain.append(prefix)
             known = prefix.below
-        while chain and chain[-1].border is DROPPED:
+        while chain and chain[-1].prefix_state is DROPPED:
             chain.pop()
         return chain
 
     def go_on_from(self, chain: Sequence[Prefix]) -> None:
-        """A row holds a whole ``chain``, and its text goes on from the last one's border."""
+        """A row holds a whole ``chain``, and its text goes on from the last one's prefix state."""
         for prefix in chain:
             self._hold(prefix)
         if chain:
-            chain[-1].gone_on = self._now()
+            chain[-1].last_used = self._now()
 
     def let_go(self, prefix: Prefix) -> None:
         """A row holds it no more."""
         prefix.holders -= 1
         prefix.used = self._now()
 
-    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], border: Any) -> Prefix:
+    def register(self, above: Prefix | None, key: ChunkKey, pages: tuple[int, ...], prefix_state: Any) -> Prefix:
         """Make a row's own ``pages`` a prefix, which that row holds. Where there is one of this ``key`` already, the row holds
-        that one in their place, which has a border again, and they are free."""
+        that one in their place, which has a prefix state again, and they are free."""
         known = self._first if above is None else above.below
         if key in known:
             self.give_back(pages)
         else:
-            known[key] = Prefix(above, key, pages, border)
+            known[key] = Prefix(above, key, pages, prefix_state)
             self._prefixes.add(known[key])
         prefix = known[key]
-        prefix.border, prefix.gone_on = border, self._now()
+        prefix.prefix_state, prefix.last_used = prefix_state, self._now()
         self._hold(prefix)
         self._drop_borders()
         return prefix
@@ -178,12 +178,12 @@ class PagePool:
     def _drop_borders(self) -> None:
         """Those that were made or gone on from longest ago, as many as there are too many. Of a text's chunks the last one's
         is the newest, and is what the text's next turn needs."""
-        if self._borders is None:
+        if self._prefix_states is None:
             return
-        kept = [prefix for prefix in self._prefixes if prefix.border is not DROPPED]
-        too_many = max(0, len(kept) - self._borders)
-        for prefix in sorted(kept, key=lambda prefix: prefix.gone_on)[:too_many]:
-            prefix.border = DROPPED
+        kept = [prefix for prefix in self._prefixes if prefix.prefix_state is not DROPPED]
+        too_many = max(0, len(kept) - self._prefix_states)
+        for prefix in sorted(kept, key=lambda prefix: prefix.last_used)[:too_many]:
+            prefix.prefix_state = DROPPED
 
     def _hold(self, prefix: Prefix) -> None:
         """A row holds ``prefix``, and holds those before it already."""

@@ -22,7 +22,7 @@ pages it is preempted: it loses both, and keeps its text. With its next draft it
 again its text is read, and who only waits does not get that row before the draft has its verdict. So each turn brings a client
 on, and the line moves whenever a text ends or a client becomes idle.
 
-Clients of one owner have at most ``client_rows`` rows at a time. Their other tickets wait, and the tickets of others pass them.
+Clients of one owner have at most ``client_rows`` rows at a time. Their other requests wait, and those of others pass them.
 """
 
 import time
@@ -46,7 +46,7 @@ class QueueFullError(InputError):
 
 
 @dataclass(eq=False)
-class Ticket:
+class Request:
     """A request, from its submission to its end.
 
     Attributes:
@@ -57,7 +57,7 @@ class Ticket:
         state: where it is. A client's is held once its prompt is read. Then it may be preempted, and comes back with the
             client's next draft; or dropped, and does not come back.
         row: its row, while it has one.
-        put_back: how often it had to give way after its prompt was begun.
+        preemptions: how often it had to give way after its prompt was begun.
         shares: most tokens that need not be computed, where another prompt that begins alike was read; None: any number.
         cached: tokens that another prompt had read when its own was begun.
         is_client: whether it is a client's.
@@ -74,7 +74,7 @@ class Ticket:
     most: int
     state: Literal["waiting", "reading", "running", "held", "preempted", "done", "cancelled", "dropped"] = "waiting"
     row: int | None = None
-    put_back: int = 0
+    preemptions: int = 0
     shares: int | None = None
     cached: int = 0
     is_client: bool = False
@@ -95,38 +95,38 @@ class PrefillChunk:
     """A piece of a prompt that is to be read now.
 
     Attributes:
-        ticket: whose.
+        request: whose.
         row: its row.
         start: how many tokens are committed before it. Their pages are in the table.
         width: tokens to compute.
         count: of those, how many count: from ``start`` on.
         is_first: the row is new on the device, and begins with ``start`` tokens that another one has read.
         is_last: afterwards the prompt is read, but for its last token, with which decoding begins.
-        border: where ``is_first``, what `Scheduler.was_read` was told at ``start``; None at 0.
+        prefix_state: where ``is_first``, what `Scheduler.was_read` was told at ``start``; None at 0.
     """
 
-    ticket: Ticket
+    request: Request
     row: int
     start: int
     width: int
     count: int
     is_first: bool
     is_last: bool
-    border: Any
+    prefix_state: Any
 
 
 @dataclass
 class _RowHolder:
-    """What a ticket that has a row holds.
+    """What a request that has a row holds.
 
     Attributes:
-        ticket: it.
+        request: it.
         read: tokens of its prompt that are committed; None: its first piece has not been given out.
         prefixes: chunks that it shares.
         pages: its own, after those.
     """
 
-    ticket: Ticket
+    request: Request
     read: int | None = None
     prefixes: list[Prefix] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
@@ -137,24 +137,24 @@ class Scheduler:
 
     Attributes:
         table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
-        times_put_back: of all tickets.
-        times_preempted: how often an idle client has lost its row to others.
-        dropped: clients' tickets that have lost their rows, for whoever is to tell them.
+        preemptions: of all requests.
+        idle_preemptions: how often an idle client has lost its row to others.
+        dropped: clients' requests that have lost their rows, for whoever is to tell them.
 
     Examples:
         >>> from specjax.serving.scheduler import Scheduler
         >>> scheduler = Scheduler(rows=2, pages=8, page=4, chunk=4, capacity=16)
-        >>> ticket = scheduler.submit([5, 6, 7, 8, 9, 5], most=3)
+        >>> request = scheduler.submit([5, 6, 7, 8, 9, 5], most=3)
         >>> for _ in range(2):
         ...     (read,) = scheduler.next_reads()
         ...     print(read.start, read.count, read.is_last)
-        ...     scheduler.was_read(read, border=None)
+        ...     scheduler.was_read(read, prefix_state=None)
         0 4 False
         4 1 True
         >>> scheduler.reserve(4)  # nobody has to give way
         []
         >>> scheduler.decoded(row=0, tokens=[1, 2, 3], done=True)
-        >>> ticket.tokens, scheduler.idle
+        >>> request.tokens, scheduler.idle
         ([5, 6, 7, 8, 9, 5, 1, 2, 3], True)
     """
 
@@ -169,7 +169,7 @@ class Scheduler:
         tails: Sequence[int] = (),
         shards: int = 1,
         max_waiting: int | None = None,
-        borders: int | None = None,
+        prefix_states: int | None = None,
         client_rows: int | None = None,
         idle_seconds: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
@@ -184,8 +184,8 @@ class Scheduler:
             capacity: most tokens of a text, prompt and output.
             tails: smaller numbers of tokens that the last piece of a prompt may be computed as.
             shards: equal groups of rows, with a pool of pages each.
-            max_waiting: most tickets that wait, beside as many as rows are free; None: any number.
-            borders: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
+            max_waiting: most requests that wait, beside as many as rows are free; None: any number.
+            prefix_states: from the ends of how many chunks of prompts, in each shard, other texts may go on; None: all.
             client_rows: most rows that the clients of one owner have at a time; None: any number.
             idle_seconds: after which a client that sends no draft is idle.
             clock: seconds.
@@ -193,20 +193,20 @@ class Scheduler:
         self._page, self._chunk, self._capacity = page, chunk, capacity
         self._widths = (*sorted(tails), chunk)
         self._max_waiting = max_waiting
-        self._borders = borders
-        self._pools = [PagePool(pages, borders) for _ in range(shards)]
+        self._prefix_states = prefix_states
+        self._pools = [PagePool(pages, prefix_states) for _ in range(shards)]
         self._rows: list[_RowHolder | None] = [None] * rows
         self._most_rows, self._held_back = rows, frozenset[str]()
-        self._waiting: list[Ticket] = []
+        self._waiting: list[Request] = []
         self._submitted = 0
         self._passed = [0] * shards  # pieces of others that were read since the last one of the oldest prompt
         self._ahead = page  # what `reserve` was asked for last
         self._departures = 0
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
-        self._preempted: set[Ticket] = set()
+        self._preempted: set[Request] = set()
         self._looked_at = clock()  # when rows were given out last
-        self.times_put_back = self.times_preempted = 0
-        self.dropped: list[Ticket] = []
+        self.preemptions = self.idle_preemptions = 0
+        self.dropped: list[Request] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
     # --- requests ------------------------------------------------------------------------------------------------------
@@ -222,18 +222,18 @@ class Scheduler:
         owner: str = "",
         needs: str | None = None,
         salt: str = "",
-    ) -> Ticket:
+    ) -> Request:
         """A request for at most ``most`` tokens after a prompt; with 0 the prompt is read, and that is all.
 
         Args:
             tokens: the prompt, and what of the text there is already.
             most: new tokens, those among them.
             prompt_length: tokens of the prompt; None: all of them.
-            shares: as `Ticket.shares`: with 0, all is computed, whoever has read a part of it before.
+            shares: as `Request.shares`: with 0, all is computed, whoever has read a part of it before.
             is_client: its row is held when the prompt is read.
-            owner: as `Ticket.owner`.
-            needs: as `Ticket.needs`.
-            salt: as `Ticket.salt`.
+            owner: as `Request.owner`.
+            needs: as `Request.needs`.
+            salt: as `Request.salt`.
 
         Raises:
             InputError: it can never be served; says why.
@@ -253,66 +253,66 @@ class Scheduler:
                 f"prompt ({length} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
                 f"there are {total}: shorten the prompt, or give more pages"
             )
-        taken = sum(row is not None and not self._may_lose_row(row.ticket) for row in self._rows)
+        taken = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
         free = max(0, self._most_rows - taken)
         if self._max_waiting is not None and (length_of_line := self._length_of_line()) >= self._max_waiting + free:
             raise QueueFullError(f"{length_of_line} requests wait, and no more may (max_waiting): try again later")
-        ticket = Ticket(self._next_number(), list(tokens), length, most, shares=shares, needs=needs, salt=salt)
-        ticket.is_client, ticket.owner = is_client, owner
-        self._waiting.append(ticket)
-        return ticket
+        request = Request(self._next_number(), list(tokens), length, most, shares=shares, needs=needs, salt=salt)
+        request.is_client, request.owner = is_client, owner
+        self._waiting.append(request)
+        return request
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, request: Request) -> None:
         """End it, wherever it is; nothing happens where it has ended."""
-        if ticket.state == "waiting":
-            self._waiting.remove(ticket)
-        elif ticket.state == "preempted":
-            self._preempted.remove(ticket)
-        elif ticket.row is not None:
-            self._leave(ticket)
+        if request.state == "waiting":
+            self._waiting.remove(request)
+        elif request.state == "preempted":
+            self._preempted.remove(request)
+        elif request.row is not None:
+            self._leave(request)
         else:
             return
-        ticket.state = "cancelled"
+        request.state = "cancelled"
 
     def limit_rows(self, most: int) -> None:
         """Give out at most so many rows at a time, from now on. Texts that have a row keep it."""
         self._most_rows = most
 
     def hold_back(self, needs: Collection[str]) -> None:
-        """Give no row to tickets that need one of these, until this is called again. The others pass them."""
+        """Give no row to requests that need one of these, until this is called again. The others pass them."""
         self._held_back = frozenset(needs)
 
-    def set_away(self, ticket: Ticket, is_away: bool) -> None:
+    def set_away(self, request: Request, is_away: bool) -> None:
         """A client is away, or here again."""
-        if is_away != (ticket.away is not None):
+        if is_away != (request.away is not None):
             self._departures += 1
-            ticket.away = self._departures if is_away else None
+            request.away = self._departures if is_away else None
 
-    def may_draft(self, ticket: Ticket) -> None:
+    def may_draft(self, request: Request) -> None:
         """A client whose row is held has all that it needs for its next draft: from now on it may become idle."""
-        if ticket.state == "held":
-            ticket.idle_since = self._clock()
+        if request.state == "held":
+            request.idle_since = self._clock()
 
-    def has_drafted(self, ticket: Ticket) -> None:
+    def has_drafted(self, request: Request) -> None:
         """A client has sent a draft: it is not idle. If it was preempted it waits for a row, behind those who wait already."""
-        ticket.idle_since = None
-        if ticket.state == "preempted":
-            self._preempted.remove(ticket)
-            ticket.state, ticket.number = "waiting", self._next_number()
-            self._waiting.append(ticket)
+        request.idle_since = None
+        if request.state == "preempted":
+            self._preempted.remove(request)
+            request.state, request.number = "waiting", self._next_number()
+            self._waiting.append(request)
 
-    def is_idle(self, ticket: Ticket) -> bool:
+    def is_idle(self, request: Request) -> bool:
         """Whether a client has a row, and has sent no draft for so long that others may have the row."""
-        if ticket.state != "held" or ticket.idle_since is None:
+        if request.state != "held" or request.idle_since is None:
             return False
-        return self._clock() - ticket.idle_since >= self._idle_seconds
+        return self._clock() - request.idle_since >= self._idle_seconds
 
     def seconds_until_idle(self) -> float | None:
         """Seconds until a client becomes idle whose row somebody may have who waits; None: nobody waits, or no client may."""
         if not self._waiting:
             return None
-        tickets = [self._holder(row).ticket for row in self.held]
-        starts = [ticket.idle_since for ticket in tickets if ticket.idle_since is not None]
+        requests = [self._holder(row).request for row in self.held]
+        starts = [request.idle_since for request in requests if request.idle_since is not None]
         # One that has become idle since rows were given out last is to be looked at once more: nobody else would wake us.
         not_seen_idle = [start for start in starts if self._looked_at - start < self._idle_seconds]
         return max(0.0, min(not_seen_idle) + self._idle_seconds - self._clock()) if not_seen_idle else None
@@ -325,7 +325,7 @@ class Scheduler:
         """How many wait. Of one owner's clients only so many count as it may have rows, lest it fills the line for all."""
         if self._client_rows is None:
             return len(self._waiting)
-        of_owner = Counter(ticket.owner for ticket in self._waiting if ticket.owner)
+        of_owner = Counter(request.owner for request in self._waiting if request.owner)
         return len(self._waiting) - sum(max(0, count - self._client_rows) for count in of_owner.values())
 
     # --- prompts -------------------------------------------------------------------------------------------------------
@@ -341,39 +341,39 @@ class Scheduler:
         reads = [self._next_read(shard, budget) for shard in range(len(self._pools))]
         return [read for read in reads if read is not None]
 
-    def was_read(self, read: PrefillChunk, border: Any) -> None:
-        """The engine has read it. ``border`` is what is known now beside its pages; it is kept with the chunk for others."""
+    def was_read(self, read: PrefillChunk, prefix_state: Any) -> None:
+        """Note that the engine has read it. ``prefix_state`` is what is known now beside its pages, and is kept with the chunk."""
         row = self._rows[read.row]
-        if row is None or row.ticket is not read.ticket:  # cancelled meanwhile
+        if row is None or row.request is not read.request:  # cancelled meanwhile
             return
         row.read = read.start + read.count
         if read.count == self._chunk:
             above = row.prefixes[-1] if row.prefixes else None
-            key = chunk_key(read.ticket.tokens, read.start, row.read, read.ticket.salt)
+            key = chunk_key(read.request.tokens, read.start, row.read, read.request.salt)
             count = self._chunk // self._page
-            row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), border))
+            row.prefixes.append(self._pool(read.row).register(above, key, tuple(row.pages[:count]), prefix_state))
             del row.pages[:count]
             self._fill(read.row)  # another prompt may have read the same chunk meanwhile, into pages of its own
-        if read.is_last and read.ticket.is_client:
-            read.ticket.state = "held"
-        elif read.is_last and read.ticket.most:
-            read.ticket.state = "running"
+        if read.is_last and read.request.is_client:
+            read.request.state = "held"
+        elif read.is_last and read.request.most:
+            read.request.state = "running"
         elif read.is_last:
-            self._leave(read.ticket)
-            read.ticket.state = "done"
+            self._leave(read.request)
+            read.request.state = "done"
 
     def can_go_on(self) -> bool:
         """Give rows to those who wait. Whether there is anything to read or to decode: otherwise clients hold all that others
         could have."""
         self._give_rows()
-        return any(self._holder(row).ticket.state != "held" for row in self._occupied)
+        return any(self._holder(row).request.state != "held" for row in self._occupied)
 
     def _give_rows(self) -> None:
         """Free rows to the head of the line, in the shard that will have the most pages left."""
         self._looked_at = self._clock()
-        while ticket := self._head_of_line():
-            if self._has_all_its_rows(ticket.owner):  # an idle client loses nothing, one that is away its session
-                self._make_way(self._rows_of(ticket.owner), is_idle_first=True)
+        while request := self._head_of_line():
+            if self._has_all_its_rows(request.owner):  # an idle client loses nothing, one that is away its session
+                self._make_way(self._rows_of(request.owner), is_idle_first=True)
                 continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
             free = free if self.occupied < self._most_rows else []
@@ -386,78 +386,78 @@ class Scheduler:
             row = next(row for row in free if self._shard(row) == shard)
             # Those who have a row go on as well. Who came when there is too little for all would have to give way at once.
             others = [self._holder(other) for other in self._of_shard(shard)]
-            theirs = sum(max(0, self._missing(other, self._goal(other.ticket))) for other in others)
-            if others and self._pools[shard].available < self._wanted(ticket, shard) + theirs:
+            theirs = sum(max(0, self._missing(other, self._goal(other.request))) for other in others)
+            if others and self._pools[shard].available < self._wanted(request, shard) + theirs:
                 if not self._make_way(self._of_shard(shard)):
                     return
                 continue
-            self._waiting.remove(ticket)
-            ticket.state, ticket.row = "reading", row
-            self._rows[row] = _RowHolder(ticket)
+            self._waiting.remove(request)
+            request.state, request.row = "reading", row
+            self._rows[row] = _RowHolder(request)
 
-    def _head_of_line(self) -> Ticket | None:
+    def _head_of_line(self) -> Request | None:
         """Who is to have the next row: the first of those that need nothing else, and whose owner may have it."""
-        for ticket in self._waiting:
-            if ticket.needs in self._held_back:
+        for request in self._waiting:
+            if request.needs in self._held_back:
                 continue
-            rows = self._rows_of(ticket.owner) if self._has_all_its_rows(ticket.owner) else []
-            if not rows or any(self._may_lose_row(self._holder(row).ticket) for row in rows):
-                return ticket
+            rows = self._rows_of(request.owner) if self._has_all_its_rows(request.owner) else []
+            if not rows or any(self._may_lose_row(self._holder(row).request) for row in rows):
+                return request
         return None
 
     def _rows_of(self, owner: str) -> list[int]:
         """The rows that the clients of an ``owner`` have."""
-        return [row for row in self._occupied if owner and self._holder(row).ticket.owner == owner]
+        return [row for row in self._occupied if owner and self._holder(row).request.owner == owner]
 
     def _has_all_its_rows(self, owner: str) -> bool:
         """Whether the clients of an ``owner`` have as many rows as they may."""
         return bool(owner) and self._client_rows is not None and len(self._rows_of(owner)) >= self._client_rows
 
-    def _may_lose_row(self, ticket: Ticket) -> bool:
+    def _may_lose_row(self, request: Request) -> bool:
         """Whether a client's row may be given to who only waits."""
-        return ticket.away is not None or self.is_idle(ticket)
+        return request.away is not None or self.is_idle(request)
 
-    def _goal(self, ticket: Ticket) -> int:
+    def _goal(self, request: Request) -> int:
         """Entries that a text may come to in the next decode call, as far as it may grow at all."""
-        return min(len(ticket.tokens) - 1 + self._ahead, ticket.limit - 1)
+        return min(len(request.tokens) - 1 + self._ahead, request.limit - 1)
 
-    def _wanted(self, ticket: Ticket, shard: int) -> int:
-        """Pages that a ``ticket`` would need beside those that others hold for it already."""
-        chain = self._prefixes_of(ticket, shard)
+    def _wanted(self, request: Request, shard: int) -> int:
+        """Pages that a ``request`` would need beside those that others hold for it already."""
+        chain = self._prefixes_of(request, shard)
         shared = sum(len(prefix.pages) for prefix in chain if prefix.holders)
-        pages = len(ticket.tokens) // self._page + 1
-        if any(self._holder(row).ticket.state == "held" for row in self._of_shard(shard)):
+        pages = len(request.tokens) // self._page + 1
+        if any(self._holder(row).request.state == "held" for row in self._of_shard(shard)):
             # For those who hold rows nobody knows when they let go: it is not to begin what it could not go on with.
-            pages = max(pages, -(-self._goal(ticket) // self._page))
+            pages = max(pages, -(-self._goal(request) // self._page))
         return pages - shared
 
-    def _prefixes_of(self, ticket: Ticket, shard: int) -> list[Prefix]:
+    def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
         """What others have read of its prompt, and it may take."""
-        most = len(ticket.tokens) - 1 if ticket.shares is None else min(ticket.shares, len(ticket.tokens) - 1)
-        return self._pools[shard].find(ticket.tokens, self._chunk, most, ticket.salt)
+        most = len(request.tokens) - 1 if request.shares is None else min(request.shares, len(request.tokens) - 1)
+        return self._pools[shard].find(request.tokens, self._chunk, most, request.salt)
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""
         holders = [self._holder(row) for row in self._of_shard(shard)]
-        missing = [self._missing(holder, len(holder.ticket.tokens) - 1) for holder in holders]
+        missing = [self._missing(holder, len(holder.request.tokens) - 1) for holder in holders]
         return self._pools[shard].available - sum(max(0, pages) for pages in missing)
 
     def _next_read(self, shard: int, budget: int | None) -> PrefillChunk | None:
         """Return the next piece of the prompt of a ``shard`` whose turn it is."""
-        reading = [row for row in self._of_shard(shard) if self._holder(row).ticket.state == "reading"]
+        reading = [row for row in self._of_shard(shard) if self._holder(row).request.state == "reading"]
         if not reading:
             return None
-        reading.sort(key=lambda row: self._holder(row).ticket.number)
+        reading.sort(key=lambda row: self._holder(row).request.number)
         oldest = number = reading[0]  # and the first of several with as few pieces left
         if self._passed[shard] < MOST_PASSED:
             number = min(reading, key=self._pieces_left)
         row = self._holder(number)
-        ticket, wanted = row.ticket, len(row.ticket.tokens) - 1
+        request, wanted = row.request, len(row.request.tokens) - 1
         if is_first := row.read is None:
-            chain = self._prefixes_of(ticket, shard)
+            chain = self._prefixes_of(request, shard)
             start = len(chain) * self._chunk
-            if not ticket.put_back:  # later it may find what it has read itself
-                ticket.cached = start
+            if not request.preemptions:  # later it may find what it has read itself
+                request.cached = start
         else:
             chain, start = row.prefixes, row.read or 0
         count = min(wanted - start, self._chunk)
@@ -470,76 +470,76 @@ class Scheduler:
             self._fill(number)
         if not self._grow(number, start + count):
             return None
-        border = chain[-1].border if is_first and chain else None
+        prefix_state = chain[-1].prefix_state if is_first and chain else None
         self._passed[shard] = 0 if number == oldest else self._passed[shard] + 1
-        return PrefillChunk(ticket, number, start, width, count, is_first, start + count == wanted, border)
+        return PrefillChunk(request, number, start, width, count, is_first, start + count == wanted, prefix_state)
 
     def _pieces_left(self, number: int) -> int:
         """How many pieces of a row's prompt are to be read; at least 1, for the last may be empty."""
         row = self._holder(number)
         start = row.read
         if start is None:
-            start = len(self._prefixes_of(row.ticket, self._shard(number))) * self._chunk
-        return max(1, -(-(len(row.ticket.tokens) - 1 - start) // self._chunk))
+            start = len(self._prefixes_of(row.request, self._shard(number))) * self._chunk
+        return max(1, -(-(len(row.request.tokens) - 1 - start) // self._chunk))
 
     # --- decoding ------------------------------------------------------------------------------------------------------
 
-    def reserve(self, ahead: int) -> list[Ticket]:
+    def reserve(self, ahead: int) -> list[Request]:
         """See to it that every running row has pages for ``ahead`` tokens more, or for all that it may still become.
 
         Returns:
-            The tickets that had to give way. (So may some in `next_reads`: `Ticket.put_back` counts both.)
+            The requests that had to give way. (So may some in `next_reads`: `Request.preemptions` counts both.)
         """
         self._ahead = ahead
-        before = {self._holder(row).ticket for row in self._occupied}
-        for number in sorted(self.running, key=lambda row: self._holder(row).ticket.number):
+        before = {self._holder(row).request for row in self._occupied}
+        for number in sorted(self.running, key=lambda row: self._holder(row).request.number):
             row = self._rows[number]
             if row is None:  # it has given way
                 continue
-            self._grow(number, self._goal(row.ticket))
-        return sorted((ticket for ticket in before if ticket.state == "waiting"), key=lambda ticket: ticket.number)
+            self._grow(number, self._goal(row.request))
+        return sorted((request for request in before if request.state == "waiting"), key=lambda request: request.number)
 
-    def make_room(self, ticket: Ticket, ahead: int) -> bool:
+    def make_room(self, request: Request, ahead: int) -> bool:
         """See to it that a row that is held has pages for ``ahead`` tokens more, or for all that it may still become. False:
         it has been dropped."""
-        assert ticket.row is not None
-        return self._grow(ticket.row, min(len(ticket.tokens) - 1 + ahead, ticket.limit - 1))
+        assert request.row is not None
+        return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.limit - 1))
 
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
         """A row that runs or is held has come to new ``tokens``; ``done``: its text is finished."""
-        ticket = self._holder(row).ticket
-        ticket.tokens.extend(tokens)
+        request = self._holder(row).request
+        request.tokens.extend(tokens)
         if done:
-            self._leave(ticket)
-            ticket.state = "done"
+            self._leave(request)
+            request.state = "done"
 
     def swap(self, order: Sequence[int]) -> None:
         """Rows were rearranged on the device: row i holds now what row ``order[i]`` held, of the same shard."""
         self._rows = [self._rows[row] for row in order]
         self.table = self.table[list(order)]
         for number in self._occupied:
-            self._holder(number).ticket.row = number
+            self._holder(number).request.row = number
 
     def clear(self) -> None:
-        """Cancel every ticket, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
-        for ticket in [*self._waiting, *self._preempted, *(row.ticket for row in self._rows if row is not None)]:
-            ticket.state, ticket.row = "cancelled", None
+        """Cancel every request, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
+        for request in [*self._waiting, *self._preempted, *(row.request for row in self._rows if row is not None)]:
+            request.state, request.row = "cancelled", None
         self._waiting.clear()
         self._preempted.clear()
         self._rows = [None] * len(self._rows)
-        self._pools = [PagePool(pool.total, self._borders) for pool in self._pools]
+        self._pools = [PagePool(pool.total, self._prefix_states) for pool in self._pools]
         self.table[:] = self._pools[0].total
 
     def check(self) -> None:
-        """Compare what is kept of tickets, rows and pages in several places.
+        """Compare what is kept of requests, rows and pages in several places.
 
         Raises:
             RuntimeError: two of them contradict each other; the message says which.
         """
-        numbers = [ticket.number for ticket in self._waiting]
+        numbers = [request.number for request in self._waiting]
         if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
-            raise RuntimeError(f"waiting: tickets {numbers} must wait, without a row, in the order of their submission")
-        if any(ticket.state != "preempted" or ticket.row is not None for ticket in self._preempted):
+            raise RuntimeError(f"waiting: requests {numbers} must wait, without a row, in the order of their submission")
+        if any(request.state != "preempted" or request.row is not None for request in self._preempted):
             raise RuntimeError("preempted: a request in this set still has a row, or is in another state")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
@@ -549,21 +549,21 @@ class Scheduler:
             self._check_row(number, row)
 
     def _check_row(self, number: int, row: _RowHolder | None) -> None:
-        """Refuse a row whose ticket or whose line of the table says something else."""
+        """Refuse a row whose request or whose line of the table says something else."""
         pages = [] if row is None else [*(page for prefix in row.prefixes for page in prefix.pages), *row.pages]
         unused = self.table.shape[1] - len(pages)
         if self.table[number].tolist() != pages + [self._pool(number).total] * unused:
             raise RuntimeError(f"row {number}: the table does not have the pages {pages}")
         if row is None:
             return
-        ticket = row.ticket
-        if ticket.row != number or ticket.state not in ("reading", "running", "held"):
-            raise RuntimeError(f"row {number}: its ticket is {ticket.state}, in row {ticket.row}")
-        if ticket.idle_since is not None and ticket.state != "held":
-            raise RuntimeError(f"row {number}: its ticket is {ticket.state}, and its client is said to be able to draft")
-        if len(ticket.tokens) > ticket.limit or not 0 <= (row.read or 0) < max(len(ticket.tokens), 1):
+        request = row.request
+        if request.row != number or request.state not in ("reading", "running", "held"):
+            raise RuntimeError(f"row {number}: its request is {request.state}, in row {request.row}")
+        if request.idle_since is not None and request.state != "held":
+            raise RuntimeError(f"row {number}: its request is {request.state}, and its client is said to be able to draft")
+        if len(request.tokens) > request.limit or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
             raise RuntimeError(
-                f"row {number}: {row.read or 0} of {len(ticket.tokens)} tokens are read, and there may be {ticket.limit}"
+                f"row {number}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.limit}"
             )
 
     # --- what there is -------------------------------------------------------------------------------------------------
@@ -584,7 +584,7 @@ class Scheduler:
         return self._in_state("held")
 
     def _in_state(self, state: str) -> list[int]:
-        return [row for row in self._occupied if self._holder(row).ticket.state == state]
+        return [row for row in self._occupied if self._holder(row).request.state == state]
 
     @property
     def occupied(self) -> int:
@@ -593,7 +593,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many tickets have no row."""
+        """How many requests have no row."""
         return len(self._waiting)
 
     @property
@@ -606,10 +606,10 @@ class Scheduler:
         """Pages that could be taken now, of all shards."""
         return sum(pool.available for pool in self._pools)
 
-    def ticket_of(self, row: int) -> Ticket | None:
+    def request_of(self, row: int) -> Request | None:
         """Whose text a row has."""
         holder = self._rows[row]
-        return None if holder is None else holder.ticket
+        return None if holder is None else holder.request
 
     # --- pages ---------------------------------------------------------------------------------------------------------
 
@@ -626,7 +626,7 @@ class Scheduler:
                     return False
                 continue
             giving = self._next_to_give_way(number, rows)
-            self._give_way(self._holder(giving).ticket)
+            self._give_way(self._holder(giving).request)
             if giving == number:
                 return False
         row.pages += taken
@@ -643,50 +643,52 @@ class Scheduler:
         held = set(rows) & set(self.held)
         if number not in held and len(held) == len(rows) - 1 and held:
             rows = list(held)  # without it nobody would go on: clients may do nothing for long
-        return max(rows, key=lambda row: self._holder(row).ticket.number)
+        return max(rows, key=lambda row: self._holder(row).request.number)
 
     def _make_way(self, rows: Sequence[int], is_idle_first: bool = False) -> bool:
         """Take the row of a client that does nothing: of those in ``rows`` the one that has been away for the longest, or else
         the one that has been idle for the longest; with ``is_idle_first`` the other way round. False: there is none."""
-        tickets = [self._holder(row).ticket for row in rows]
-        away = [(ticket.away, ticket) for ticket in tickets if ticket.away is not None]
-        idle = [(ticket.idle_since, ticket) for ticket in tickets if ticket.idle_since is not None and self.is_idle(ticket)]
+        requests = [self._holder(row).request for row in rows]
+        away = [(request.away, request) for request in requests if request.away is not None]
+        idle = [
+            (request.idle_since, request) for request in requests if request.idle_since is not None and self.is_idle(request)
+        ]
         if away and not (is_idle_first and idle):
             self._give_way(min(away, key=lambda pair: pair[0])[1])
         elif idle:
             self._preempt(min(idle, key=lambda pair: pair[0])[1])
         return bool(away or idle)
 
-    def _preempt(self, ticket: Ticket) -> None:
+    def _preempt(self, request: Request) -> None:
         """Its row is free, and it waits for its client's next draft."""
-        self._leave(ticket)
-        ticket.state = "preempted"
-        self._preempted.add(ticket)
-        self.times_preempted += 1
+        self._leave(request)
+        request.state = "preempted"
+        self._preempted.add(request)
+        self.idle_preemptions += 1
 
-    def _give_way(self, ticket: Ticket) -> None:
-        """Its row is free. A client's ticket whose prompt is read, or whose client is away, is dropped; others wait again."""
-        if ticket.state != "held" and ticket.away is None:
-            self._put_back(ticket)
+    def _give_way(self, request: Request) -> None:
+        """Its row is free. A client's request whose prompt is read, or whose client is away, is dropped; others wait again."""
+        if request.state != "held" and request.away is None:
+            self._preempt(request)
             return
-        self._leave(ticket)
-        ticket.state = "dropped"
-        self.dropped.append(ticket)
+        self._leave(request)
+        request.state = "dropped"
+        self.dropped.append(request)
 
-    def _put_back(self, ticket: Ticket) -> None:
+    def _preempt(self, request: Request) -> None:
         """Its row is free, and it waits again, before those who came later."""
-        assert ticket.row is not None
+        assert request.row is not None
         # Who has a row and no pages yet goes, too, lest it passes one who was there before it; but it loses nothing.
-        if self._holder(ticket.row).read is not None:
-            ticket.put_back += 1
-            self.times_put_back += 1
-        self._leave(ticket)
-        ticket.state = "waiting"
-        insort(self._waiting, ticket, key=lambda each: each.number)
+        if self._holder(request.row).read is not None:
+            request.preemptions += 1
+            self.preemptions += 1
+        self._leave(request)
+        request.state = "waiting"
+        insort(self._waiting, request, key=lambda each: each.number)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def _leave(self, request: Request) -> None:
         """Its row and pages are free."""
-        number = ticket.row
+        number = request.row
         assert number is not None
         row, pool = self._holder(number), self._pool(number)
         for prefix in row.prefixes[::-1]:
@@ -694,7 +696,7 @@ class Scheduler:
         pool.give_back(row.pages)
         self.table[number] = pool.total
         self._rows[number] = None
-        ticket.row = ticket.idle_since = None
+        request.row = request.idle_since = None
 
     def _fill(self, number: int) -> None:
         """Write the row's line of the table."""

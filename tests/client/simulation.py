@@ -173,8 +173,8 @@ class Server:
         """Whether the engine has something to do. Who waits for a row that nobody gives up is not waited for."""
         engine = self._engine
         with engine._wake:
-            states = [ticket.state for ticket in engine._clients.rows]
-            is_given_up = any(ticket.away is not None for ticket in engine._clients.rows if ticket.state == "held")
+            states = [request.state for request in engine._clients.rows]
+            is_given_up = any(request.away is not None for request in engine._clients.rows if request.state == "held")
             has_row = engine._scheduler.occupied < engine.rows or is_given_up
             return engine._clients.has_work or "reading" in states or ("waiting" in states and has_row)
 

@@ -26,11 +26,11 @@ DRAFTERS = {
 def told(target, drafter, tokens: list[int]) -> dict[str, np.ndarray]:
     """What is told of ``tokens`` but the last."""
     output, entries = target.read(np.array([tokens]), taps=drafter.taps(target.config))
-    return {name: np.asarray(array)[0, :-1] for name, array in drafter.tell(target, output, entries).items()}
+    return {name: np.asarray(array)[0, :-1] for name, array in drafter.remote_inputs(target, output, entries).items()}
 
 
 def heard(device: ClientDevice, target, tokens: list[int]):
-    return device.hear(device.start(), tokens[:-1], tokens[1:], told(target, device.drafter, tokens))
+    return device.append_remote(device.start(), tokens[:-1], tokens[1:], told(target, device.drafter, tokens))
 
 
 BESIDE = [("moa", TREE), ("draft model", Chain(3))]
@@ -66,7 +66,7 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     known, text = heard(device, target, PROMPT), list(PROMPT)
     for depth in (3, device.alone, 3, 3):  # each below the one before
         path = device.propose(known, text[-1], len(text), settings, depth).path
-        known = device.assume(known, [text[-1], *path[:-1]], path)
+        known = device.append_unverified(known, [text[-1], *path[:-1]], path)
         text += path
     assert text == expected[: len(text)]
     assert len(text) >= len(PROMPT) + 17
@@ -81,7 +81,7 @@ def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     known = device.start()
     for begin, end in ((0, 1), (1, 9), (9, 40), (40, 100)):
         piece = {name: array[begin:end] for name, array in arrays.items()}
-        known = device.hear(known, tokens[begin:end], tokens[begin + 1 : end + 1], piece)
+        known = device.append_remote(known, tokens[begin:end], tokens[begin + 1 : end + 1], piece)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(known), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
     trees = [device.propose(each, tokens[-1], len(tokens), settings, 3) for each in (whole, known)]
@@ -106,12 +106,12 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     tokens = [*PROMPT] * 6
     arrays = told(target, drafter, tokens)
     before = compilations()
-    known = device.hear(device.start(), tokens[:-1], tokens[1:], arrays)
+    known = device.append_remote(device.start(), tokens[:-1], tokens[1:], arrays)
     for temperature in (0.0, 1.0):
         settings = Settings.of(Sampling(temperature, top_p=0.9, min_p=0.1), seed=5)
         for depth in (2, 3, device.alone):
             path = device.propose(known, tokens[-1], len(tokens), settings, depth).path
-            device.assume(known, [tokens[-1], *path[:-1]], path)
+            device.append_unverified(known, [tokens[-1], *path[:-1]], path)
     assert compilations() == before
 
 

@@ -90,7 +90,7 @@ def test_keys_are_turned_to_where_they_would_be(rope: Rope) -> None:
 
     def told(read) -> dict[str, np.ndarray]:
         output, entries = target.read(np.asarray(read)[None])
-        arrays = drafter.tell(target, output, entries) | told_entries(entries, [0])
+        arrays = drafter.remote_inputs(target, output, entries) | told_entries(entries, [0])
         return {name: np.asarray(array)[0] for name, array in arrays.items()}
 
     before, expected = told(tokens), told(later)
@@ -129,7 +129,9 @@ class Server:
             return
         tokens, known = wire.unpack(message.tokens), {"session": bytes(16), "epoch": 0}
         output, entries = self.target.read(tokens[None], taps=self.drafter.taps(self.target.config))
-        told = {name: np.asarray(array)[0, :-1] for name, array in self.drafter.tell(self.target, output, entries).items()}
+        told = {
+            name: np.asarray(array)[0, :-1] for name, array in self.drafter.remote_inputs(self.target, output, entries).items()
+        }
         shapes = {name: list(array.shape[1:]) for name, array in told.items()}
         packed = {name: wire.pack(array, "float32") for name, array in told.items()}
         for answer in (

@@ -18,11 +18,11 @@ class MadeUpDevice:
     def start(self) -> int:
         return 0
 
-    def hear(self, known, tokens, following, arrays) -> int:
+    def append_remote(self, known, tokens, following, arrays) -> int:
         assert len(tokens) == len(following)
         return known + len(tokens)
 
-    def assume(self, known, tokens, following) -> int:
+    def append_unverified(self, known, tokens, following) -> int:
         assert len(tokens) == len(following) > 0
         assert list(tokens[1:]) == list(following[:-1])
         return known + len(tokens)
@@ -35,7 +35,7 @@ class MadeUpDevice:
 
 def begun(seed: int, stretches: int) -> Speculation:
     speculation = Speculation(MadeUpDevice(seed), SimpleNamespace(), [9, 8, 7])
-    speculation.hear([9, 8], [8, 7], {})
+    speculation.append_remote([9, 8], [8, 7], {})
     for _ in range(stretches):
         speculation.draft(4)
     return speculation
@@ -109,7 +109,7 @@ def test_it_drafts_below_all_that_it_believes_and_anew_below_what_is_committed()
     speculation.redraft(4)
     assert device.asked[-1] == (7, 3, 4)
     assert len(speculation.stretches) == 1
-    speculation.assume([7], [5])
+    speculation.append_unverified([7], [5])
     speculation.tokens.append(5)
     speculation.redraft(4)
     assert (device.asked[-1], speculation.heard) == ((5, 4, 4), 3)

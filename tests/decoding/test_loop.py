@@ -197,7 +197,7 @@ class Recorder(NoDraft):
             "seen": tokens[:, 0] + 1,
         }
 
-    def absorb(self, target, state, committed):
+    def append_committed(self, target, state, committed):
         def put(buffer, values):
             step = jnp.arange(values.shape[1])[None]
             slots = jnp.where(step < committed.count[:, None], state["seen"][:, None] + step, buffer.shape[1])

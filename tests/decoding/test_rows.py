@@ -117,7 +117,7 @@ class Host:
         sizes = {"capacity": CAPACITY, "pages": self.pages, "page": PAGE}
         self.state = rows.empty(target, drafter, rows=count, depth=depth, **sizes)
         self.state = spoil(self.state, np.arange(self.groups * self.pages, dtype=np.int32))
-        self.fresh = rows.fresh_border(target, drafter, **sizes)
+        self.fresh = rows.empty_prefix_state(target, drafter, **sizes)
         rng = np.random.default_rng(seed)
         self.free = [rng.permutation(self.pages).tolist() for _ in range(self.groups)]
         self.table = np.full((count, self.each), self.pages, np.int32)
@@ -127,28 +127,32 @@ class Host:
     def group(self, row: int) -> int:
         return row // (len(self.table) // self.groups)
 
-    def admit(self, row: int, text: rows.Text, cached: int = 0, border=None, pages=()) -> None:
+    def admit(self, row: int, text: rows.Text, cached: int = 0, prefix_state=None, pages=()) -> None:
         """Pages of its own for all but the first ``cached`` tokens, which lie in ``pages``."""
         self.texts[row] = text
         own = [self.free[self.group(row)].pop() for _ in range(-(-int(text.limit) // PAGE) - len(pages))]
         self.table[row] = np.resize([*pages, *own, *[self.pages] * self.each], self.each)
-        at_group = np.int32(0 if border is None else self.group(row))
-        border = self.fresh if border is None else border
-        self.state = rows.admit(self.target, self.drafter, self.state, np.int32(row), text, np.int32(cached), border, at_group)
+        at_group = np.int32(0 if prefix_state is None else self.group(row))
+        prefix_state = self.fresh if prefix_state is None else prefix_state
+        self.state = rows.admit(
+            self.target, self.drafter, self.state, np.int32(row), text, np.int32(cached), prefix_state, at_group
+        )
 
     def read(self, *numbers: int, cached: int = 0) -> list:
-        """The prompts of these rows, of one in each group, side by side; the borders of the chunks."""
+        """The prompts of these rows, of one in each group, side by side; the prefix states of the chunks."""
         ends = [int(self.texts[row].length) - 1 for row in numbers]
-        read, borders = [cached] * len(numbers), []
+        read, prefix_states = [cached] * len(numbers), []
         while True:
             counts = [min(CHUNK, end - done) for end, done in zip(ends, read, strict=True)]
             read = [done + count for done, count in zip(read, counts, strict=True)]
             last = np.array([done == end for end, done in zip(ends, read, strict=True)])
             given = np.array(numbers, np.int32), np.array(counts, np.int32), last
-            self.state, border, _, _ = rows.read_chunk(self.target, self.drafter, self.state, self.table, *given, width=CHUNK)
-            borders.append(border)
+            self.state, prefix_state, _, _ = rows.read_chunk(
+                self.target, self.drafter, self.state, self.table, *given, width=CHUNK
+            )
+            prefix_states.append(prefix_state)
             if last.all():
-                return borders
+                return prefix_states
 
     def begin(self, row: int, text: rows.Text) -> None:
         self.admit(row, text)
@@ -242,8 +246,8 @@ def test_a_prompt_is_read_in_chunks_to_its_last_token_but_one(length) -> None:
     host, text = Host(make("eagle3")), some_text(np.random.default_rng(length), 1, length, 5)
     host.admit(2, text)
     assert bool(host.state.done[2])  # not decoded before it has been read
-    borders = host.read(2)
-    assert len(borders) == max(1, -(-(length - 1) // CHUNK))
+    prefix_states = host.read(2)
+    assert len(prefix_states) == max(1, -(-(length - 1) // CHUNK))
     assert host.state.done.tolist() == [True, True, False, True]
     assert host.state.cache.length.tolist() == [0, 0, length - 1, 0]
     assert row_of(host.decode(host.drafter), 2) == alone(text)
@@ -322,7 +326,7 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
     right = [alone(text) for text in texts]
     for row, text in enumerate(texts):
         host.begin(row, text)
-    before, teller = [own_state(host, row) for row in range(4)], host.drafter.drafter
+    before, remote_drafter = [own_state(host, row) for row in range(4)], host.drafter.drafter
     asked, lengths = [3, 1], [int(text.length) for text in texts]
     while asked:
         # The root; a chain that is right as far as it is drawn to be; a wrong node; one that is not there.
@@ -334,7 +338,9 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
         given = np.array([*asked, *[ROWS] * (3 - len(asked))], np.int32), tokens
         parents = np.tile(np.array([-1, 0, 1, 2, 0, 0], np.int32), (3, 1))
         valid = np.tile(np.arange(6) < 5, (3, 1))
-        host.state, checked = rows.verify_rows(TARGET, teller, host.state, host.table, *given, parents, valid, depth=depth)
+        host.state, checked = rows.verify_rows(
+            TARGET, remote_drafter, host.state, host.table, *given, parents, valid, depth=depth
+        )
         assert checked.count[len(asked) :].tolist() == [0] * (3 - len(asked))
         assert host.state.done.tolist() == [False, True, False, True]
         for place, row in enumerate(asked):
@@ -392,10 +398,10 @@ def test_a_text_goes_on_from_anothers_pages_and_border(kind) -> None:
     tokens = np.concatenate([first.tokens[: CHUNK + 1], rng.integers(0, 11, 8)])
     second = a_text(tokens, 14, number=1, temperature=1.0)
     host.admit(0, first)
-    border = host.read(0)[0]
+    prefix_state = host.read(0)[0]
     host.decode(host.drafter, 2)
     host.begin(1, second)
-    host.admit(2, second, CHUNK, border, pages=host.table[0, : CHUNK // PAGE])
+    host.admit(2, second, CHUNK, prefix_state, pages=host.table[0, : CHUNK // PAGE])
     assert host.state.cache.length[2] == CHUNK
     host.read(2, cached=CHUNK)
     assert_same(own_state(host, 2), own_state(host, 1))
@@ -425,7 +431,7 @@ def test_catching_up_is_absorbing_at_every_step(kind) -> None:
     host = Host(make(kind))
     at_once, one_by_one = after_pause(host, text, [13]), after_pause(host, text, [1] * 13)
     assert_same(at_once, one_by_one)
-    with pytest.raises(AssertionError):  # what is owed is seen
+    with pytest.raises(AssertionError):  # what is pending is seen
         assert_same(at_once, after_pause(host, text, [12]))
 
 
@@ -465,14 +471,14 @@ LENGTHS_OF = (1, CHUNK, CHUNK + 1, 5, 2 * CHUNK, 12, 2, 27, 9)
 
 @pytest.mark.parametrize(("kind", "shape"), TOGETHER)
 def test_texts_that_come_and_go(kind, shape) -> None:
-    """Drafted and paused steps at random, rows rearranged, texts put back, pages that had other texts before."""
+    """Drafted and paused steps at random, rows rearranged, texts preempted, pages that had other texts before."""
     rng = np.random.default_rng(11)
     host = Host(make(kind, shape))
     texts = {
         n: some_text(rng, n, length, int(rng.integers(1, 16)), (7, 3) if n % 3 == 2 else ())
         for n, length in enumerate(LENGTHS_OF)
     }
-    waiting, whose, found, owed, put_back = list(texts.items()), {}, {}, 0, 0
+    waiting, whose, found, pending, preemptions = list(texts.items()), {}, {}, 0, 0
     while waiting or host.texts:
         for row in range(ROWS):
             if row not in host.texts and waiting:
@@ -480,10 +486,10 @@ def test_texts_that_come_and_go(kind, shape) -> None:
                 host.begin(row, text)
                 whose[row] = number
         paused, steps = bool(rng.random() < 0.5), int(rng.integers(1, 4))
-        if owed and not paused:
+        if pending and not paused:
             host.catch_up()
-            owed = 0
-        owed += steps * paused
+            pending = 0
+        pending += steps * paused
         progress = host.decode(host.paused if paused else host.drafter, steps, bool(rng.random() < 0.5))
         for row in list(host.texts):
             so_far, text = row_of(progress, row), host.texts[row]
@@ -495,11 +501,11 @@ def test_texts_that_come_and_go(kind, shape) -> None:
                     (whose[row], replace(a_text(so_far, 0, whose[row], text.temperature), limit=text.limit, eos=text.eos))
                 )
                 host.leave(row)
-                put_back += 1
+                preemptions += 1
         order = rng.permutation(ROWS).tolist()
         host.rearrange(order)
         whose = {row: whose[old] for row, old in enumerate(order) if old in whose}
-    assert put_back and found == {number: alone(text) for number, text in texts.items()}
+    assert preemptions and found == {number: alone(text) for number, text in texts.items()}
 
 
 def test_a_second_text_compiles_nothing() -> None:
@@ -508,8 +514,8 @@ def test_a_second_text_compiles_nothing() -> None:
 
     def everything(row: int, text: rows.Text, other: rows.Text, order) -> None:
         host.admit(row, text)
-        border = host.read(row)[0]
-        host.admit(row - 1, other, CHUNK, border, pages=host.table[row, : CHUNK // PAGE])
+        prefix_state = host.read(row)[0]
+        host.admit(row - 1, other, CHUNK, prefix_state, pages=host.table[row, : CHUNK // PAGE])
         host.read(row - 1, cached=CHUNK)
         host.decode(host.paused, row, until_any_done=bool(row % 2))
         host.catch_up()
@@ -564,11 +570,11 @@ def test_as_much_as_there_is_room_for_may_be_owed(monkeypatch) -> None:
     assert ROOM == 64
     monkeypatch.setattr(pausable, "ROOM", 12)
     host, text = Host(make("eagle3")), some_text(np.random.default_rng(9), 1, 9, 30)
-    assert host.state.drafter.owed.output.hidden.shape[1] == 12
+    assert host.state.drafter.pending.output.hidden.shape[1] == 12
     assert_same(after_pause(host, text, [12]), after_pause(host, text, [1] * 12))
     host.begin(0, text)
     host.decode(host.paused, 12)
-    assert host.state.drafter.owed.count[0] == 12
+    assert host.state.drafter.pending.count[0] == 12
 
 
 def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -> None:

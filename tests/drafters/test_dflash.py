@@ -350,7 +350,7 @@ def having_heard(drafter, target, features):
         part = jnp.asarray(features[:, before : before + width])
         count = jnp.clip(jnp.asarray(LENGTHS) - before, 0, part.shape[1])
         zeros = jnp.zeros(part.shape[:2], jnp.int32)
-        state = drafter.hear(target, state, RemoteFeatures(zeros, zeros, {"features": part}, count))
+        state = drafter.append_remote(target, state, RemoteFeatures(zeros, zeros, {"features": part}, count))
         before += width
     return state
 

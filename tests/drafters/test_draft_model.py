@@ -67,10 +67,10 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
 
 @struct.dataclass
 class OnlyAbsorbs(DraftModel):
-    """Is told of every step by `absorb` alone."""
+    """Is told of every step by `append_committed` alone."""
 
     def update(self, target, state, draft, verdict, committed):
-        return self.absorb(target, state, committed)
+        return self.append_committed(target, state, committed)
 
 
 @pytest.mark.full

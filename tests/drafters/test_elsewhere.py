@@ -1,4 +1,4 @@
-"""A drafter on another machine than its target: it hears what `Drafter.tell` says there, and goes on alone with `assume`."""
+"""A drafter on another machine than its target: from `Drafter.remote_inputs`, and alone with `append_unverified`."""
 
 import jax
 import jax.numpy as jnp
@@ -48,21 +48,23 @@ def after_prompt(target: Target, drafter):
     count = jnp.array([9, 9])
     following = jnp.roll(PROMPT, -1, axis=1)
     cache = target.new_cache(2, CAPACITY).append(entries, count, after=output.hidden)
-    here = drafter.absorb(
+    here = drafter.append_committed(
         target,
         drafter.start(target, 2, CAPACITY),
         Committed(PROMPT, following, output, entries, count, cache),
     )
-    arrays = {name: np.asarray(array) for name, array in drafter.tell(target, output, entries).items()}  # over the wire
+    arrays = {
+        name: np.asarray(array) for name, array in drafter.remote_inputs(target, output, entries).items()
+    }  # over the wire
     assert all(array.shape[:2] == PROMPT.shape for array in arrays.values())
     part = part_of(target, drafter)
     there = drafter.start(part, 2, CAPACITY)
     for begin, end in ((0, 4), (4, 10)):  # in two pieces
         piece = {name: jnp.asarray(array[:, begin:end]) for name, array in arrays.items()}
         rest = jnp.clip(count - begin, 0, end - begin)
-        there = drafter.hear(part, there, RemoteFeatures(PROMPT[:, begin:end], following[:, begin:end], piece, rest))
+        there = drafter.append_remote(part, there, RemoteFeatures(PROMPT[:, begin:end], following[:, begin:end], piece, rest))
     kept = part.new_cache(2, CAPACITY).of_layers(drafter.reads(target.config))
-    kept = kept.append(drafter.entries_told(part, arrays), count, after=count) if kept.layers else None
+    kept = kept.append(drafter.remote_entries(part, arrays), count, after=count) if kept.layers else None
     return here, cache.of_layers(drafter.reads(target.config)), there, kept
 
 
@@ -96,7 +98,7 @@ def test_going_on_from_what_it_assumes_is_drafting_on(target, name) -> None:
     whole = propose(with_chain(drafter, 7), part, state, root, kept, 7)
     assumed = np.pad(whole[:, :3], ((0, 0), (0, 2)))  # the root and two drafted ones; the rest is filler
     following = np.pad(whole[:, 1:4], ((0, 0), (0, 2)))
-    further, entries = drafter.assume(part, state, assumed, following, jnp.array([3, 3]), kept)
+    further, entries = drafter.append_unverified(part, state, assumed, following, jnp.array([3, 3]), kept)
     if kept is not None:
         kept = kept.append(entries, jnp.array([3, 3]), after=entries[0][0][:, 0, 0])
     rest = propose(with_chain(drafter, 4), part, further, jnp.asarray(whole[:, 3]), kept, 4)
@@ -111,7 +113,7 @@ def test_nothing_is_assumed_in_rows_where_nothing_counts(target) -> None:
     for name in ("moa", "eagle3"):
         drafter = MADE[name](target)
         _, _, state, _ = after_prompt(target, drafter)
-        same, _ = drafter.assume(target, state, PROMPT[:, :4], PROMPT[:, 1:5], jnp.array([0, 2]))
+        same, _ = drafter.append_unverified(target, state, PROMPT[:, :4], PROMPT[:, 1:5], jnp.array([0, 2]))
         for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(same), strict=True):
             np.testing.assert_array_equal(before[0], after[0])
             if before.dtype == jnp.int32 and before.ndim == 1 and before[1] == 9:  # a length

@@ -111,7 +111,7 @@ class Wizard(TrainedDrafter):
     def start(self, target: Target, batch: int, capacity: int) -> jax.Array:
         return jnp.zeros((batch, self.config.hidden_size), self._dtype)
 
-    def absorb(self, target: Target, state: jax.Array, committed: Committed) -> jax.Array:
+    def append_committed(self, target: Target, state: jax.Array, committed: Committed) -> jax.Array:
         return committed.newest(committed.output.hidden, state)
 
     def propose(

@@ -80,12 +80,12 @@ def _far_from_nothing(leaf: jax.Array) -> jax.Array:
 def heard(one: PEagle, target: Target, tokens: np.ndarray, count: int, pieces=()):
     """Its state after the first ``count`` of ``tokens [T]``, heard in ``pieces`` that begin there."""
     output, entries = target.read(jnp.asarray(tokens)[None], taps=one.taps(target.config))
-    arrays = one.tell(target, output, entries)
+    arrays = one.remote_inputs(target, output, entries)
     state = one.start(target, 1, len(tokens) + 2)
     for begin, end in zip((0, *pieces), (*pieces, count), strict=True):
         told = {name: array[:, begin:end] for name, array in arrays.items()}
         read, following = (jnp.asarray(tokens[first : first + end - begin])[None] for first in (begin, begin + 1))
-        state = one.hear(target, state, RemoteFeatures(read, following, told, jnp.array([end - begin])))
+        state = one.append_remote(target, state, RemoteFeatures(read, following, told, jnp.array([end - begin])))
     return state
 
 

@@ -359,10 +359,10 @@ def test_rows_that_depend_on_each_other_are_found() -> None:
 
 
 @struct.dataclass
-class ForgetsAtABorder(DraftModel):
+class ForgetsPrefixStates(DraftModel):
     """What it gives to another text lacks the newest tokens."""
 
-    def at_border(self, state):
+    def to_prefix_state(self, state):
         return replace(state, cache=replace(state.cache, length=jnp.maximum(state.cache.length - 4, 0)))
 
 
@@ -378,7 +378,8 @@ class MisreadsACount(DraftModel):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "message"), [(ForgetsAtABorder, "another's border"), (MisreadsACount, "catches up after several paused steps")]
+    ("kind", "message"),
+    [(ForgetsPrefixStates, "another's prefix state"), (MisreadsACount, "catches up after several paused steps")],
 )
 def test_what_is_forgotten_where_texts_come_and_go_is_found(kind, message) -> None:
     model = tiny_target(num_layers=1)  # which drafts for itself: what it lacks shows at once

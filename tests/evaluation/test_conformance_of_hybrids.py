@@ -213,15 +213,17 @@ def test_a_state_that_takes_more_than_was_accepted_fails_the_distribution(monkey
 @pytest.mark.parametrize("forgotten", ["rule", pytest.param("convolution", marks=pytest.mark.thorough)])
 @pytest.mark.usefixtures("compiled_anew")
 def test_nodes_that_see_those_of_other_branches_change_the_text(monkeypatch, target, forgotten) -> None:
-    read, of = delta_rule.read_tree, linear_attention.Lineage.of
+    read, of = delta_rule.read_tree, linear_attention.Ancestry.of
 
     def everything(state, tokens, mask, before=None, **options):
         count = tokens.q.shape[2]
         return read(state, tokens, None if mask is None else jnp.tril(jnp.ones((1, count, count), bool)), before, **options)
 
     def in_order(mask, drafted, kernel):
-        lineage = of(mask, drafted, kernel)
-        return lineage if lineage.newest is None else replace(lineage, newest=jnp.sort(_last(lineage.newest, kernel), axis=-1))
+        ancestry = of(mask, drafted, kernel)
+        return (
+            ancestry if ancestry.newest is None else replace(ancestry, newest=jnp.sort(_last(ancestry.newest, kernel), axis=-1))
+        )
 
     def _last(newest, kernel):
         count = newest.shape[1]
@@ -230,6 +232,6 @@ def test_nodes_that_see_those_of_other_branches_change_the_text(monkeypatch, tar
     if forgotten == "rule":
         monkeypatch.setattr(linear_attention, "read_tree", everything)
     else:
-        monkeypatch.setattr(linear_attention.Lineage, "of", in_order)
+        monkeypatch.setattr(linear_attention.Ancestry, "of", in_order)
     with pytest.raises(AssertionError, match=r"greedy tokens .* are not plain decoding's"):
         conformance.check_greedy(target, METHODS["dense draft model"](target, SHAPES["dynamic"]))

@@ -20,5 +20,5 @@ def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> No
         for model in (target, part):
             device = ClientDevice(model, drafter, [specjax.Chain(2)], capacity=16)
             arrays = {name: np.ones((3, *shape), np.float32) for name, shape in device.hears.items()}
-            trees.append(device.propose(device.hear(device.start(), *texts, arrays), 2, 4, settings, depth=2))
+            trees.append(device.propose(device.append_remote(device.start(), *texts, arrays), 2, 4, settings, depth=2))
         np.testing.assert_array_equal(*[tree.tokens for tree in trees])

@@ -152,14 +152,14 @@ def test_a_tree_below_drafted_tokens_is_as_each_of_its_paths() -> None:
     """A call of several tokens that see each other, and of those read before each sees its own path, or nothing."""
     rng = np.random.default_rng(6)
     state, tokens = drawn(rng, 2, 24)
-    paths, border, unused = paths_of(random_tree(rng, 24)), 11, 3
+    paths, split, unused = paths_of(random_tree(rng, 24)), 11, 3
     mask = mask_of(paths)
-    _, node = READ(state, part(tokens, 0, border), mask[None, :border, :border])
+    _, node = READ(state, part(tokens, 0, split), mask[None, :split, :split])
     # Slots of which no token sees anything may hold any number.
     slots = Node(*(np.concatenate([x, np.full_like(x[:, :, :unused], 7.0)], 2) for x in map(np.asarray, node)))
-    seen = np.pad(mask[border:, :border], ((0, 0), (0, unused)))[None]
-    y, _ = READ(state, part(tokens, border, 24), mask[None, border:, border:], (slots, seen))
-    assert near(y, by_paths(state, tokens, paths)[0][:, :, border:])
+    seen = np.pad(mask[split:, :split], ((0, 0), (0, unused)))[None]
+    y, _ = READ(state, part(tokens, split, 24), mask[None, split:, split:], (slots, seen))
+    assert near(y, by_paths(state, tokens, paths)[0][:, :, split:])
 
 
 # --- chains -------------------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_wrong_readings_are_far_from_the_oracle() -> None:
 
 
 def test_gradients_are_those_of_the_rule() -> None:
-    """Along a direction, against differences of the oracle in float64; over a border of chunks, and of a tree."""
+    """Along a direction, against differences of the oracle in float64; over the end of a chunk, and of a tree."""
     rng = np.random.default_rng(10)
     state, tokens = drawn(rng, 1, CHUNK + 3)
     paths = paths_of([-1, *range(CHUNK + 2)])

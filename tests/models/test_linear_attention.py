@@ -10,7 +10,7 @@ import pytest
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.config import LinearAttention
-from specjax.models.linear_attention import Context, Lineage, linear_attention
+from specjax.models.linear_attention import Ancestry, Context, linear_attention
 from specjax.models.states import State, empty_nodes
 from tests.conftest import HYBRID, tiny_config, tiny_target
 from tests.models.test_delta_rule import ancestors, mask_of, one_token, paths_of, random_tree
@@ -79,8 +79,8 @@ def chain_of(count: int) -> np.ndarray:
 
 def read_text(params, sizes: LinearAttention, x, count) -> State:
     """The state after the first ``count [B]`` of each row's tokens."""
-    lineage = Lineage.of(chain_of(x.shape[1]), [], sizes.kernel)
-    return run(params, x, Context(State.zeros(sizes, x.shape[0], jnp.float32), [], lineage, np.asarray(count)))[1]
+    ancestry = Ancestry.of(chain_of(x.shape[1]), [], sizes.kernel)
+    return run(params, x, Context(State.zeros(sizes, x.shape[0], jnp.float32), [], ancestry, np.asarray(count)))[1]
 
 
 @pytest.mark.parametrize("sizes", [SIZES, LinearAttention(3, 3, 4, 5, kernel=2)], ids=["groups", "short"])
@@ -92,8 +92,8 @@ def test_a_text_is_as_token_by_token(sizes) -> None:
     assert np.abs(expected).max() > 0.3
     state, start = State.zeros(sizes, 2, jnp.float32), 0
     for size in (1, 2, 67):
-        lineage = Lineage.of(chain_of(size), [], sizes.kernel)
-        y, state = run(params, x[:, start : start + size], Context(state, [], lineage, np.full(2, size)))
+        ancestry = Ancestry.of(chain_of(size), [], sizes.kernel)
+        y, state = run(params, x[:, start : start + size], Context(state, [], ancestry, np.full(2, size)))
         np.testing.assert_allclose(y, expected[:, start : start + size], atol=TOLERANCE)
         start += size
     whole = read_text(params, sizes, x, [70, 70])
@@ -115,7 +115,7 @@ def tree_below_texts(sizes: LinearAttention = SIZES):
 
 def test_in_a_tree_each_node_is_as_its_path() -> None:
     params, state, nodes, paths, expected = tree_below_texts()
-    y, own = run(params, nodes, Context(state, [], Lineage.of(mask_of(paths)[None], [], SIZES.kernel)))
+    y, own = run(params, nodes, Context(state, [], Ancestry.of(mask_of(paths)[None], [], SIZES.kernel)))
     np.testing.assert_allclose(y, expected, atol=TOLERANCE)
     assert [part.shape for part in own] == [part.shape for part in empty_nodes(SIZES, 2, 14, jnp.float32)]
 
@@ -128,8 +128,8 @@ def test_below_drafted_nodes_in_scratch_each_node_is_as_its_path() -> None:
     for depth in range(1, depths.max() + 1):
         level = np.flatnonzero(depths == depth)
         wide = np.resize(level, 14)  # some of them several times, so that all levels share a program
-        lineage = Lineage.of(np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, wide])], SIZES.kernel)
-        y, own = run(params, nodes[:, wide], Context(state, [scratch], lineage))
+        ancestry = Ancestry.of(np.eye(14, dtype=bool)[None], [jnp.asarray(above[None, wide])], SIZES.kernel)
+        y, own = run(params, nodes[:, wide], Context(state, [scratch], ancestry))
         np.testing.assert_allclose(y[:, : len(level)], expected[:, level], atol=TOLERANCE)
         for slots, new in zip(scratch, own, strict=True):
             slots[:, :, level] = new[:, :, : len(level)]
@@ -141,8 +141,8 @@ def test_two_pieces_of_scratch_and_a_call_of_several_nodes() -> None:
 
     def read(start: int, stop: int, scratch) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         seen = [jnp.asarray(mask[:, start:stop, first:last]) for first, last, _ in scratch]
-        lineage = Lineage.of(mask[:, start:stop, start:stop], seen, SIZES.kernel)
-        y, own = run(params, nodes[:, start:stop], Context(state, [entry for *_, entry in scratch], lineage))
+        ancestry = Ancestry.of(mask[:, start:stop, start:stop], seen, SIZES.kernel)
+        y, own = run(params, nodes[:, start:stop], Context(state, [entry for *_, entry in scratch], ancestry))
         np.testing.assert_allclose(y, expected[:, start:stop], atol=TOLERANCE)
         return start, stop, own
 
@@ -156,20 +156,20 @@ def test_two_pieces_of_scratch_and_a_call_of_several_nodes() -> None:
 
 def test_a_chain_is_known_as_one_when_all_rows_are() -> None:
     chain = chain_of(3)
-    assert Lineage.of(chain, [], 4).is_chain and Lineage.of(chain.repeat(2, axis=0), [], 4).is_chain
+    assert Ancestry.of(chain, [], 4).is_chain and Ancestry.of(chain.repeat(2, axis=0), [], 4).is_chain
     tree = chain.copy()
     tree[0, 2, 1] = False
-    assert not Lineage.of(np.concatenate([chain, tree]), [], 4).is_chain
-    assert not Lineage.of(chain, [jnp.ones((1, 3, 2), bool)], 4).is_chain
-    assert Lineage.of(np.eye(3, dtype=bool)[None], [None], 4).own is None
-    assert Lineage.of(np.concatenate([np.eye(3, dtype=bool)[None], tree]), [None], 4).own is not None
+    assert not Ancestry.of(np.concatenate([chain, tree]), [], 4).is_chain
+    assert not Ancestry.of(chain, [jnp.ones((1, 3, 2), bool)], 4).is_chain
+    assert Ancestry.of(np.eye(3, dtype=bool)[None], [None], 4).own is None
+    assert Ancestry.of(np.concatenate([np.eye(3, dtype=bool)[None], tree]), [None], 4).own is not None
 
 
 def test_the_newest_tokens_are_those_of_the_path() -> None:
     """Places 0 to 2 are the state's, 3 and 4 drafted, then the call's: a root, its child, and one below slot 4."""
     own = np.array([[[True, False, False], [True, True, False], [False, False, True]]])
     drafted = jnp.array([[[False, False], [False, False], [False, True]]])
-    newest = Lineage.of(own, [drafted], 4).newest
+    newest = Ancestry.of(own, [drafted], 4).newest
     np.testing.assert_array_equal(newest, [[[0, 1, 2], [1, 2, 5], [1, 2, 4]]])
 
 
@@ -209,11 +209,11 @@ def test_gradients_of_the_layer_are_those_of_the_oracle(is_chain) -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(1, 9, config.hidden_size)).astype(np.float32)
     weights = rng.normal(size=x.shape)
-    lineage = Lineage.of(chain_of(9) if is_chain else jnp.asarray(chain_of(9)), [], SIZES.kernel)
-    assert lineage.is_chain == is_chain
+    ancestry = Ancestry.of(chain_of(9) if is_chain else jnp.asarray(chain_of(9)), [], SIZES.kernel)
+    assert ancestry.is_chain == is_chain
 
     def loss(params, x):
-        y, _ = linear_attention(params, config, x, Context(State.zeros(SIZES, 1, jnp.float32), [], lineage))
+        y, _ = linear_attention(params, config, x, Context(State.zeros(SIZES, 1, jnp.float32), [], ancestry))
         return jnp.sum(weights.astype(np.float32) * y)
 
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, x)

@@ -47,20 +47,20 @@ PROMPT = (5, 6, 7, 8, 9, 5)
 
 
 @pytest.fixture(scope="module")
-def teller(target) -> MixtureOfAttentions:
+def remote_drafter(target) -> MixtureOfAttentions:
     return MixtureOfAttentions.init(target, jax.random.key(5), tli=1)
 
 
 @pytest.fixture(scope="module")
-def drafting(target, teller) -> Iterator[Engine]:
+def drafting(target, remote_drafter) -> Iterator[Engine]:
     """An engine that drafts itself, too, with another drafter than the clients'. Two texts of full length fill its pages."""
-    with drafting_engine(target, teller, "chain:3") as engine:
+    with drafting_engine(target, remote_drafter, "chain:3") as engine:
         yield engine
 
 
-def drafting_engine(target, teller, *drafts: str | None, **options) -> Engine:
+def drafting_engine(target, remote_drafter, *drafts: str | None, **options) -> Engine:
     own = specjax.Eagle3.init(target, jax.random.key(5))
-    clients = ClientDrafts(teller, nodes=NODES, depth=DEPTH)
+    clients = ClientDrafts(remote_drafter, nodes=NODES, depth=DEPTH)
     return Engine(target, own, drafts=drafts, rows=4, widths=(2, 4), pages=16, clients=clients, **SIZES, **options)
 
 
@@ -186,7 +186,7 @@ def accepted_of(draft: Draft, right: Sequence[int]) -> tuple[int, ...]:
 def check_told(target, drafter, client: Client) -> None:
     """The client has been told of all tokens but the newest what a pass over its whole text gives."""
     output, entries = target.read(jnp.array([client.tokens]), taps=drafter.taps(target.config))
-    whole = drafter.tell(target, output, entries)
+    whole = drafter.remote_inputs(target, output, entries)
     assert len(client.told) == len(client.tokens) - 1
     for name, array in whole.items():
         told = np.stack([each[name] for each in client.told])
@@ -235,7 +235,7 @@ def run(engine: Engine, target, clients: list[Client], rng: random.Random) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 9))])
-def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target, teller, seed) -> None:
+def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target, remote_drafter, seed) -> None:
     """Beside requests whose drafts are the engine's, with too few pages for all. Nothing is compiled for it."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(14)]
@@ -251,7 +251,7 @@ def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target,
     for client in clients:
         check_tokens(target, client.request, client.text, is_whole=True)
         assert client.over == ("stop" if client.text[-1] in client.request.eos_token_ids else "length")
-        check_told(target, teller, client)
+        check_told(target, remote_drafter, client)
     statistics = drafting.statistics.clients
     # Some were dropped with their rows.
     assert 0 < statistics.drafts - drafts_before <= sum(client.drafts for client in clients)
@@ -263,11 +263,11 @@ def test_every_text_is_that_of_its_request_and_is_told_of_once(drafting, target,
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 5))])
-def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(target, teller, seed) -> None:
+def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_requests(target, remote_drafter, seed) -> None:
     """What is read again is not told again."""
     rng = random.Random(seed)
     requests = [some_request(rng, number) for number in range(20)]
-    with drafting_engine(target, teller, "chain:3", client_idle_seconds=0.0) as engine:
+    with drafting_engine(target, remote_drafter, "chain:3", client_idle_seconds=0.0) as engine:
         handles = [request.submit(engine) for request in requests[:8]]
         clients = [Client(engine, request, owner=rng.choice(["", "me"])) for request in requests[8:]]
         run(engine, target, clients, rng)
@@ -277,13 +277,13 @@ def test_texts_of_clients_that_lose_their_rows_and_come_back_are_those_of_their_
         check_at_rest(engine)
     for client in clients:
         check_tokens(target, client.request, client.text, is_whole=True)
-        check_told(target, teller, client)
+        check_told(target, remote_drafter, client)
 
 
 @pytest.mark.thorough
-def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(target, teller) -> None:
+def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(target, remote_drafter) -> None:
     requests = [some_request(random.Random(seed), seed) for seed in range(16)]
-    with drafting_engine(target, teller, None, "chain:3") as engine:
+    with drafting_engine(target, remote_drafter, None, "chain:3") as engine:
         handles = [request.submit(engine) for request in requests[:8]]
         clients = [Client(engine, request) for request in requests[8:]]
         run(engine, target, clients, random.Random(0))
@@ -291,7 +291,7 @@ def test_a_drafter_that_is_paused_and_catches_up_leaves_clients_rows_alone(targe
             check_tokens(target, request, handle.result(PATIENCE).tokens, is_whole=True)
     for client in clients:
         check_tokens(target, client.request, client.text, is_whole=True)
-        check_told(target, teller, client)
+        check_told(target, remote_drafter, client)
 
 
 @pytest.mark.full
@@ -348,11 +348,11 @@ def test_a_text_as_long_as_there_is_room_for(plain, target) -> None:
 
 
 @pytest.mark.full
-def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, teller) -> None:
+def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, remote_drafter) -> None:
     """It is told of what it does not know, and what it knows is not computed where it was read before."""
     request = Request(tuple(range(VOCABULARY)) * 3, 16, WARM, seed=11)
     right, first = expected(target, request), Client(drafting, request).ready()
-    check_told(target, teller, first)
+    check_told(target, remote_drafter, first)
     first.row.close()
     read = drafting.statistics
     second = Client(drafting, request, tokens=[*request.prompt, *right[:5]])
@@ -361,19 +361,19 @@ def test_a_text_that_is_opened_in_its_middle_goes_on(drafting, target, teller) -
     second.open()
     second.ready()
     assert drafting.statistics.prompt_tokens_shared - read.prompt_tokens_shared == CHUNK  # the 20 that it knows, in chunks
-    check_told(target, teller, second)
+    check_told(target, remote_drafter, second)
     while not second.over:
         second.ask(second.root())
     check_tokens(target, request, second.text, is_whole=True)
 
 
 @pytest.mark.full
-def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, target, teller) -> None:
+def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, target, remote_drafter) -> None:
     request = Request((1, 2, 3, 4) * 8, 4)
     request.submit(drafting).result(PATIENCE)
     before = drafting.statistics
     client = Client(drafting, request).ready()
-    check_told(target, teller, client)
+    check_told(target, remote_drafter, client)
     after = drafting.statistics
     assert after.prompt_tokens_shared == before.prompt_tokens_shared
     assert after.prompt_tokens_read - before.prompt_tokens_read == len(request.prompt) - 1
@@ -493,9 +493,9 @@ def test_a_client_whose_draft_waits_for_a_row_is_closed(target) -> None:
         with engine._wake:
             handle = request.submit(engine)
             engine._scheduler.can_go_on()  # a client's row is given away
-            (client,) = (client for client in clients if client.row.ticket.state == "preempted")
+            (client,) = (client for client in clients if client.row.request.state == "preempted")
             client.send(client.root())
-            assert (client.row.ticket.state, engine._clients.has_work) == ("waiting", False)
+            assert (client.row.request.state, engine._clients.has_work) == ("waiting", False)
             client.row.close()
         assert handle.result(PATIENCE).tokens == expected(target, request)
         for each in clients:
@@ -509,7 +509,7 @@ def test_clients_of_one_owner_leave_rows_to_others(plain, target) -> None:
     first = Client(plain, Request(PROMPT, 8), owner="me").ready()
     second = Client(plain, Request(PROMPT, 8, seed=1), owner="me")
     other = Client(plain, Request(PROMPT, 8, seed=2), owner="you").ready()
-    assert (second.row.ticket.state, second.events.empty()) == ("waiting", True)
+    assert (second.row.request.state, second.events.empty()) == ("waiting", True)
     other.row.close()
     request = Request((3, 1), 4)
     assert request.submit(plain).result(PATIENCE).tokens == expected(target, request)
@@ -748,22 +748,22 @@ def test_a_mesh_that_splits_rows_is_refused(target) -> None:
         ClientDrafts().check(target.replace(mesh=sharding.make_mesh(2, 1)))
 
 
-def test_drafts_that_do_not_fit_a_frame_are_refused(target, teller, monkeypatch) -> None:
+def test_drafts_that_do_not_fit_a_frame_are_refused(target, remote_drafter, monkeypatch) -> None:
     ClientDrafts(nodes=255).check(target)
     with pytest.raises(InputError, match=r"nodes=256.* 255"):
         ClientDrafts(nodes=256).check(target)
-    largest = max(4 * int(np.prod(shape)) for shape in ClientDrafts(teller).tells(target).values())
+    largest = max(4 * int(np.prod(shape)) for shape in ClientDrafts(remote_drafter).tells(target).values())
     monkeypatch.setattr("specjax.wire.MOST_ARRAY", 5 * largest)
-    ClientDrafts(teller, depth=4).check(target)
+    ClientDrafts(remote_drafter, depth=4).check(target)
     with pytest.raises(InputError, match=r"depth=5.*smaller depth"):
-        ClientDrafts(teller, depth=5).check(target)
+        ClientDrafts(remote_drafter, depth=5).check(target)
     monkeypatch.setattr("specjax.wire.MOST_DOWN", 5 * largest)
     with pytest.raises(InputError, match=r"depth=4.*smaller depth"):
-        ClientDrafts(teller, depth=4).check(target)
+        ClientDrafts(remote_drafter, depth=4).check(target)
     monkeypatch.setattr("specjax.wire.MOST_DOWN", 2**25)
     monkeypatch.setattr("specjax.wire.MOST_ARRAYS", 0)
     with pytest.raises(InputError, match="arrays of each token"):
-        ClientDrafts(teller, depth=1).check(target)
+        ClientDrafts(remote_drafter, depth=1).check(target)
 
 
 @pytest.mark.parametrize("drafter", [None, NoDraft(), PromptLookup(draft=2)])

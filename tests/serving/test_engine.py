@@ -110,7 +110,7 @@ def check_text(target, request: Request, handle: Handle) -> None:
     assert handle.finish_reason == ("stop" if tokens[-1] in request.eos_token_ids else "length")
     acceptance = handle.acceptance
     assert acceptance is not None
-    # Also of one that was put back. The last step has no bonus token where an accepted one ends the text.
+    # Also of one that was preempted. The last step has no bonus token where an accepted one ends the text.
     assert len(tokens) == acceptance.emitted
     assert acceptance.emitted <= acceptance.steps + acceptance.accepted <= acceptance.emitted + 1
     times = handle.times
@@ -303,7 +303,7 @@ def test_every_text_of_random_schedules_is_that_of_its_request_alone(target, dra
     before = drafting.statistics
     check_schedules(target, drafting, range(24), 8, monkeypatch)
     after = drafting.statistics
-    assert after.put_back - before.put_back > 10
+    assert after.preemptions - before.preemptions > 10
     assert after.prompt_tokens_shared > before.prompt_tokens_shared
 
 
@@ -418,7 +418,7 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
         gate.wait()
         reading = long.submit(plain)
         gate.let_through()
-        assert reading.ticket.state == "reading"
+        assert reading.request.state == "reading"
         reading.cancel()
         check_cancelled(target, long, reading)
         gate.open()
@@ -558,7 +558,7 @@ def test_what_was_held_back_ends_where_the_stop_string_was_complete(of_words, pr
         handle.cancel()
     handle.finish_reason = None  # the engine has forgotten it: here is what a model might have said
     for token in tokens:
-        handle.ticket.tokens.append(token)  # the scheduler knows of it first
+        handle.request.tokens.append(token)  # the scheduler knows of it first
         if not handle.deliver(RowProgress([token], [False])):
             break
     assert handle.tokens == tuple(tokens[:kept]) and handle.finish_reason == "stop"
@@ -799,11 +799,11 @@ def fail(*_, **named):
     raise ValueError("no such token")
 
 
-def failing_for(ticket, method, place: int):
-    """``method``, which fails where its argument at ``place`` is the ``ticket``, or is of it."""
+def failing_for(request, method, place: int):
+    """``method``, which fails where its argument at ``place`` is the ``request``, or is of it."""
 
     def fails_for_one(*given, **named):
-        if getattr(given[place], "ticket", given[place]) is ticket:
+        if getattr(given[place], "request", given[place]) is request:
             fail()
         return method(*given, **named)
 
@@ -812,7 +812,7 @@ def failing_for(ticket, method, place: int):
 
 def make_a_method_fail(name: str, place: int):
     def make(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(engine, name, failing_for(handle.ticket, getattr(engine, name), place))
+        patch.setattr(engine, name, failing_for(handle.request, getattr(engine, name), place))
 
     return make
 
@@ -826,15 +826,15 @@ def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.Mo
 
     def lose(*given, **named):
         progress = decode(*given, **named)
-        if handle.ticket.row is None:
+        if handle.request.row is None:
             return progress
-        return progress.replace(lengths=progress.lengths.at[handle.ticket.row].set(1))
+        return progress.replace(lengths=progress.lengths.at[handle.request.row].set(1))
 
     patch.setattr(engine._device, "decode", lose)
 
 
 def forget_who_asked(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-    engine._handles.pop(handle.ticket)
+    engine._handles.pop(handle.request)
     handle.end("error", ValueError("no such token"))  # a handle that the engine has lost learns of nothing
 
 
@@ -842,7 +842,7 @@ def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.
     give_up = engine._give_up_orphans
 
     def forget_first() -> None:
-        if engine._handles.pop(handle.ticket, None):
+        if engine._handles.pop(handle.request, None):
             handle.end("error", ValueError("no such token"))
         give_up()
 
@@ -983,7 +983,7 @@ def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         statistics = engine.statistics
-    assert statistics.put_back == 0
+    assert statistics.preemptions == 0
     assert statistics.prompt_tokens_read == 2 * CHUNK + count * 2  # the last token of a prompt is read by decoding
     assert statistics.prompt_tokens_shared == (count - 1) * 2 * CHUNK
     assert most_held <= 12 and most_held > 4
@@ -1016,7 +1016,7 @@ def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
     handles: list[Handle] = []
 
     def note_and_read(reads, *given, **named):
-        order.extend((len(each.ticket.tokens), each.start) for each in reads)
+        order.extend((len(each.request.tokens), each.start) for each in reads)
         if len(handles) == 1:
             handles.extend(request.submit(engine) for request in shorter)
         return read(reads, *given, **named)
@@ -1054,7 +1054,7 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
     prompts = [(*beginning, 5, i) for i in range(6)] + [(*beginning[:CHUNK], 7, i, i) for i in range(4)]
     requests = [Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts)]
     with plain_engine(hybrid, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
-        assert engine._device.most_borders() is not None  # a state is larger than a chunk of this small model
+        assert engine._device.most_prefix_states() is not None  # a state is larger than a chunk of this small model
         for handle in submit_together(engine, requests):
             handle.result(PATIENCE)
         handles = submit_together(engine, requests)  # in other rows, and now all find what the first ones read
@@ -1073,7 +1073,7 @@ def test_who_is_put_back_is_counted_and_goes_on(target) -> None:
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
         check_at_rest(engine)
-        assert engine.statistics.put_back == sum(handle.ticket.put_back for handle in handles) >= 1
+        assert engine.statistics.preemptions == sum(handle.request.preemptions for handle in handles) >= 1
 
 
 # --- meshes, drafters ------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_an_engine_takes_the_memory_that_it_is_given(kind: str, is_hybrid: bool,
 
 @pytest.mark.parametrize("pages", [5, 2000])
 def test_an_engine_on_a_mesh_takes_the_memory_that_it_is_given(pages: int) -> None:
-    """A border has a row for each group of rows."""
+    """A prefix state has a row for each group of rows."""
     check_memory(Target.init(tiny_config(**HYBRID), jax.random.key(0), mesh=make_mesh(2, 1)), None, pages)
 
 
@@ -70,18 +70,20 @@ def check_memory(target: Target, drafter: Drafter | None, pages: int) -> None:
         return EngineDevice(target, [drafter or NoDraft()], sizes)
 
     def needed(device: EngineDevice) -> int:
-        """With the borders of all chunks, where all are kept."""
-        kept, chunks = device.most_borders(), device.sizes.pages / (CHUNK // PAGE)
-        borders = device.groups * (chunks if kept is None else kept)
-        return bytes_of((device.state.cache, device.state.drafter)) + borders * bytes_of(device._fresh)
+        """With the prefix states of all chunks, where all are kept."""
+        kept, chunks = device.most_prefix_states(), device.sizes.pages / (CHUNK // PAGE)
+        prefix_states = device.groups * (chunks if kept is None else kept)
+        return bytes_of((device.state.cache, device.state.drafter)) + prefix_states * bytes_of(device._fresh)
 
     made = device(pages)
-    given, border = needed(made), bytes_of(made._fresh) if made.most_borders() else 0
+    given, prefix_state = needed(made), bytes_of(made._fresh) if made.most_prefix_states() else 0
     found = memory.pages_in(given / 1e9, target, drafter, rows=2, page=PAGE, chunk=CHUNK, capacity=CAPACITY)
     assert needed(device(found)) <= given
-    assert not made.most_borders() or 4 * border > memory.page_bytes(target, None, PAGE) // made.groups * (CHUNK // PAGE)
-    # A quarter of the pages' memory is no whole number of borders, which nobody knows before.
-    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= border * made.groups
+    assert not made.most_prefix_states() or 4 * prefix_state > memory.page_bytes(target, None, PAGE) // made.groups * (
+        CHUNK // PAGE
+    )
+    # A quarter of the pages' memory is no whole number of prefix states, which nobody knows before.
+    assert 0 <= (pages - found) * memory.page_bytes(target, drafter, PAGE) <= prefix_state * made.groups
 
 
 def test_memory_on_a_mesh_is_that_of_all_groups() -> None:

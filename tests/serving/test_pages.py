@@ -10,7 +10,7 @@ CHUNK = 2
 def registered(pool: PagePool, tokens: list[int], above: Prefix | None = None) -> Prefix:
     """The chunk of ``tokens`` (the one after it included), read into a page, and held by who read it."""
     (page,) = pool.take(1) or pytest.fail("no page is left")
-    return pool.register(above, tuple(tokens), (page,), border=tuple(tokens))
+    return pool.register(above, tuple(tokens), (page,), prefix_state=tuple(tokens))
 
 
 def test_pages_are_taken_all_or_none() -> None:
@@ -112,16 +112,16 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
 
 
-# --- borders ----------------------------------------------------------------------------------------------------------
+# --- prefix_states ----------------------------------------------------------------------------------------------------------
 
 
 def has_borders(*prefixes: Prefix) -> list[bool]:
-    return [prefix.border is not DROPPED for prefix in prefixes]
+    return [prefix.prefix_state is not DROPPED for prefix in prefixes]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])
 def test_as_many_borders_are_kept_as_there_is_room_for(most) -> None:
-    pool = PagePool(20, borders=most)
+    pool = PagePool(20, prefix_states=most)
     made: list[Prefix] = []
     for token in range(20):
         made.append(registered(pool, [token, 0, 0]))
@@ -130,14 +130,14 @@ def test_as_many_borders_are_kept_as_there_is_room_for(most) -> None:
 
 
 def test_a_chain_ends_with_a_border() -> None:
-    pool = PagePool(4, borders=2)
+    pool = PagePool(4, prefix_states=2)
     first = registered(pool, [1, 2, 3])
     second = registered(pool, [3, 4, 5], above=first)
     third = registered(pool, [5, 6, 7], above=second)
     assert has_borders(first, second, third) == [False, True, True]
     assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == [first, second, third]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == []  # from the end of the first nobody can go on
-    # Who reads the first chunk anew brings its border back, and that of the next one goes, which was made longest ago.
+    # Who reads the first chunk anew brings its prefix state back, and that of the next one goes, which was made longest ago.
     assert registered(pool, [1, 2, 3]) is first
     assert has_borders(first, second, third) == [True, False, True]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == [first]
@@ -145,7 +145,7 @@ def test_a_chain_ends_with_a_border() -> None:
 
 def test_the_border_that_a_text_went_on_from_last_stays() -> None:
     """And not those before it in its chain, though the row holds all of them."""
-    pool = PagePool(6, borders=2)
+    pool = PagePool(6, prefix_states=2)
     first = registered(pool, [1, 2, 3])
     second = registered(pool, [3, 4, 5], above=first)
     pool.go_on_from([first, second])
@@ -158,7 +158,7 @@ def test_the_border_that_a_text_went_on_from_last_stays() -> None:
 
 def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
     """Its next turn goes on from there; pages go in the other order, from the end."""
-    pool = PagePool(9, borders=3)
+    pool = PagePool(9, prefix_states=3)
     chain: list[Prefix] = []
     for token in (1, 3, 5):
         chain.append(registered(pool, [token, token + 1, token + 2], above=chain[-1] if chain else None))

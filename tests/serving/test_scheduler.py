@@ -11,7 +11,7 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.serving.pages import PagePool
-from specjax.serving.scheduler import PrefillChunk, QueueFullError, Scheduler, Ticket
+from specjax.serving.scheduler import PrefillChunk, QueueFullError, Request, Scheduler
 
 PAGE, CHUNK = 2, 4
 
@@ -22,11 +22,11 @@ def scheduler(**changes: Any) -> Scheduler:
 
 
 def read_all(made: Scheduler, budget: int | None = None) -> list[PrefillChunk]:
-    """Everything that can be read now. The border is the text up to there."""
+    """Everything that can be read now. The prefix state is the text up to there."""
     done = []
     while reads := made.next_reads(budget):
         for read in reads:
-            made.was_read(read, border=tuple(read.ticket.tokens[: read.start + read.count]))
+            made.was_read(read, prefix_state=tuple(read.request.tokens[: read.start + read.count]))
         done += reads
     return done
 
@@ -35,9 +35,9 @@ def pages_of(made: Scheduler, row: int) -> list[int]:
     return [page for page in made.table[row].tolist() if page < made._pools[0].total]
 
 
-def finish(made: Scheduler, ticket: Ticket) -> None:
-    assert ticket.row is not None
-    made.decoded(ticket.row, [0], done=True)
+def finish(made: Scheduler, request: Request) -> None:
+    assert request.row is not None
+    made.decoded(request.row, [0], done=True)
 
 
 # --- who has a row -----------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_rows_are_given_in_the_order_of_submission() -> None:
     assert (made.waiting, made.running, made.occupied) == (2, [0, 1], 2)
     finish(made, second)
     read_all(made)
-    assert (third.row, fourth.row, made.ticket_of(1)) == (1, None, third)
+    assert (third.row, fourth.row, made.request_of(1)) == (1, None, third)
     finish(made, first)
     read_all(made)
     assert (fourth.row, made.waiting) == (0, 0)
@@ -67,14 +67,14 @@ def test_nobody_passes_the_head_of_the_line() -> None:
     assert read_all(made) == []
     assert (long.state, short.state, made.waiting) == ("waiting", "waiting", 2)
     finish(made, running)
-    assert [read.ticket for read in read_all(made)] == [long, short]
+    assert [read.request for read in read_all(made)] == [long, short]
 
 
 def test_prompts_of_one_length_are_read_one_after_another_the_oldest_first() -> None:
     made = scheduler(rows=3)
-    tickets = [made.submit([token] * 7, most=2) for token in range(3)]
+    requests = [made.submit([token] * 7, most=2) for token in range(3)]
     reads = read_all(made)
-    assert [read.ticket for read in reads] == [ticket for ticket in tickets for _ in range(2)]
+    assert [read.request for read in reads] == [request for request in requests for _ in range(2)]
     assert [read.is_first for read in reads] == [True, False] * 3
     assert [read.is_last for read in reads] == [False, True] * 3
 
@@ -86,7 +86,7 @@ def test_the_prompt_with_the_fewest_pieces_left_comes_first() -> None:
     made.was_read(read, None)
     middle, short = made.submit([2] * 9, most=2), made.submit([3] * 2, most=2)
     reads = read_all(made)
-    assert [(read.ticket, read.start) for read in reads] == [
+    assert [(read.request, read.start) for read in reads] == [
         *((short, 0), (long, 4), (long, 8)),  # it has as few left as the middle one, and is older
         *((middle, 0), (middle, 4)),
     ]
@@ -97,12 +97,12 @@ def test_nobody_is_passed_more_often_than_is_said() -> None:
     """Short prompts come all the time; the long one has a turn after each three."""
     made = scheduler(rows=2, pages=32)
     long, order = made.submit([1] * 17, most=1), []
-    made.was_read(*made.next_reads(), border=None)
+    made.was_read(*made.next_reads(), prefix_state=None)
     while long.state == "reading" and len(order) < 20:
         made.submit([2, len(order) % 2], most=0)
         (read,) = made.next_reads()
         made.was_read(read, None)
-        order.append(read.ticket is long)
+        order.append(read.request is long)
     assert order == [*[False, False, False, True] * 2, True]  # at last it has as few pieces left as they, and is older
 
 
@@ -111,29 +111,29 @@ def test_whose_beginning_is_known_has_fewer_pieces_left() -> None:
     text = list(range(13))
     finish(made, (made.submit(text, most=1), read_all(made))[0])
     middle, known = made.submit([1] * 7, most=1), made.submit([*text, 7], most=1)
-    assert [(read.ticket, read.start) for read in read_all(made)] == [(known, 12), (middle, 0), (middle, 4)]
+    assert [(read.request, read.start) for read in read_all(made)] == [(known, 12), (middle, 0), (middle, 4)]
 
 
 def test_a_prompt_that_waits_for_its_turn_moves_with_its_row() -> None:
     made = scheduler(rows=3, pages=32)
     long = made.submit([1] * 13, most=2)
-    made.was_read(*made.next_reads(), border=None)
+    made.was_read(*made.next_reads(), prefix_state=None)
     short = made.submit([2] * 2, most=2)
-    made.was_read(*made.next_reads(), border=None)
+    made.was_read(*made.next_reads(), prefix_state=None)
     assert (long.state, short.state) == ("reading", "running")
     made.swap([1, 0, 2])
     (read,) = made.next_reads()
-    assert (read.ticket, read.row, read.start, read.is_first) == (long, 1, 4, False)
+    assert (read.request, read.row, read.start, read.is_first) == (long, 1, 4, False)
 
 
 def test_a_prompt_is_read_but_for_its_last_token() -> None:
     made = scheduler(tails=(1, 2))
     spans = {}
     for length in (1, 2, 3, 4, 5, 6, 9, 12):
-        ticket = made.submit([length] * length, most=1)
+        request = made.submit([length] * length, most=1)
         spans[length] = [(read.start, read.count, read.width) for read in read_all(made)]
-        assert ticket.state == "running"
-        finish(made, ticket)
+        assert request.state == "running"
+        finish(made, request)
     assert spans == {
         1: [(0, 0, 1)],
         2: [(0, 1, 1)],
@@ -151,10 +151,10 @@ def test_the_budget_is_kept_and_the_oldest_prompt_is_not_passed() -> None:
     wide, narrow = made.submit([1] * 5, most=1), made.submit([2] * 2, most=1)
     assert made.next_reads(budget=3) == []
     (read,) = made.next_reads(budget=4)
-    assert (read.ticket, read.width) == (wide, 4)
+    assert (read.request, read.width) == (wide, 4)
     made.was_read(read, None)
     (read,) = made.next_reads(budget=1)
-    assert (read.ticket, read.width) == (narrow, 1)
+    assert (read.request, read.width) == (narrow, 1)
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -178,10 +178,10 @@ def test_what_can_never_be_served_is_refused(length, most, message) -> None:
 
 def test_the_largest_text_that_pages_hold_is_served() -> None:
     made = scheduler(pages=8)
-    ticket = made.submit([1] * 10, most=7)  # the last token is never written
+    request = made.submit([1] * 10, most=7)  # the last token is never written
     read_all(made)
     assert made.reserve(100) == []
-    assert (ticket.state, len(pages_of(made, 0))) == ("running", 8)
+    assert (request.state, len(pages_of(made, 0))) == ("running", 8)
 
 
 def test_a_full_line_refuses() -> None:
@@ -193,7 +193,7 @@ def test_a_full_line_refuses() -> None:
     read_all(made)
     with pytest.raises(QueueFullError, match="1 requests wait"):
         made.submit([3], most=1)
-    finish(made, made.ticket_of(0) or pytest.fail("the row is free"))
+    finish(made, made.request_of(0) or pytest.fail("the row is free"))
     read_all(made)
     made.submit([3], most=1)
     assert made.waiting == 1
@@ -217,12 +217,12 @@ def test_unused_entries_of_the_table_are_out_of_range() -> None:
     made = scheduler()
     assert made.table.shape == (2, 16)
     assert (made.table == 16).all()
-    ticket = made.submit([1] * 6, most=2)
+    request = made.submit([1] * 6, most=2)
     read_all(made)
     assert (made.table[0, :3] < 16).all()
     assert (made.table[0, 3:] == 16).all()
     assert (made.table[1] == 16).all()
-    finish(made, ticket)
+    finish(made, request)
     assert (made.table == 16).all()
 
 
@@ -246,18 +246,18 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
         made.decoded(row, [8, 9], done=False)
     later = made.submit([3], most=1)
     assert made.reserve(5) == [new]
-    assert (new.state, new.row, new.put_back, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
-    assert (old.put_back, made.running, made.waiting) == (0, [0], 2)
+    assert (new.state, new.row, new.preemptions, new.tokens) == ("waiting", None, 1, [2] * 5 + [8, 9])
+    assert (old.preemptions, made.running, made.waiting) == (0, [0], 2)
     finish(made, old)
     reads = read_all(made)
     # It is before those that came later, and its first chunk is where it was left.
-    assert [(read.ticket, read.start, read.count) for read in reads] == [(new, 4, 2), (later, 0, 0)]
+    assert [(read.request, read.start, read.count) for read in reads] == [(new, 4, 2), (later, 0, 0)]
     made.reserve(100)
     assert len(pages_of(made, new.row or 0)) == 4  # of 5 + 4 - 1 entries: the limit stays where it was
 
 
 def test_who_gave_way_is_the_head_of_the_line_again() -> None:
-    """A later request would fit into what is left, and does not pass it."""
+    """A later expectation would fit into what is left, and does not pass it."""
     scheduled = scheduler(pages=8)
     scheduled.submit([1] * 5, most=9)
     new = scheduled.submit([2] * 5, most=4)
@@ -287,9 +287,9 @@ def test_whoever_gives_way_is_not_passed_by_one_who_has_a_row_and_no_pages_yet()
     assert made.next_reads(budget=1) == []  # it has a row, and the budget is too small
     assert third.state == "reading"
     assert made.reserve(100) == [second, third]
-    assert (first.put_back, second.put_back, third.put_back) == (0, 1, 0)
+    assert (first.preemptions, second.preemptions, third.preemptions) == (0, 1, 0)
     finish(made, first)
-    assert [read.ticket for read in read_all(made)] == [second, third]
+    assert [read.request for read in read_all(made)] == [second, third]
 
 
 def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
@@ -303,7 +303,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
     third = made.submit([3] * 4, most=2)  # 4 pages are free: it needs 3, and each of the others 2 more
     read_all(made)
     assert third.state == "waiting"
-    finish(made, made.ticket_of(0) or pytest.fail("the row is free"))
+    finish(made, made.request_of(0) or pytest.fail("the row is free"))
     read_all(made)
     assert third.state == "running"
 
@@ -312,7 +312,7 @@ def test_a_newcomer_leaves_to_those_who_run_what_they_need_next() -> None:
 
 
 def starts(reads: Sequence[PrefillChunk]) -> list[tuple[int, Any]]:
-    return [(read.start, read.border) for read in reads if read.is_first]
+    return [(read.start, read.prefix_state) for read in reads if read.is_first]
 
 
 def test_a_common_beginning_is_read_once() -> None:
@@ -339,11 +339,11 @@ def test_a_text_goes_on_from_a_prefix_and_extends_it() -> None:
     made = scheduler()
     text = list(range(14))
     for length, start in ((5, 0), (10, 4), (13, 8), (13, 12), (14, 12)):
-        ticket = made.submit(text[:length], most=1)
+        request = made.submit(text[:length], most=1)
         reads = read_all(made)
         assert starts(reads) == [(start, tuple(text[:start]) or None)]
         assert sum(read.count for read in reads) == length - 1 - start
-        finish(made, ticket)
+        finish(made, request)
 
 
 def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
@@ -356,18 +356,18 @@ def test_a_prompt_that_is_known_is_not_read_at_all() -> None:
 
 
 def test_a_prompt_that_is_read_anew_has_its_borders_again_from_then_on() -> None:
-    """Of two prompts of three chunks, and room for the borders of three."""
-    made = scheduler(borders=3, pages=24)
+    """Of two prompts of three chunks, and room for the prefix states of three."""
+    made = scheduler(prefix_states=3, pages=24)
     one, other = [1] * 13, [2] * 13
 
     def begins_at(tokens: list[int]) -> int:
-        ticket = made.submit(tokens, most=1)
+        request = made.submit(tokens, most=1)
         (first, *_) = read_all(made)
-        finish(made, ticket)
+        finish(made, request)
         return first.start
 
     assert begins_at(one) == begins_at(other) == 0
-    assert begins_at(one) == 0  # its borders went when the other's were made
+    assert begins_at(one) == 0  # its prefix states went when the other's were made
     assert begins_at(one) == begins_at(one) == 12
     assert made._pools[0].available == 24  # what was read twice takes no pages twice
 
@@ -393,12 +393,12 @@ def test_prefixes_go_when_pages_are_needed_and_never_one_that_is_held() -> None:
     long = made.submit([3] * 9, most=2)
     read_all(made)
     made.reserve(100)
-    assert (held.put_back, made.free_pages) == (0, 0)
+    assert (held.preemptions, made.free_pages) == (0, 0)
     finish(made, long)
     again = made.submit([2] * 5, most=1)
     assert starts(read_all(made)) == [(4, (2,) * 4)]
-    for ticket in (held, again):
-        finish(made, ticket)
+    for request in (held, again):
+        finish(made, request)
     made.submit([1] * 5, most=1)
     assert starts(read_all(made)) == [(0, None)]
 
@@ -410,20 +410,20 @@ def test_requests_are_cancelled_in_every_state_and_twice() -> None:
     made = scheduler(rows=3, chunk=2)
     done, running, reading, waiting = (made.submit([token] * 3, most=4) for token in range(4))
     for _ in range(2):
-        made.was_read(*made.next_reads(), border=None)
+        made.was_read(*made.next_reads(), prefix_state=None)
     finish(made, done)
     made.cancel(waiting)
     (read,) = made.next_reads()
-    assert (read.ticket, done.state, running.state, reading.state) == (reading, "done", "running", "reading")
-    for ticket in (done, running, reading, waiting):
-        before = made.free_pages, ticket.row is not None
-        made.cancel(ticket)
+    assert (read.request, done.state, running.state, reading.state) == (reading, "done", "running", "reading")
+    for request in (done, running, reading, waiting):
+        before = made.free_pages, request.row is not None
+        made.cancel(request)
         assert made.free_pages == before[0] + before[1]
-        made.cancel(ticket)
-        assert (ticket.row, made.free_pages) == (None, sum(before))
-    assert [ticket.state for ticket in (done, running, reading, waiting)] == ["done", "cancelled", "cancelled", "cancelled"]
+        made.cancel(request)
+        assert (request.row, made.free_pages) == (None, sum(before))
+    assert [request.state for request in (done, running, reading, waiting)] == ["done", "cancelled", "cancelled", "cancelled"]
     assert (made.idle, made.free_pages, made.waiting) == (True, 16, 0)
-    made.was_read(read, border=None)  # the device had begun
+    made.was_read(read, prefix_state=None)  # the device had begun
     assert (made.idle, made.running, made.free_pages) == (True, [], 16)
 
 
@@ -434,14 +434,14 @@ def test_what_is_read_of_a_cancelled_request_is_not_told_of_the_next_in_its_row(
     made.cancel(cancelled)
     following = made.submit([2] * 9, most=2)
     (first,) = made.next_reads()
-    assert (first.row, first.ticket) == (read.row, following)
-    made.was_read(read, border="of the other")
+    assert (first.row, first.request) == (read.row, following)
+    made.was_read(read, prefix_state="of the other")
     assert following.state == "reading"
-    made.was_read(first, border="its own")
+    made.was_read(first, prefix_state="its own")
     (second,) = made.next_reads()
     assert (second.start, second.is_first) == (4, False)
     made.submit([1] * 5, most=2)
-    made.was_read(second, border=None)
+    made.was_read(second, prefix_state=None)
     finish(made, following)
     assert starts(read_all(made)) == [(0, None)]
 
@@ -453,32 +453,32 @@ def test_rows_are_rearranged_with_all_that_they_have() -> None:
     made = scheduler(rows=3)
     first = made.submit([1] * 3, most=4)
     second = made.submit([2] * 9, most=4)
-    made.was_read(*made.next_reads(), border=None)
-    made.was_read(*made.next_reads(), border=None)
+    made.was_read(*made.next_reads(), prefix_state=None)
+    made.was_read(*made.next_reads(), prefix_state=None)
     before = [pages_of(made, row) for row in range(3)]
     made.swap([2, 0, 1])
     assert [pages_of(made, row) for row in range(3)] == [before[2], before[0], before[1]]
     assert (first.row, second.row, made.running) == (1, 2, [1])
-    assert [made.ticket_of(row) for row in range(3)] == [None, first, second]
+    assert [made.request_of(row) for row in range(3)] == [None, first, second]
     (read,) = made.next_reads()
     assert (read.row, read.start, read.is_first) == (2, 4, False)
-    made.was_read(read, border=None)
+    made.was_read(read, prefix_state=None)
     assert made.running == [1, 2]
 
 
 def test_shards_have_their_own_pages_prefixes_and_reads() -> None:
     made = scheduler(rows=4, shards=2)
-    tickets = [made.submit([1] * 6, most=2) for _ in range(4)]
+    requests = [made.submit([1] * 6, most=2) for _ in range(4)]
     reads = made.next_reads()
     assert [(read.row, read.start) for read in reads] == [(0, 0), (2, 0)]
     for read in reads:
-        made.was_read(read, border=read.row)
+        made.was_read(read, prefix_state=read.row)
     # Each goes on from what its own shard has read.
     assert starts(read_all(made)) == [(4, 0), (4, 2)]
-    assert [ticket.row for ticket in tickets] == [0, 2, 1, 3]
+    assert [request.row for request in requests] == [0, 2, 1, 3]
     assert pages_of(made, 0)[:2] == pages_of(made, 1)[:2] == pages_of(made, 2)[:2]
-    finish(made, tickets[0])
-    finish(made, tickets[2])
+    finish(made, requests[0])
+    finish(made, requests[2])
     following = made.submit([1] * 6, most=2)
     assert starts(read_all(made)) == [(4, 0)]
     assert following.row == 0
@@ -488,17 +488,17 @@ def test_requests_that_come_together_are_spread_over_the_shards() -> None:
     made = scheduler(rows=8, shards=2)
     one = made.submit([9] * 3, most=2)
     read_all(made)
-    tickets = [made.submit([token] * 5, most=2) for token in range(5)]
+    requests = [made.submit([token] * 5, most=2) for token in range(5)]
     made.next_reads()
     assert one.row == 0
-    assert [ticket.row for ticket in tickets] == [4, 1, 5, 2, 6]
+    assert [request.row for request in requests] == [4, 1, 5, 2, 6]
 
 
 def test_texts_that_need_no_pages_yet_are_spread_over_the_shards() -> None:
     made = scheduler(rows=4, shards=2, pages=1, capacity=2)
-    tickets = [made.submit([token], most=1) for token in range(3)]
+    requests = [made.submit([token], most=1) for token in range(3)]
     made.next_reads()
-    assert [ticket.row for ticket in tickets] == [0, 2, None]
+    assert [request.row for request in requests] == [0, 2, None]
 
 
 def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
@@ -510,58 +510,58 @@ def test_two_that_read_the_same_at_a_time_mix_nothing() -> None:
     assert (oldest.row, passing.row, old.row) == (0, 2, 1)
     finish(made, passing)
     new = made.submit(text, most=2)
-    made.was_read(*made.next_reads(), border=(0, 1, 2, 3))
+    made.was_read(*made.next_reads(), prefix_state=(0, 1, 2, 3))
     assert made.reserve(13) == [old]
     # It goes on in the other shard, before the new one, which has begun there.
-    reads = [(read.ticket, read.start) for read in read_all(made)]
+    reads = [(read.request, read.start) for read in read_all(made)]
     assert reads == [(old, 4), (old, 8), (new, 4), (new, 8)]
-    for ticket in (oldest, old, new):
-        finish(made, ticket)
+    for request in (oldest, old, new):
+        finish(made, request)
     made.submit([14] * 9, most=2)  # in the first shard
     last = made.submit([0, 1, 2, 3, 7, 8, 9, 10, 11], most=1)
-    assert [read.start for read in read_all(made) if read.ticket is last] == [4]
+    assert [read.start for read in read_all(made) if read.request is last] == [4]
     assert last.row == 2
 
 
 def test_where_a_shard_is_short_of_pages_the_other_gives_nobody_up() -> None:
     made = scheduler(rows=4, shards=2, pages=4, capacity=9)
-    tickets = [made.submit([token] * 3, most=6) for token in range(4)]
+    requests = [made.submit([token] * 3, most=6) for token in range(4)]
     read_all(made)
     made.swap([0, 1, 3, 2])
-    assert [ticket.row for ticket in tickets] == [0, 3, 1, 2]
+    assert [request.row for request in requests] == [0, 3, 1, 2]
     made.decoded(0, [5], done=True)
-    assert made.reserve(6) == [tickets[3]]
+    assert made.reserve(6) == [requests[3]]
     assert made.running == [1, 3]
 
 
 # --- clients -----------------------------------------------------------------------------------------------------------
 
 
-def held(made: Scheduler, *tickets: Ticket) -> None:
+def held(made: Scheduler, *requests: Request) -> None:
     read_all(made)
-    assert [ticket.state for ticket in tickets] == ["held"] * len(tickets)
+    assert [request.state for request in requests] == ["held"] * len(requests)
 
 
 def test_a_client_holds_its_row_and_is_not_decoded() -> None:
     made = scheduler()
-    ticket = made.submit([1] * 6, most=4, is_client=True)
-    held(made, ticket)
+    request = made.submit([1] * 6, most=4, is_client=True)
+    held(made, request)
     assert (made.running, made.held, made.occupied, made.idle, made.can_go_on()) == ([], [0], 1, True, False)
-    assert made.make_room(ticket, ahead=3)
+    assert made.make_room(request, ahead=3)
     assert len(pages_of(made, 0)) == 4  # of 5 + 3 entries
     made.decoded(0, [2, 3], done=False)
-    assert made.make_room(ticket, ahead=5)
+    assert made.make_room(request, ahead=5)
     assert len(pages_of(made, 0)) == 5  # of no more than 6 + 4 - 1
     made.decoded(0, [4, 5], done=True)
-    assert (ticket.state, made.occupied) == ("done", 0)
+    assert (request.state, made.occupied) == ("done", 0)
 
 
 def test_a_text_that_is_begun_in_its_middle_keeps_its_limit() -> None:
     made = scheduler(capacity=8)
-    ticket = made.submit([1] * 7, most=5, prompt_length=3, is_client=True)
-    assert ticket.limit == 8
-    held(made, ticket)
-    assert made.make_room(ticket, ahead=20)
+    request = made.submit([1] * 7, most=5, prompt_length=3, is_client=True)
+    assert request.limit == 8
+    held(made, request)
+    assert made.make_room(request, ahead=20)
     assert len(pages_of(made, 0)) == 4
 
 
@@ -570,10 +570,10 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
     prompt = list(range(11))
 
     def shared(salt: str) -> int:
-        ticket = made.submit(prompt, most=2, salt=salt)
+        request = made.submit(prompt, most=2, salt=salt)
         read_all(made)
-        finish(made, ticket)
-        return ticket.cached
+        finish(made, request)
+        return request.cached
 
     salts = ["", "mine", "yours", "", "mine", "yours"]
     assert [shared(salt) for salt in salts] == [0, 0, 0, 8, 8, 8]
@@ -581,9 +581,9 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
 
 def test_a_text_that_was_put_back_finds_what_was_read_under_its_salt() -> None:
     made = scheduler(rows=1)
-    ticket = made.submit(list(range(9)), most=2, salt="mine")
+    request = made.submit(list(range(9)), most=2, salt="mine")
     read_all(made)
-    made._put_back(ticket)
+    made._preempt(request)
     assert read_all(made)[0].start == 8
 
 
@@ -591,9 +591,9 @@ def test_only_so_much_is_shared_as_may_be() -> None:
     made = scheduler(rows=1, pages=12)
     finish(made, (made.submit([1] * 13, most=1), read_all(made))[0])
     for shares, start in ((0, 0), (3, 0), (4, 4), (11, 8), (None, 12)):
-        ticket = made.submit([1] * 13, most=1, shares=shares)
+        request = made.submit([1] * 13, most=1, shares=shares)
         assert read_all(made)[0].start == start
-        finish(made, ticket)
+        finish(made, request)
 
 
 def test_the_client_that_is_away_for_the_longest_is_dropped_for_who_waits() -> None:
@@ -663,7 +663,7 @@ def test_a_client_whose_text_is_being_read_is_put_back() -> None:
     (read,) = made.next_reads()
     made.was_read(read, None)
     assert made.reserve(12) == [client]
-    assert (client.state, client.put_back, made.dropped, running.state) == ("waiting", 1, [], "running")
+    assert (client.state, client.preemptions, made.dropped, running.state) == ("waiting", 1, [], "running")
 
 
 def test_rows_of_clients_that_are_away_count_as_free_for_those_who_wait() -> None:
@@ -689,13 +689,13 @@ class Clock:
         return self.now
 
 
-def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler, list[Ticket]]:
+def with_idle_clients(clock: Clock, count: int, **sizes: Any) -> tuple[Scheduler, list[Request]]:
     """A scheduler, and clients that have been able to draft since one second after another."""
     made = scheduler(**{"rows": count, "clock": clock, **sizes})
     clients = [made.submit([token] * 6, most=6, is_client=True) for token in range(count)]
     held(made, *clients)
-    for ticket in clients:
-        made.may_draft(ticket)
+    for request in clients:
+        made.may_draft(request)
         clock.now += 1.0
     return made, clients
 
@@ -709,7 +709,7 @@ def test_who_waits_has_the_row_of_the_client_that_is_idle_for_the_longest() -> N
     clock.now = 3.0
     assert made.can_go_on()
     assert (first.state, first.row, waiting.row, second.state) == ("preempted", None, 0, "held")
-    assert (made.times_preempted, made.dropped, made.waiting) == (1, [], 0)
+    assert (made.idle_preemptions, made.dropped, made.waiting) == (1, [], 0)
     assert made.seconds_until_idle() is None  # nobody waits
     made.check()
 
@@ -730,7 +730,7 @@ def test_a_client_that_was_preempted_comes_back_with_its_text_behind_those_who_w
     clock.now += 100.0
     finish(made, waiting)
     reads = read_all(made)
-    assert [(read.ticket, read.start, read.count) for read in reads] == [(client, 4, 3)]  # its prompt was read already
+    assert [(read.request, read.start, read.count) for read in reads] == [(client, 4, 3)]  # its prompt was read already
     assert (client.state, client.tokens) == ("held", [0] * 6 + [8, 9])
     another = made.submit([5, 5], most=2)
     clock.now += 100.0
@@ -835,23 +835,23 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
     turns = []
     while not all(client.state == "done" for client in clients):
         read_all(made)
-        ticket = made.ticket_of(0)
-        assert ticket is not None
-        turns.append(ticket)
-        if ticket.is_client:
-            made.decoded(0, [1], done=len(ticket.tokens) + 1 == ticket.limit)  # one verdict for each turn
-            made.may_draft(ticket)
+        request = made.request_of(0)
+        assert request is not None
+        turns.append(request)
+        if request.is_client:
+            made.decoded(0, [1], done=len(request.tokens) + 1 == request.limit)  # one verdict for each turn
+            made.may_draft(request)
             clock.now += 1.0
         else:
-            finish(made, ticket)
+            finish(made, request)
             requests.append(made.submit([5, 5], most=2))
         made.can_go_on()
         for client in clients:
             made.has_drafted(client)
     assert turns[:3] == [*clients, requests[0]]
-    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one request.
+    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one expectation.
     for client in clients:
-        places = [place for place, ticket in enumerate(turns) if ticket is client]
+        places = [place for place, request in enumerate(turns) if request is client]
         assert len(places) == 5
         assert max(second - first for first, second in pairwise(places)) == 3
 
@@ -865,7 +865,7 @@ def test_clients_of_one_owner_have_so_many_rows_and_others_pass_them() -> None:
     yours = made.submit([4, 4], most=2, is_client=True, owner="you")
     plain = made.submit([5, 5], most=2)
     read_all(made)
-    assert [ticket.state for ticket in (*mine, yours, plain)] == ["held", "held", "waiting", "held", "running"]
+    assert [request.state for request in (*mine, yours, plain)] == ["held", "held", "waiting", "held", "running"]
     nobodys = made.submit([6, 6], most=2, is_client=True)
     finish(made, plain)
     read_all(made)
@@ -897,7 +897,7 @@ def test_one_owner_does_not_fill_the_line_for_others() -> None:
     made.submit([5, 5], most=2)
     with pytest.raises(QueueFullError):
         made.submit([5, 5], most=2)
-    assert [ticket.state for ticket in running] == ["running"] * 4
+    assert [request.state for request in running] == ["running"] * 4
 
 
 # --- all of it, under random schedules ---------------------------------------------------------------------------------
@@ -914,7 +914,7 @@ def entry(tokens: Sequence[int], position: int) -> int:
 
 
 @dataclass
-class Request:
+class Expectation:
     """What a user knows."""
 
     prompt: list[int]
@@ -942,8 +942,8 @@ class Device:
         sizes = {"rows": self.rows, "pages": self.pages, "page": self.page, "chunk": self.chunk, "shards": self.shards}
         self.scheduler = Scheduler(**sizes, tails=self.tails, capacity=28, **self.options())
         self.memory: dict[tuple[int, int, int], int] = {}
-        self.begun: dict[Ticket, int] = {}  # how much of its prompt has been read, since it has its row
-        self.requests: dict[Ticket, Request] = {}
+        self.begun: dict[Request, int] = {}  # how much of its prompt has been read, since it has its row
+        self.expectations: dict[Request, Expectation] = {}
         self.started: list[int] = []
         self.seen: Counter[str] = Counter()
         self.common = [[draw.randrange(7) for _ in range(13)] for _ in range(2)]
@@ -974,8 +974,8 @@ class Device:
             assert self.memory.get(self.place(row, position)) == entry(tokens, position), "the cache is not the text's"
 
     def read(self, read: PrefillChunk, budget: int | None) -> None:
-        tokens, end = read.ticket.tokens, read.start + read.count
-        assert tokens == self.requests[read.ticket].text, "tokens are lost"
+        tokens, end = read.request.tokens, read.start + read.count
+        assert tokens == self.expectations[read.request].text, "tokens are lost"
         assert read.start % self.chunk == 0, "off the grid"
         assert read.width == min(width for width in (*self.tails, self.chunk) if width >= read.count)
         assert budget is None or read.width <= budget
@@ -984,22 +984,22 @@ class Device:
         self.check_cache(read.row, tokens, read.start)
         self.write(read.row, tokens, read.start, end)
         if read.is_first:
-            assert read.border == (entry(tokens, read.start - 1) if read.start else None)
+            assert read.prefix_state == (entry(tokens, read.start - 1) if read.start else None)
             self.seen["shared"] += read.start > 0
         else:
-            assert self.begun[read.ticket] == read.start
-        self.begun[read.ticket] = end
+            assert self.begun[read.request] == read.start
+        self.begun[read.request] = end
         if self.draw.random() < 0.02:
-            self.scheduler.cancel(read.ticket)
+            self.scheduler.cancel(read.request)
         self.scheduler.was_read(read, entry(tokens, end - 1) if end else None)
 
     def decode(self, row: int, ahead: int) -> None:
-        ticket = self.scheduler.ticket_of(row)
-        assert ticket is not None
-        request = self.requests[ticket]
-        tokens = request.text
-        limit = len(request.prompt) + request.most
-        assert (ticket.tokens, ticket.row) == (tokens, row), "tokens are lost"
+        request = self.scheduler.request_of(row)
+        assert request is not None
+        expectation = self.expectations[request]
+        tokens = expectation.text
+        limit = len(expectation.prompt) + expectation.most
+        assert (request.tokens, request.row) == (tokens, row), "tokens are lost"
         self.check_cache(row, tokens, len(tokens) - 1)
         for position in range(min(len(tokens) - 1 + ahead, limit - 1)):
             self.place(row, position)
@@ -1007,8 +1007,8 @@ class Device:
         for _ in range(min(self.draw.randint(1, ahead), limit - len(tokens))):
             new.append(next_token(tokens + new))
         self.write(row, tokens + new, len(tokens) - 1, len(tokens) + len(new) - 1)
-        request.shown += new
-        self.scheduler.decoded(row, new, done=len(request.text) == limit or self.draw.random() < 0.03)
+        expectation.shown += new
+        self.scheduler.decoded(row, new, done=len(expectation.text) == limit or self.draw.random() < 0.03)
 
     # What happens.
 
@@ -1017,7 +1017,7 @@ class Device:
         prompt = draw.choice(self.common)[: draw.randint(1, 13)] + [draw.randrange(7) for _ in range(draw.randint(0, 2))]
         most = min(draw.randint(1, 12), self.pages * self.page - len(prompt) + 1)
         if most >= 1:
-            self.requests[self.scheduler.submit(prompt, most)] = Request(prompt, most)
+            self.expectations[self.scheduler.submit(prompt, most)] = Expectation(prompt, most)
 
     def swap(self) -> None:
         share = self.rows // self.shards
@@ -1026,8 +1026,8 @@ class Device:
 
     def step(self) -> None:
         draw, scheduler = self.draw, self.scheduler
-        if self.requests and draw.random() < 0.03:
-            scheduler.cancel(draw.choice(list(self.requests)))
+        if self.expectations and draw.random() < 0.03:
+            scheduler.cancel(draw.choice(list(self.expectations)))
         for _ in range(draw.randint(1, 3)):
             budget = draw.choice([None, self.chunk, 1])
             before = self.holders()
@@ -1038,7 +1038,7 @@ class Device:
                 self.read(read, budget)
         before, ahead = self.holders(), draw.randint(1, 6)
         given_up = scheduler.reserve(ahead)
-        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda ticket: ticket.number)
+        assert given_up == sorted((each for each in before if each.state == "waiting"), key=lambda request: request.number)
         self.check_order(before)
         if draw.random() < 0.2:
             self.swap()
@@ -1064,27 +1064,29 @@ class Device:
 
     # What must hold.
 
-    def holders(self) -> dict[Ticket, int]:
+    def holders(self) -> dict[Request, int]:
         """The shard of each that has a row."""
-        held = ((row, self.scheduler.ticket_of(row)) for row in range(self.rows))
-        return {ticket: self.shard(row) for row, ticket in held if ticket is not None}
+        held = ((row, self.scheduler.request_of(row)) for row in range(self.rows))
+        return {request: self.shard(row) for row, request in held if request is not None}
 
-    def check_order(self, before: dict[Ticket, int]) -> None:
+    def check_order(self, before: dict[Request, int]) -> None:
         """Rows are given to the oldest, and given up by the newest."""
         after = self.holders()
-        new = sorted(ticket.number for ticket in after if ticket.number not in self.started)
+        new = sorted(request.number for request in after if request.number not in self.started)
         self.started += new
-        passed = [each for each in self.requests if each.number < max(self.started, default=0) and each.state == "waiting"]
-        assert all(ticket.number in self.started for ticket in passed), "the head is passed"
+        passed = [each for each in self.expectations if each.number < max(self.started, default=0) and each.state == "waiting"]
+        assert all(request.number in self.started for request in passed), "the head is passed"
         assert self.started == sorted(self.started), "the head is passed"
-        in_line = [each.number for each in self.requests if each.state == "waiting" and each not in before]
-        assert all(ticket.number < min(in_line, default=9**9) for ticket in after if ticket not in before), "the head is passed"
-        for ticket, shard in before.items():
-            if ticket.row is None:
-                self.seen["put back"] += 1
+        in_line = [each.number for each in self.expectations if each.state == "waiting" and each not in before]
+        assert all(request.number < min(in_line, default=9**9) for request in after if request not in before), (
+            "the head is passed"
+        )
+        for request, shard in before.items():
+            if request.row is None:
+                self.seen["for pages"] += 1
                 kept = [other for other in after if after[other] == shard]
                 assert kept, "the oldest gave way"
-                assert all(other.number < ticket.number for other in kept), "an older one gave way"
+                assert all(other.number < request.number for other in kept), "an older one gave way"
 
     def check_pages(self) -> None:
         """Each page is free, or a row's own, or a prefix's, and held by as many as show it."""
@@ -1105,14 +1107,14 @@ class Device:
             assert pool.available == len(pool._free) + unheld
 
     def check_end(self) -> None:
-        for ticket, request in self.requests.items():
-            assert ticket.state in self.ends
-            assert ticket.tokens == request.text
-            text = list(request.prompt)
-            while len(text) < len(request.text):
+        for request, expectation in self.expectations.items():
+            assert request.state in self.ends
+            assert request.tokens == expectation.text
+            text = list(expectation.prompt)
+            while len(text) < len(expectation.text):
                 text.append(next_token(text))
-            assert request.text == text
-            self.seen[ticket.state] += 1
+            assert expectation.text == text
+            self.seen[request.state] += 1
         assert (self.scheduler.table == self.pages).all()
         assert self.scheduler.free_pages == self.pages * self.shards
         for pool in self.scheduler._pools:
@@ -1126,47 +1128,47 @@ class WithClients(Device):
     ends = ("done", "cancelled", "dropped")
 
     def submit(self) -> None:
-        before = set(self.requests)
+        before = set(self.expectations)
         super().submit()
-        for new in set(self.requests) - before:
+        for new in set(self.expectations) - before:
             new.is_client, new.shares = self.draw.random() < 0.5, self.draw.choice([None, 0, 5])
 
     def step(self) -> None:
         super().step()
-        for ticket in [ticket for ticket in self.requests if ticket.is_client]:
+        for request in [request for request in self.expectations if request.is_client]:
             if self.draw.random() < 0.1:
-                self.scheduler.set_away(ticket, self.draw.random() < 0.6)
-            if ticket.state == "held" and self.draw.random() < 0.5:
-                self.verify(ticket)
+                self.scheduler.set_away(request, self.draw.random() < 0.6)
+            if request.state == "held" and self.draw.random() < 0.5:
+                self.verify(request)
         self.check_pages()
 
-    def verify(self, ticket: Ticket) -> None:
+    def verify(self, request: Request) -> None:
         ahead, before = self.draw.randint(1, 6), self.holders()
-        if self.scheduler.make_room(ticket, ahead):
-            self.decode(ticket.row or 0, ahead)
+        if self.scheduler.make_room(request, ahead):
+            self.decode(request.row or 0, ahead)
         self.check_left(before)
 
-    def check_order(self, before: dict[Ticket, int]) -> None:
+    def check_order(self, before: dict[Request, int]) -> None:
         self.check_left(before)
-        for ticket, shard in before.items():
-            if ticket.state == "waiting":
+        for request, shard in before.items():
+            if request.state == "waiting":
                 kept = [other for other, place in self.holders().items() if place == shard]
                 assert any(other.state != "held" for other in kept), "nobody goes on"
 
-    def check_left(self, before: dict[Ticket, int]) -> None:
+    def check_left(self, before: dict[Request, int]) -> None:
         after = self.holders()
-        for ticket in self.scheduler.dropped:
-            assert ticket.is_client and ticket.state == "dropped"
+        for request in self.scheduler.dropped:
+            assert request.is_client and request.state == "dropped"
             self.seen["dropped"] += 1
-            self.seen["dropped, being there"] += ticket.away is None
-            if ticket.away is None:
-                left = [other for other in after if after[other] == before[ticket] and other in before]
+            self.seen["dropped, being there"] += request.away is None
+            if request.away is None:
+                left = [other for other in after if after[other] == before[request] and other in before]
                 assert all(other.away is None for other in left), "one that is away stays"
         self.scheduler.dropped.clear()
-        for ticket in before:
-            if ticket.state == "waiting":
-                assert ticket.away is None
-                self.seen["put back"] += 1
+        for request in before:
+            if request.state == "waiting":
+                assert request.away is None
+                self.seen["for pages"] += 1
 
 
 class WithIdleClients(WithClients):
@@ -1174,53 +1176,53 @@ class WithIdleClients(WithClients):
 
     def options(self) -> dict[str, Any]:
         self.clock, self.client_rows = Clock(), self.draw.randint(1, self.rows)
-        self.drafts: set[Ticket] = set()
+        self.drafts: set[Request] = set()
         return {"clock": self.clock, "idle_seconds": self.draw.choice([0.0, 1.0, 5.0]), "client_rows": self.client_rows}
 
     def submit(self) -> None:
-        before = set(self.requests)
+        before = set(self.expectations)
         super().submit()
-        for new in set(self.requests) - before:
+        for new in set(self.expectations) - before:
             new.owner = self.draw.choice(["", "one", "another"]) if new.is_client else ""
 
     def step(self) -> None:
         self.clock.now += self.draw.choice([0.0, 0.5, 2.0])
         Device.step(self)
-        for ticket in [ticket for ticket in self.requests if ticket.is_client]:
+        for request in [request for request in self.expectations if request.is_client]:
             if self.draw.random() < 0.05:
-                self.scheduler.set_away(ticket, self.draw.random() < 0.5)
-            if ticket.state == "held" and ticket not in self.drafts and ticket.idle_since is None:
-                self.scheduler.may_draft(ticket)
-            if ticket.state == "preempted" or ticket.idle_since is not None:
+                self.scheduler.set_away(request, self.draw.random() < 0.5)
+            if request.state == "held" and request not in self.drafts and request.idle_since is None:
+                self.scheduler.may_draft(request)
+            if request.state == "preempted" or request.idle_since is not None:
                 if self.draw.random() < 0.4:
-                    self.seen["comes back"] += ticket.state == "preempted"
-                    self.scheduler.has_drafted(ticket)
-                    self.drafts.add(ticket)
-            elif ticket.state == "held" and self.draw.random() < 0.5:
-                self.drafts.remove(ticket)
-                self.verify(ticket)
+                    self.seen["comes back"] += request.state == "preempted"
+                    self.scheduler.has_drafted(request)
+                    self.drafts.add(request)
+            elif request.state == "held" and self.draw.random() < 0.5:
+                self.drafts.remove(request)
+                self.verify(request)
         self.check_pages()
         self.scheduler.check()
 
     def is_over(self) -> bool:
-        return super().is_over() and not any(ticket.state == "preempted" for ticket in self.requests)
+        return super().is_over() and not any(request.state == "preempted" for request in self.expectations)
 
-    def check_order(self, before: dict[Ticket, int]) -> None:
+    def check_order(self, before: dict[Request, int]) -> None:
         super().check_order(before)
-        owners = Counter(ticket.owner for ticket in self.holders() if ticket.owner)
+        owners = Counter(request.owner for request in self.holders() if request.owner)
         assert max(owners.values(), default=0) <= self.client_rows, "an owner has too many rows"
-        in_line = [ticket for ticket in self.requests if ticket.state == "waiting" and ticket not in before]
-        for ticket in self.holders():
-            passed = [other for other in in_line if other.number < ticket.number and ticket not in before]
+        in_line = [request for request in self.expectations if request.state == "waiting" and request not in before]
+        for request in self.holders():
+            passed = [other for other in in_line if other.number < request.number and request not in before]
             assert all(owners[other.owner] == self.client_rows for other in passed if other.owner), "the head is passed"
             assert all(other.owner for other in passed), "the head is passed"
 
-    def check_left(self, before: dict[Ticket, int]) -> None:
-        for ticket, place in before.items():
-            if ticket.state == "preempted":
-                assert ticket.is_client and ticket not in self.drafts, "a client that drafts loses its row"
+    def check_left(self, before: dict[Request, int]) -> None:
+        for request, place in before.items():
+            if request.state == "preempted":
+                assert request.is_client and request not in self.drafts, "a client that drafts loses its row"
                 self.seen["preempted"] += 1
-            if ticket.state == "dropped" and ticket.away is None:
+            if request.state == "dropped" and request.away is None:
                 left = [other for other, shard in self.holders().items() if shard == place and other in before]
                 assert not any(self.scheduler.is_idle(other) for other in left), "an idle one stays"
         super().check_left(before)
@@ -1244,17 +1246,17 @@ def run_schedules(seeds: Sequence[int], kind: type[Device] = Device) -> Counter[
 def test_random_schedules_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1500))
     # Otherwise they would test little.
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back")) > 200
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages")) > 200
 
 
 def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
     seen = run_schedules(range(1000), WithClients)
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "dropped, being there")) > 30
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "dropped, being there")) > 30
 
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     seen = run_schedules(range(600), WithIdleClients)
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "put back", "dropped", "preempted", "comes back")) > 30
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "preempted", "comes back")) > 30
 
 
 class Checking(WithClients):
@@ -1271,7 +1273,7 @@ def test_a_scheduler_that_is_right_never_contradicts_itself() -> None:
 
 # --- a scheduler that contradicts itself -------------------------------------------------------------------------------
 
-Change = Callable[[Scheduler, Ticket, Ticket], object]
+Change = Callable[[Scheduler, Request, Request], object]
 CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     "a page twice": (lambda made, running, _: made._pools[0]._free.append(pages_of(made, 0)[0]), "pages: 17 are"),
     "a page is lost": (lambda made, running, _: made._pools[0]._free.pop(), "pages: 15 are"),
@@ -1285,16 +1287,16 @@ CONTRADICTIONS: dict[str, tuple[Change, str]] = {
     ),
     "another page in the table": (lambda made, running, _: made.table.__setitem__((running.row, 0), 9), "row 0: the table"),
     "a free row with pages": (lambda made, *_: made.table.__setitem__((1, 0), 3), "row 1: the table"),
-    "another row": (lambda made, running, _: setattr(running, "row", 1), "row 0: its ticket is running, in row 1"),
-    "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its ticket is done"),
+    "another row": (lambda made, running, _: setattr(running, "row", 1), "row 0: its request is running, in row 1"),
+    "ended, with a row": (lambda made, running, _: setattr(running, "state", "done"), "row 0: its request is done"),
     "more tokens than it may have": (
         lambda made, running, _: running.tokens.extend([1] * 30),
         "row 0: 5 of 36 tokens are read, and there may be 8",
     ),
     "more is read than there is": (lambda made, running, _: running.tokens.clear(), "row 0: 5 of 0 tokens are read"),
-    "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: tickets"),
-    "waits and is cancelled": (lambda made, _, waiting: setattr(waiting, "state", "cancelled"), "waiting: tickets"),
-    "waits twice": (lambda made, _, waiting: made._waiting.append(waiting), "waiting: tickets"),
+    "waits with a row": (lambda made, _, waiting: setattr(waiting, "row", 1), "waiting: requests"),
+    "waits and is cancelled": (lambda made, _, waiting: setattr(waiting, "state", "cancelled"), "waiting: requests"),
+    "waits twice": (lambda made, _, waiting: made._waiting.append(waiting), "waiting: requests"),
 }
 
 
@@ -1362,10 +1364,10 @@ def dropping_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
 def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     was_read = Scheduler.was_read
 
-    def again(made, read, border):
-        was_read(made, read, border)
+    def again(made, read, prefix_state):
+        was_read(made, read, prefix_state)
         row = made._rows[read.row]
-        if row is not None and row.ticket is read.ticket and read.count == made._chunk and not read.is_last:
+        if row is not None and row.request is read.request and read.count == made._chunk and not read.is_last:
             row.read = read.start
 
     monkeypatch.setattr(Scheduler, "was_read", again)
@@ -1374,22 +1376,22 @@ def reading_into_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_unused_entries_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     leave = Scheduler._leave
 
-    def leave_zeros(made, ticket):
-        row = ticket.row
-        leave(made, ticket)
+    def leave_zeros(made, request):
+        row = request.row
+        leave(made, request)
         made.table[row] = 0
 
     monkeypatch.setattr(Scheduler, "_leave", leave_zeros)
 
 
 def losing_what_was_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    put_back = Scheduler._put_back
+    preemptions = Scheduler._preempt
 
-    def lose(made, ticket):
-        put_back(made, ticket)
-        del ticket.tokens[ticket.prompt_length :]
+    def lose(made, request):
+        preemptions(made, request)
+        del request.tokens[request.prompt_length :]
 
-    monkeypatch.setattr(Scheduler, "_put_back", lose)
+    monkeypatch.setattr(Scheduler, "_preempt", lose)
 
 
 def with_a_grid_from_the_hit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1410,7 +1412,7 @@ def with_the_border_of_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(made, shard, budget):
         read = next_read(made, shard, budget)
-        return read and replace(read, border=made._rows[read.row].prefixes[0].border if read.border else None)
+        return read and replace(read, prefix_state=made._rows[read.row].prefixes[0].prefix_state if read.prefix_state else None)
 
     monkeypatch.setattr(Scheduler, "_next_read", first)
 
@@ -1437,7 +1439,7 @@ def without_pages_for_what_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
         (with_unused_entries_of_zero, "an unused entry is not out of range|a page has not one owner|not as many show it"),
         (losing_what_was_generated, "tokens are lost"),
         (with_a_grid_from_the_hit, "off the grid"),
-        (with_the_border_of_the_first_chunk, "border"),
+        (with_the_border_of_the_first_chunk, "prefix_state"),
         (with_the_oldest_giving_way, "gave way"),
         (without_pages_for_what_is_ahead, "no page is there"),
     ],
@@ -1450,19 +1452,19 @@ def test_a_wrong_scheduler_is_found_out(mutant, message, monkeypatch) -> None:
 
 def test_what_a_text_has_read_itself_is_not_another_ones() -> None:
     scheduler = Scheduler(rows=1, pages=4, page=4, chunk=4, capacity=16)
-    ticket = scheduler.submit([1] * 6, most=10)
+    request = scheduler.submit([1] * 6, most=10)
 
     def read() -> None:
         while reads := scheduler.next_reads():
             for each in reads:
-                scheduler.was_read(each, border=None)
+                scheduler.was_read(each, prefix_state=None)
 
     read()
     scheduler.decoded(row=0, tokens=[2] * 6, done=False)
     for _ in range(2):
-        scheduler._put_back(ticket)
+        scheduler._preempt(request)
         read()
-    assert (ticket.put_back, ticket.cached) == (2, 0)
+    assert (request.preemptions, request.cached) == (2, 0)
 
 
 def test_no_more_rows_are_given_out_than_the_limit_allows() -> None:
@@ -1470,14 +1472,14 @@ def test_no_more_rows_are_given_out_than_the_limit_allows() -> None:
     made.limit_rows(1)
     first, second, third = (made.submit([1, 2], 4) for _ in range(3))
     read_all(made)
-    assert [ticket.state for ticket in (first, second, third)] == ["running", "waiting", "waiting"]
+    assert [request.state for request in (first, second, third)] == ["running", "waiting", "waiting"]
     made.limit_rows(2)
     read_all(made)
-    assert [ticket.state for ticket in (first, second, third)] == ["running", "running", "waiting"]
+    assert [request.state for request in (first, second, third)] == ["running", "running", "waiting"]
     made.limit_rows(1)  # whoever has a row keeps it
     finish(made, first)
     read_all(made)
-    assert [ticket.state for ticket in (second, third)] == ["running", "waiting"]
+    assert [request.state for request in (second, third)] == ["running", "waiting"]
     finish(made, second)
     read_all(made)
     assert third.state == "running"

@@ -162,9 +162,9 @@ def test_a_client_waits_for_its_programs(target, gate) -> None:
     with Engine(target, warm=False, clients=clients, rows=1, **SIZES) as engine:
         row = engine.open_row(PROMPT, max_new_tokens=4, listener=lambda event: None)
         tokens = engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens  # passes it
-        assert row.ticket.state == "waiting"
+        assert row.request.state == "waiting"
         gate.compile_all()
-        wait_until(lambda: row.ticket.state == "held")
+        wait_until(lambda: row.request.state == "held")
         row.close()
         assert engine.submit(PROMPT, max_new_tokens=4).result(PATIENCE).tokens == tokens
 

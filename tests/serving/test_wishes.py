@@ -73,7 +73,7 @@ def test_logprobs_are_the_targets_own(engine, target, temperature, top) -> None:
 
 @pytest.mark.full
 def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(engine, target) -> None:
-    """More than fit the pages: some are put back, and report each token once."""
+    """More than fit the pages: some are preempted, and report each token once."""
     wishes = [{"logprobs": 2}, {}, {"logprobs": 0, "echo": True}, {"spans": True}, {"prediction": [4, 2, 7, 1, 5, 5]}, {}]
 
     def results(number: int, length: int) -> list[Handle]:
@@ -97,7 +97,7 @@ def test_many_with_and_without_logprobs_side_by_side_and_nothing_is_compiled(eng
     before = compilations()
     handles = results(24, 30)
     assert compilations() == before
-    assert engine.statistics.put_back > 0
+    assert engine.statistics.preemptions > 0
     for number, handle in enumerate(handles):
         tokens, accepted, said = pieces_of(handle)
         assert len(tokens) == len(accepted) == 30

@@ -159,7 +159,7 @@ def draft_on(target: Target, drafter: Drafter, state, tokens, following, count, 
     reads = drafter.reads(target.config)
     kept, given = state.drafter, {"cache": state.cache.of_layers(reads)} if reads else {}
     if deepest:
-        kept, entries = drafter.assume(target, kept, tokens, following, count, **given)
+        kept, entries = drafter.append_unverified(target, kept, tokens, following, count, **given)
         if reads:
             given["cache"] = given["cache"].append(entries, count, after=entries[0][0][:, 0, 0])
     keys = jax.random.split(jax.random.key(0), (drafter.draft_shape.depth, len(root)))

@@ -43,8 +43,8 @@ def strong(**options) -> PEagle:
 def block_logits(student: PEagle, text, read):
     """Logits ``[D, Vd]`` of the block that it writes when the target has ``read`` so many tokens of a text."""
     output, entries = TARGET.read(text, taps=student.taps(TARGET.config))
-    told = RemoteFeatures(text, jnp.roll(text, -1, axis=1), student.tell(TARGET, output, entries), read[None])
-    state = student.hear(TARGET, student.start(TARGET, 1, 16), told)
+    told = RemoteFeatures(text, jnp.roll(text, -1, axis=1), student.remote_inputs(TARGET, output, entries), read[None])
+    state = student.append_remote(TARGET, student.start(TARGET, 1, 16), told)
     return student.logits(TARGET, student.block(TARGET, state))[0]
 
 

@@ -96,7 +96,7 @@ class _OfEngine:
         yield self._gauge("vllm:num_requests_running", "Texts that are being generated.", is_.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that have no row.", is_.waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of the pages in use, 1 is all.", 1 - is_.free_pages / is_.pages)
-        yield self._counter("vllm:num_preemptions", "Texts that had to give up their row.", is_.put_back)
+        yield self._counter("vllm:num_preemptions", "Texts that had to give up their row.", is_.preemptions)
         queries = is_.prompt_tokens_read + is_.prompt_tokens_shared
         yield self._counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were in the cache.", is_.prompt_tokens_shared)

@@ -25,7 +25,7 @@ from tests.models.families import zoo
 from tests.models.narrow.test_families import in_floats
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-LENGTHS = (63, 64, 65, 130)  # about a border of the rule's chunks, and beyond the next
+LENGTHS = (63, 64, 65, 130)  # about the end of one of the rule's chunks, and beyond the next
 NEW = 16
 
 
@@ -109,7 +109,7 @@ PAIRS = [
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "drafter"), PAIRS)
 def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
-    """Of prompts on both sides of a chunk's border, in one batch."""
+    """Of prompts on both sides of a chunk's end, in one batch."""
     one = made(name)
     result = generated(one.target, DRAFTERS[drafter](one.target), LENGTHS)
     assert texts(result, LENGTHS) == said_by_transformers(one, name, LENGTHS)
@@ -121,7 +121,7 @@ def test_greedy_texts_are_those_of_transformers(made, name, drafter) -> None:
 @pytest.mark.parametrize("drafter", ["plain", "lookup", "early exit, static tree", "itself, dynamic tree"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_texts_of_long_prompts_and_of_each_row_alone(made, name, drafter) -> None:
-    """Prompts that are read in several passes, the last of which ends at a border, before it and behind it."""
+    """Prompts that are read in several passes, the last of which ends at a chunk's end, before it and behind it."""
     one, lengths = made(name), (PREFILL_CHUNK - 1, PREFILL_CHUNK + 1, PREFILL_CHUNK + 65, PREFILL_CHUNK + 130)
     expected = said_by_transformers(one, name, lengths)
     assert texts(generated(one.target, DRAFTERS[drafter](one.target), lengths), lengths) == expected

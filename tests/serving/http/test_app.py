@@ -24,7 +24,7 @@ from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, mak
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
-from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
+from tests.serving.http.placeholder_settings import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
 from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
@@ -718,9 +718,9 @@ def harmony() -> Any:
 @pytest.mark.parametrize(("said", "answer"), ANSWERS)
 def test_of_an_answer_in_channels_the_content_is_the_final_one(harmony, said: str, answer: str, stream: bool) -> None:
     prompt, tokens = ids_of(harmony, ASKED), ids_of(harmony, said)
-    ticket = SimpleNamespace(prompt_length=len(prompt), cached=0)
+    request = SimpleNamespace(prompt_length=len(prompt), cached=0)
     growing = GrowingText(harmony, prompt, is_chat=True)
-    handle = Handle(lambda _: None, ticket, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
+    handle = Handle(lambda _: None, request, {"eos": ids_of(harmony, "<|return|><|call|>")}, growing)  # pyright: ignore
     for at in range(0, max(len(tokens), 1), 2):
         new = tokens[at : at + 2]
         handle.deliver(RowProgress(new, [True] * len(new), done=at + 2 >= len(tokens)))
