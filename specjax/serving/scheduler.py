@@ -342,7 +342,7 @@ class Scheduler:
         return [read for read in reads if read is not None]
 
     def was_read(self, read: PrefillChunk, prefix_state: Any) -> None:
-        """Note that the engine has read it. ``prefix_state`` is what is known now beside its pages, and is kept with the chunk."""
+        """Note that the engine has read it. ``prefix_state`` is what is known now beside its pages; it is kept with the chunk."""
         row = self._rows[read.row]
         if row is None or row.request is not read.request:  # cancelled meanwhile
             return
