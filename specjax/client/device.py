@@ -108,14 +108,16 @@ class ClientDevice:
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
             told = {name: _padded(array[piece], width) for name, array in arrays.items()}
-            known = _hear(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width), told)
+            padded = _padded_tokens(tokens[piece], following[piece], width)
+            known = _append_remote(self.target, self.drafter, known, *padded, told)
         return known
 
     def append_unverified(self, known: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
         """What would be known after ``tokens`` of which nothing was told; see `Drafter.append_unverified`."""
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
-            known = _assume(self.target, self.drafter, known, *_padded_tokens(tokens[piece], following[piece], width))
+            padded = _padded_tokens(tokens[piece], following[piece], width)
+            known = _append_unverified(self.target, self.drafter, known, *padded)
         return known
 
     def propose(self, known: Known, root: int, length: int, settings: Settings, depth: int) -> Tree:
@@ -131,8 +133,8 @@ class ClientDevice:
         jobs: list[Any] = []
         for width in WIDTHS:
             told = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}
-            jobs.append(partial(self.hear, known, [0] * width, [0] * width, told))
-            jobs.append(partial(self.assume, known, [0] * width, [0] * width))
+            jobs.append(partial(self.append_remote, known, [0] * width, [0] * width, told))
+            jobs.append(partial(self.append_unverified, known, [0] * width, [0] * width))
         jobs += [partial(self.propose, known, 0, 1, settings, depth) for depth in self._drafters]
         for job in track(jobs, "compiling the drafter"):
             jax.block_until_ready(job())
@@ -159,7 +161,7 @@ def _padded(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _padded_tokens(tokens: Sequence[int], following: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, following and count, as `_hear` and `_assume` take them."""
+    """Tokens, following and count, as `_append_remote` and `_append_unverified` take them."""
     padded, after = (_padded(np.array(each, np.int32), width) for each in (tokens, following))
     return padded, after, np.array([len(tokens)], np.int32)
 
@@ -172,7 +174,7 @@ def _start(target: Target, drafter: Drafter, *, capacity: int) -> Known:
 
 
 @jax.jit
-def _hear(
+def _append_remote(
     target: Target,
     drafter: Drafter,
     known: Known,
@@ -190,7 +192,9 @@ def _hear(
 
 
 @jax.jit
-def _assume(target: Target, drafter: Drafter, known: Known, tokens: jax.Array, following: jax.Array, count: jax.Array) -> Known:
+def _append_unverified(
+    target: Target, drafter: Drafter, known: Known, tokens: jax.Array, following: jax.Array, count: jax.Array
+) -> Known:
     state, entries = drafter.append_unverified(target, known.drafter, tokens, following, count, known.cache)
     cache = known.cache
     if cache is not None:

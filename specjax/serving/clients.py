@@ -351,8 +351,8 @@ class Clients:
         """What they have, and what became of their drafts."""
         placed = [request for request in self.rows if request.row is not None]
         away = sum(request.away is not None for request in placed)
-        preempted = self._scheduler.idle_preemptions
-        return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=preempted, **self._counts)
+        suspensions = self._scheduler.suspensions
+        return ClientStatistics(rows=len(placed), away=away, dropped=self._dropped, preempted=suspensions, **self._counts)
 
     def was_read(self, read: PrefillChunk, told: dict[str, jax.Array]) -> None:
         """A piece of a client's text is being read by the device; what it is ``told`` comes from there."""
@@ -361,7 +361,7 @@ class Clients:
             return
         if told and read.start + read.count > row.known:
             self._events.append((row, (read, told)))
-        if read.request.state == "held" and not row.is_ready:  # it is not told again after it was preempted
+        if read.request.state == "held" and not row.is_ready:  # it is not told again after it was suspended
             row.is_ready = True
             self._events.append((row, RowReady(length=len(read.request.tokens))))
 

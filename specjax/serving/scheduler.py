@@ -18,7 +18,7 @@ longest away first, also for whoever waits. Those of other clients go where a te
 newer, and where all other texts are clients' (nobody knows when they go on).
 
 A client that could draft and has not done so for `Scheduler`'s ``idle_seconds`` is idle. Where others need its row or its
-pages it is preempted: it loses both, and keeps its text. With its next draft it joins the end of the line. When it has a row
+pages it is suspended: it loses both, and keeps its text. With its next draft it joins the end of the line. When it has a row
 again its text is read, and who only waits does not get that row before the draft has its verdict. So each turn brings a client
 on, and the line moves whenever a text ends or a client becomes idle.
 
@@ -50,11 +50,11 @@ class Request:
     """A request, from its submission to its end.
 
     Attributes:
-        number: its place in the order of submissions; of a client that comes back after it was preempted, that of its return.
+        number: its place in the order of submissions; of a client that comes back after it was suspended, that of its return.
         tokens: prompt and what was generated so far.
         prompt_length: tokens of the prompt.
         most: new tokens.
-        state: where it is. A client's is held once its prompt is read. Then it may be preempted, and comes back with the
+        state: where it is. A client's is held once its prompt is read. Then it may be suspended, and comes back with the
             client's next draft; or dropped, and does not come back.
         row: its row, while it has one.
         preemptions: how often it had to give way after its prompt was begun.
@@ -72,7 +72,7 @@ class Request:
     tokens: list[int]
     prompt_length: int
     most: int
-    state: Literal["waiting", "reading", "running", "held", "preempted", "done", "cancelled", "dropped"] = "waiting"
+    state: Literal["waiting", "reading", "running", "held", "suspended", "done", "cancelled", "dropped"] = "waiting"
     row: int | None = None
     preemptions: int = 0
     shares: int | None = None
@@ -138,7 +138,7 @@ class Scheduler:
     Attributes:
         table: ``[rows, n]`` int32 the pages of each row, as `specjax.models.cache.PagedCache` has them.
         preemptions: of all requests.
-        idle_preemptions: how often an idle client has lost its row to others.
+        suspensions: how often an idle client has lost its row to others.
         dropped: clients' requests that have lost their rows, for whoever is to tell them.
 
     Examples:
@@ -203,9 +203,9 @@ class Scheduler:
         self._ahead = page  # what `reserve` was asked for last
         self._departures = 0
         self._client_rows, self._idle_seconds, self._clock = client_rows, idle_seconds, clock
-        self._preempted: set[Request] = set()
+        self._suspended: set[Request] = set()
         self._looked_at = clock()  # when rows were given out last
-        self.preemptions = self.idle_preemptions = 0
+        self.preemptions = self.suspensions = 0
         self.dropped: list[Request] = []
         self.table = np.full((rows, -(-capacity // page)), pages, np.int32)
 
@@ -266,8 +266,8 @@ class Scheduler:
         """End it, wherever it is; nothing happens where it has ended."""
         if request.state == "waiting":
             self._waiting.remove(request)
-        elif request.state == "preempted":
-            self._preempted.remove(request)
+        elif request.state == "suspended":
+            self._suspended.remove(request)
         elif request.row is not None:
             self._leave(request)
         else:
@@ -294,10 +294,10 @@ class Scheduler:
             request.idle_since = self._clock()
 
     def has_drafted(self, request: Request) -> None:
-        """A client has sent a draft: it is not idle. If it was preempted it waits for a row, behind those who wait already."""
+        """A client has sent a draft: it is not idle. If it was suspended it waits for a row, behind those who wait already."""
         request.idle_since = None
-        if request.state == "preempted":
-            self._preempted.remove(request)
+        if request.state == "suspended":
+            self._suspended.remove(request)
             request.state, request.number = "waiting", self._next_number()
             self._waiting.append(request)
 
@@ -342,7 +342,7 @@ class Scheduler:
         return [read for read in reads if read is not None]
 
     def was_read(self, read: PrefillChunk, prefix_state: Any) -> None:
-        """Note that the engine has read it. ``prefix_state`` is what is known now beside its pages; it is kept with the chunk."""
+        """Note that the engine has read it. ``prefix_state``, what is known now beside its pages, is kept with the chunk."""
         row = self._rows[read.row]
         if row is None or row.request is not read.request:  # cancelled meanwhile
             return
@@ -522,10 +522,10 @@ class Scheduler:
 
     def clear(self) -> None:
         """Cancel every request, and make all rows and pages free. It relies on nothing, and so it helps after any failure."""
-        for request in [*self._waiting, *self._preempted, *(row.request for row in self._rows if row is not None)]:
+        for request in [*self._waiting, *self._suspended, *(row.request for row in self._rows if row is not None)]:
             request.state, request.row = "cancelled", None
         self._waiting.clear()
-        self._preempted.clear()
+        self._suspended.clear()
         self._rows = [None] * len(self._rows)
         self._pools = [PagePool(pool.total, self._prefix_states) for pool in self._pools]
         self.table[:] = self._pools[0].total
@@ -539,8 +539,8 @@ class Scheduler:
         numbers = [request.number for request in self._waiting]
         if numbers != sorted(set(numbers)) or any(each.state != "waiting" or each.row is not None for each in self._waiting):
             raise RuntimeError(f"waiting: requests {numbers} must wait, without a row, in the order of their submission")
-        if any(request.state != "preempted" or request.row is not None for request in self._preempted):
-            raise RuntimeError("preempted: a request in this set still has a row, or is in another state")
+        if any(request.state != "suspended" or request.row is not None for request in self._suspended):
+            raise RuntimeError("suspended: a request in this set still has a row, or is in another state")
         for shard, pool in enumerate(self._pools):
             holders = [self._holder(row) for row in self._of_shard(shard)]
             prefixes = [prefix for holder in holders for prefix in holder.prefixes]
@@ -656,15 +656,15 @@ class Scheduler:
         if away and not (is_idle_first and idle):
             self._give_way(min(away, key=lambda pair: pair[0])[1])
         elif idle:
-            self._preempt(min(idle, key=lambda pair: pair[0])[1])
+            self._suspend(min(idle, key=lambda pair: pair[0])[1])
         return bool(away or idle)
 
-    def _preempt(self, request: Request) -> None:
-        """Its row is free, and it waits for its client's next draft."""
+    def _suspend(self, request: Request) -> None:
+        """Take the row of an idle client's request. The request waits for the client's next draft."""
         self._leave(request)
-        request.state = "preempted"
-        self._preempted.add(request)
-        self.idle_preemptions += 1
+        request.state = "suspended"
+        self._suspended.add(request)
+        self.suspensions += 1
 
     def _give_way(self, request: Request) -> None:
         """Its row is free. A client's request whose prompt is read, or whose client is away, is dropped; others wait again."""
@@ -676,7 +676,7 @@ class Scheduler:
         self.dropped.append(request)
 
     def _preempt(self, request: Request) -> None:
-        """Its row is free, and it waits again, before those who came later."""
+        """Take the row of a ``request``, which waits again, before those that came later."""
         assert request.row is not None
         # Who has a row and no pages yet goes, too, lest it passes one who was there before it; but it loses nothing.
         if self._holder(request.row).read is not None:

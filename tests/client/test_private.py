@@ -175,8 +175,8 @@ class Place:
         writer = client.stream(prompt, private=(each for each in private), max_new_tokens=12, eos_token_ids=())
         heard: list[FeaturesReceived] = []
         speculation: Any = writer._writer.speculation  # pyright: ignore[reportAttributeAccessIssue]
-        hear = speculation.hear
-        speculation.hear = lambda *news: (heard.append(FeaturesReceived(*news)), hear(*news))
+        append_remote = speculation.append_remote
+        speculation.append_remote = lambda *news: (heard.append(FeaturesReceived(*news)), append_remote(*news))
         events = list(writer)
         assert all(isinstance(event, ProvisionalEvent) for event in events)
         report = client.report

@@ -375,7 +375,7 @@ def test_a_retired_row_reads_and_writes_nothing() -> None:
     assert [row_of(progress, row) for row in (0, 1)] == [alone(texts[2]), alone(texts[1])]
 
 
-def test_a_text_that_is_put_back_goes_on_as_if_nothing_had_been() -> None:
+def test_a_text_that_is_preempted_goes_on_as_if_nothing_had_been() -> None:
     rng, host = np.random.default_rng(5), Host(make("eagle3"))
     text = some_text(rng, 1, 9, 20)
     host.begin(0, text)

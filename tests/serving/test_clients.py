@@ -493,7 +493,7 @@ def test_a_client_whose_draft_waits_for_a_row_is_closed(target) -> None:
         with engine._wake:
             handle = request.submit(engine)
             engine._scheduler.can_go_on()  # a client's row is given away
-            (client,) = (client for client in clients if client.row.request.state == "preempted")
+            (client,) = (client for client in clients if client.row.request.state == "suspended")
             client.send(client.root())
             assert (client.row.request.state, engine._clients.has_work) == ("waiting", False)
             client.row.close()

@@ -1065,7 +1065,7 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
 
 
 @pytest.mark.full
-def test_who_is_put_back_is_counted_and_goes_on(target) -> None:
+def test_who_is_preempted_is_counted_and_goes_on(target) -> None:
     """Two texts that need all pages each: the second gives way, and its handle counts what it emitted in both rows."""
     requests = [Request((1 + i,) * 20, MOST, {"temperature": 1.0}, seed=i) for i in range(2)]
     with plain_engine(target, pages=7) as engine:

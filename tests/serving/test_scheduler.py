@@ -579,7 +579,7 @@ def test_prompts_share_what_was_read_with_those_of_the_same_salt_alone() -> None
     assert [shared(salt) for salt in salts] == [0, 0, 0, 8, 8, 8]
 
 
-def test_a_text_that_was_put_back_finds_what_was_read_under_its_salt() -> None:
+def test_a_text_that_was_preempted_finds_what_was_read_under_its_salt() -> None:
     made = scheduler(rows=1)
     request = made.submit(list(range(9)), most=2, salt="mine")
     read_all(made)
@@ -655,7 +655,7 @@ def test_a_client_gives_way_to_what_is_older() -> None:
     assert (client.state, running.state, made.dropped) == ("dropped", "running", [client])
 
 
-def test_a_client_whose_text_is_being_read_is_put_back() -> None:
+def test_a_client_whose_text_is_being_read_is_preempted() -> None:
     made = scheduler(pages=8)
     running = made.submit([2] * 4, most=13)
     read_all(made)
@@ -708,19 +708,19 @@ def test_who_waits_has_the_row_of_the_client_that_is_idle_for_the_longest() -> N
     assert (made.can_go_on(), made.seconds_until_idle()) == (False, pytest.approx(0.1))
     clock.now = 3.0
     assert made.can_go_on()
-    assert (first.state, first.row, waiting.row, second.state) == ("preempted", None, 0, "held")
-    assert (made.idle_preemptions, made.dropped, made.waiting) == (1, [], 0)
+    assert (first.state, first.row, waiting.row, second.state) == ("suspended", None, 0, "held")
+    assert (made.suspensions, made.dropped, made.waiting) == (1, [], 0)
     assert made.seconds_until_idle() is None  # nobody waits
     made.check()
 
 
-def test_a_client_that_was_preempted_comes_back_with_its_text_behind_those_who_wait() -> None:
+def test_a_client_that_was_suspended_comes_back_with_its_text_behind_those_who_wait() -> None:
     clock = Clock()
     made, (client,) = with_idle_clients(clock, 1)
     made.decoded(0, [8, 9], done=False)
     running, waiting = made.submit([7, 7], most=2), made.submit([6, 6], most=2)
     read_all(made)
-    assert (client.state, running.state) == ("preempted", "running")
+    assert (client.state, running.state) == ("suspended", "running")
     made.has_drafted(client)
     made.check()
     assert (client.state, made.waiting) == ("waiting", 2)
@@ -739,7 +739,7 @@ def test_a_client_that_was_preempted_comes_back_with_its_text_behind_those_who_w
     assert not made.can_go_on()
     clock.now += 1.0
     assert made.can_go_on()
-    assert (client.state, another.state) == ("preempted", "reading")
+    assert (client.state, another.state) == ("suspended", "reading")
 
 
 def test_nobody_takes_the_row_of_a_client_that_drafts_or_where_a_row_is_free() -> None:
@@ -760,7 +760,7 @@ def test_a_client_that_is_idle_loses_its_pages_before_any_text_gives_way() -> No
     running, newer = made.submit([2] * 2, most=12), made.submit([3, 3], most=4)
     read_all(made)
     assert made.reserve(8) == []
-    assert (client.state, running.state, newer.state) == ("preempted", "running", "running")
+    assert (client.state, running.state, newer.state) == ("suspended", "running", "running")
 
 
 def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -> None:
@@ -773,7 +773,7 @@ def test_a_client_that_becomes_idle_between_two_looks_is_looked_at_once_more() -
     clock.now = 2.001
     assert made.seconds_until_idle() == 0.0
     assert made.can_go_on()
-    assert client.state == "preempted"
+    assert client.state == "suspended"
 
 
 def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -> None:
@@ -787,13 +787,13 @@ def test_of_one_owners_clients_the_idle_one_goes_before_the_one_that_is_away() -
     clock.now += 10.0
     third = made.submit([7] * 6, most=6, is_client=True, owner="one")
     read_all(made)
-    assert (away.state, idle.state, third.state) == ("held", "preempted", "held")
+    assert (away.state, idle.state, third.state) == ("held", "suspended", "held")
     made.submit([8] * 6, most=6, is_client=True, owner="one")
     read_all(made)
     assert away.state == "dropped"
 
 
-def test_who_is_away_is_dropped_before_anybody_is_preempted() -> None:
+def test_who_is_away_is_dropped_before_anybody_is_suspended() -> None:
     clock = Clock()
     made, (first, second) = with_idle_clients(clock, 2)
     made.set_away(second, True)
@@ -811,12 +811,12 @@ def test_rows_of_idle_clients_count_as_free_for_those_who_wait() -> None:
     made.submit([2], most=1)
 
 
-def test_a_client_that_was_preempted_is_cancelled_and_cleared() -> None:
+def test_a_client_that_was_suspended_is_cancelled_and_cleared() -> None:
     made, (first, second) = with_idle_clients(Clock(), 2, idle_seconds=0.0)
     for _ in range(2):
         made.submit([7, 7], most=2)
     assert made.can_go_on()
-    assert (first.state, second.state) == ("preempted", "preempted")
+    assert (first.state, second.state) == ("suspended", "suspended")
     made.cancel(first)
     made.check()
     made.clear()
@@ -885,7 +885,7 @@ def test_an_idle_client_of_the_same_owner_makes_way_though_a_row_is_free() -> No
     made.may_draft(other)
     clock.now += 1.0
     read_all(made)
-    assert (first.state, second.state, other.state) == ("preempted", "held", "held")
+    assert (first.state, second.state, other.state) == ("suspended", "held", "held")
 
 
 def test_one_owner_does_not_fill_the_line_for_others() -> None:
@@ -1193,9 +1193,9 @@ class WithIdleClients(WithClients):
                 self.scheduler.set_away(request, self.draw.random() < 0.5)
             if request.state == "held" and request not in self.drafts and request.idle_since is None:
                 self.scheduler.may_draft(request)
-            if request.state == "preempted" or request.idle_since is not None:
+            if request.state == "suspended" or request.idle_since is not None:
                 if self.draw.random() < 0.4:
-                    self.seen["comes back"] += request.state == "preempted"
+                    self.seen["comes back"] += request.state == "suspended"
                     self.scheduler.has_drafted(request)
                     self.drafts.add(request)
             elif request.state == "held" and self.draw.random() < 0.5:
@@ -1205,7 +1205,7 @@ class WithIdleClients(WithClients):
         self.scheduler.check()
 
     def is_over(self) -> bool:
-        return super().is_over() and not any(request.state == "preempted" for request in self.expectations)
+        return super().is_over() and not any(request.state == "suspended" for request in self.expectations)
 
     def check_order(self, before: dict[Request, int]) -> None:
         super().check_order(before)
@@ -1219,9 +1219,9 @@ class WithIdleClients(WithClients):
 
     def check_left(self, before: dict[Request, int]) -> None:
         for request, place in before.items():
-            if request.state == "preempted":
+            if request.state == "suspended":
                 assert request.is_client and request not in self.drafts, "a client that drafts loses its row"
-                self.seen["preempted"] += 1
+                self.seen["suspended"] += 1
             if request.state == "dropped" and request.away is None:
                 left = [other for other, shard in self.holders().items() if shard == place and other in before]
                 assert not any(self.scheduler.is_idle(other) for other in left), "an idle one stays"
@@ -1256,7 +1256,7 @@ def test_random_schedules_with_clients_lose_nothing_and_mix_nothing() -> None:
 
 def test_random_schedules_with_idle_clients_lose_nothing_and_starve_nobody() -> None:
     seen = run_schedules(range(600), WithIdleClients)
-    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "preempted", "comes back")) > 30
+    assert min(seen[what] for what in ("done", "cancelled", "shared", "for pages", "dropped", "suspended", "comes back")) > 30
 
 
 class Checking(WithClients):

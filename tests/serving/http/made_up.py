@@ -180,7 +180,7 @@ class MadeUpEngine:
     @property
     def statistics(self) -> Any:
         running = sum(handle.finish_reason is None for handle in self.submitted)
-        pages = {"free_pages": 3, "pages": 4, "put_back": 2, "prompt_tokens_read": 8, "prompt_tokens_shared": 2}
+        pages = {"free_pages": 3, "pages": 4, "preemptions": 2, "prompt_tokens_read": 8, "prompt_tokens_shared": 2}
         programs = {"compiled": 3, "programs": 5}
         clients = SimpleNamespace(preempted=6)
         return SimpleNamespace(running=running, waiting=1, clients=clients, **pages, **programs, **self.counted)
