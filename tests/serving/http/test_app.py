@@ -24,7 +24,7 @@ from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, mak
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
-from tests.serving.http.placeholder_settings import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
+from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
 from tests.test_text import ANSWERS, ASKED, ids_of, with_marks
 
 NO_ERRORS = {"message": str, "type": str, "param": (str, type(None)), "code": (str, type(None))}
