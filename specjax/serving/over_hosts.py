@@ -46,7 +46,7 @@ class Admit(msgspec.Struct, frozen=True, tag="Admit"):
     row: int
     text: dict[str, HostArray]
     start: int
-    prefix_state: int
+    prefix_state: int = msgspec.field(name="border")
     group: int
 
 
