@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from specjax.models.transformer import Target
     from specjax.pipeline import Generation, TextGenerator, load
     from specjax.sampling import Sampling
+    from specjax.sampling_params import SamplingParams
     from specjax.sharding import make_mesh
 
 __version__ = "0.1.0"
@@ -66,6 +67,7 @@ __all__ = [
     "Result",
     "SampledTree",
     "Sampling",
+    "SamplingParams",
     "SnapKV",
     "StaticTree",
     "Streaming",
@@ -108,6 +110,7 @@ _HOMES = {
     "specjax.models.transformer": ("Target",),
     "specjax.pipeline": ("Generation", "TextGenerator", "load"),
     "specjax.sampling": ("Sampling",),
+    "specjax.sampling_params": ("SamplingParams",),
     "specjax.sharding": ("make_mesh",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

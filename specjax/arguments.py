@@ -47,6 +47,31 @@ def one_or_each(name: str, value: Any) -> np.ndarray:
     return numbers
 
 
+LARGEST = 2**31 - 1
+"""The largest number that the device's int32 arrays hold."""
+
+
+def check_size(name: str, value: Any, most: float = LARGEST) -> None:
+    """Refuse numbers that the arrays on the device cannot hold.
+
+    Args:
+        name: of the argument, for the error.
+        value: one number, or one for each row.
+        most: the largest that is taken, with either sign.
+
+    Raises:
+        InputError: a number is larger; names the argument and its value.
+
+    Examples:
+        >>> from specjax.arguments import check_size
+        >>> check_size("top_k", 2**40)
+        Traceback (most recent call last):
+        specjax.errors.InputError: top_k=1099511627776: must be at most 2147483647
+    """
+    if np.any(np.abs(one_or_each(name, value).astype(np.float64)) > most):
+        raise InputError(f"{name}={value}: must be at most {most:.10g}")
+
+
 def is_whole(value: Any) -> bool:
     """Return whether ``value`` is a whole number of Python or numpy, and no boolean.
 

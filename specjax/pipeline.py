@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import decoding, text
-from specjax.arguments import one_or_each
+from specjax.arguments import LARGEST, check_size
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
@@ -30,14 +30,13 @@ from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import say
 from specjax.reprs import OneLine
-from specjax.sampling import GREEDY, Rule, Sampling, make_key
+from specjax.sampling import GREEDY, SAMPLING_NAMES, Rule, Sampling, make_key
 from specjax.sharding import spans_processes
 from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
 
 LOOK_EVERY = 4
 """Steps between two looks at what there is, where somebody waits for the text or for a stop string."""
-_ALL = 2**31 - 1  # more steps, tokens or candidates than any generation has
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class TextGenerator(OneLine):
                 gpt-oss, the final channel alone.
         """
         stop = text.check_stop(stop)
-        results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or _ALL)
+        results = decoding.stream(self.target, self.drafter, *text.pad(prompts), **vars(options), steps=steps or LARGEST)
         chats = [is_chat] * len(prompts) if isinstance(is_chat, bool) else is_chat
         rows = zip(prompts, chats, strict=True)
         return Run(results, [GrowingText(self.tokenizer, prompt, stop, is_chat=each) for prompt, each in rows])
@@ -314,29 +313,24 @@ def settings(
     *,
     max_new_tokens: Any = 128,
     min_new_tokens: Any = 0,
-    temperature: Any = 0.0,
-    top_k: Any = 0,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
     seed: int = 0,
     key: jax.Array | None = None,
     eos_token_ids: Sequence[int] | None = None,
     rule: Rule | None = None,
+    **sampling: Any,
 ) -> GenerationOptions:
     """The options of a generation from plain numbers. The defaults are greedy: a model's own are for calls of `TextGenerator`.
 
     Args:
         max_new_tokens: most tokens to generate; one number, or one a row.
         min_new_tokens: as many tokens are generated before an end-of-sequence token may come; one number, or one a row.
-        temperature: 0 is greedy: the likeliest token every time. This and the next three: one number, or one a row.
-        top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
         seed: of the random draws, see `specjax.sampling.make_key`.
         key: a random key, or one a row, instead of a seed.
         eos_token_ids: ids that end a row; None: the target's own, ``()``: none.
         rule: how tokens are drawn and drafts verified, see `specjax.sampling.Rule`; every one is exact. None is the one
             that suits the shape of the drafts, `specjax.decoding.options.default_rule`; "block" and "rejection" take chains.
+        sampling: the fields of `specjax.Sampling` by name, each one number, or one a row: ``temperature`` (0, the default, is
+            greedy), ``top_k`` (0 is no limit), ``top_p`` in (0, 1], ``min_p`` in [0, 1].
 
     Raises:
         InputError: an argument is of the wrong type or out of its range; names it, its value and what it must be.
@@ -346,31 +340,27 @@ def settings(
         >>> options.sampling
         Sampling(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
     """
-    _check_size("max_new_tokens", max_new_tokens)
-    _check_size("top_k", top_k)
-    _check_size("temperature", temperature, float(np.finfo(np.float32).max))
+    check_options("settings", sampling, settings, *SAMPLING_NAMES)
+    parameters = replace(GREEDY, **sampling)
+    check_size("max_new_tokens", max_new_tokens)
+    check_size("top_k", parameters.top_k)
+    check_size("temperature", parameters.temperature, float(np.finfo(np.float32).max))
     return GenerationOptions(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
-        sampling=Sampling(temperature, top_k, top_p, min_p),
+        sampling=parameters,
         key=make_key(seed) if key is None else key,
         eos_token_ids=eos_token_ids,
         rule=rule,
     )
 
 
-def _check_size(name: str, value: Any, most: float = _ALL) -> None:
-    """Refuse, with an InputError, what the arrays on the device cannot hold. What else may be wrong is said elsewhere."""
-    if np.any(np.abs(one_or_each(name, value).astype(np.float64)) > most):
-        raise InputError(f"{name}={value}: must be at most {most:.10g}")
-
-
 def _split_options(options: dict[str, Any], default_sampling: Sampling | None) -> tuple[Sequence[str], GenerationOptions]:
     """``stop``, and the `settings` of the others and the defaults; warns of those that are not read."""
-    check_options("the generator", options, settings, "stop")
+    check_options("the generator", options, settings, "stop", *SAMPLING_NAMES)
     options = dict(options)
     stop = text.check_stop(options.pop("stop", ()))
-    stated = {name: options.pop(name, None) for name in vars(GREEDY)}
+    stated = {name: options.pop(name, None) for name in SAMPLING_NAMES}
     made = settings(**options, **vars((default_sampling or GREEDY).with_explicit(**stated)))
     if unread := unread_settings(made.sampling):
         warnings.warn(f"{', '.join(unread)}: not read at temperature 0, which is greedy", stacklevel=3)
@@ -381,8 +371,8 @@ def unread_settings(sampling: Sampling) -> list[str]:
     """Names of the settings that were given but are not read, since every row is greedy."""
     if np.any(np.asarray(sampling.temperature) != 0):
         return []
-    given = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
-    return [name for name, value in given.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
+    others = {name: getattr(sampling, name) for name in SAMPLING_NAMES if name != "temperature"}
+    return [name for name, value in others.items() if np.any(np.asarray(value) != getattr(Sampling, name))]
 
 
 _FLOAT_TYPES = ("float32", "bfloat16", "float16")

@@ -49,14 +49,14 @@ Examples:
     True
 """
 
-RULES: tuple[str, ...] = get_args(Rule)
+RULE_NAMES: tuple[str, ...] = get_args(Rule)
 
 _BLOCKS = 256
 """Into so many blocks a vocabulary is divided where a token is searched: first for its block, then inside it."""
 
 
 def check_rule(rule: Any) -> None:
-    """Refuse, with an InputError, what is none of the `RULES`.
+    """Refuse, with an InputError, what is none of the `RULE_NAMES`.
 
     Examples:
         >>> from specjax.sampling import check_rule
@@ -64,13 +64,13 @@ def check_rule(rule: Any) -> None:
         Traceback (most recent call last):
         specjax.errors.InputError: rule='coupling': must be one of coupled, independent, block, rejection
     """
-    if not isinstance(rule, str) or rule not in RULES:
-        raise InputError(f"rule={rule!r}: must be one of {', '.join(RULES)}")
+    if not isinstance(rule, str) or rule not in RULE_NAMES:
+        raise InputError(f"rule={rule!r}: must be one of {', '.join(RULE_NAMES)}")
 
 
 @struct.dataclass
 class RowSampling:
-    """Sampling settings of each row, as arrays. Made by `Sampling.rows`.
+    """The sampling parameters of each row of a batch, as arrays. Made by `Sampling.rows`.
 
     Attributes:
         temperature: ``[B]``; 0 is argmax.
@@ -101,8 +101,40 @@ class RowSampling:
 
 
 @dataclass(frozen=True)
+class _Recipe:
+    """How the device holds one sampling parameter.
+
+    Attributes:
+        dtype: the type of its array.
+        is_valid: tells of an array of numbers which are in range.
+        range: the range in words, for errors.
+        most: larger numbers mean the same, and are stored as this one.
+    """
+
+    dtype: Any
+    is_valid: Callable[[np.ndarray], np.ndarray]
+    range: str
+    most: float = math.inf
+
+
+_RECIPES = {
+    "temperature": _Recipe(np.float32, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy"),
+    "top_k": _Recipe(np.int32, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit", most=2**31 - 1),
+    "top_p": _Recipe(np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit"),
+    "min_p": _Recipe(np.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit"),
+}
+"""The recipe of each field of `Sampling`, which has the same name in `RowSampling`."""
+
+SAMPLING_NAMES = tuple(_RECIPES)
+"""The parameters that make the distribution."""
+
+
+@dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens: each setting one number, or one number a row.
+    """The distribution that tokens are drawn from: each parameter is one number, or one number for each row of a batch.
+
+    `specjax.SamplingParams` adds what else one request asks for. On the device, the parameters of all rows are a `RowSampling`.
+    A new parameter is a field here with a recipe in this module, a field of `RowSampling`, and its place in the distribution.
 
     The logits are divided by ``temperature`` (0: argmax), then restricted to the ``top_k`` most probable tokens (0: no
     limit), then to the smallest set of most probable tokens whose mass reaches ``top_p``, then to tokens at least ``min_p``
@@ -129,23 +161,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse what is no number. Whether numbers are in range, and as many as there are rows, is checked by `rows`."""
-        for name in ("temperature", "top_k", "top_p", "min_p"):
+        for name in SAMPLING_NAMES:
             one_or_each(name, getattr(self, name))
 
-    def with_explicit(self, *, temperature: Any = None, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> "Sampling":
-        """Return the settings of a call for which these are the defaults: what the call states wins, setting by setting.
+    def with_explicit(self, **stated: Any) -> "Sampling":
+        """Return the parameters of a call for which these are the defaults: what the call states wins, one by one.
 
-        All callers merge defaults and explicit settings here. Where the temperature comes to 0 in every row, nothing is cut
-        off: defaults of the other settings are then left out, and only what the call states stays.
+        All callers merge defaults and explicit parameters here. Where the temperature comes to 0 in every row, nothing is cut
+        off: defaults of the other parameters are then left out, and only what the call states stays.
 
         Args:
-            temperature: what the call states, as for `Sampling`; None, here and below: the default.
-            top_k: 0 is no limit, also where the default is one.
-            top_p: in (0, 1].
-            min_p: in [0, 1].
+            stated: the fields of `Sampling` that the call states, by name; None stands for the default.
 
         Raises:
-            InputError: a setting is no number, nor one for each row.
+            InputError: a parameter is no number, nor one for each row.
 
         Examples:
             >>> defaults = specjax.Sampling(temperature=0.6, top_k=20, top_p=0.95)
@@ -154,7 +183,6 @@ class Sampling:
             >>> defaults.with_explicit(temperature=0)
             Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0)
         """
-        stated = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         stated = {name: value for name, value in stated.items() if value is not None}
         merged = replace(self, **stated)
         if np.any(np.asarray(merged.temperature) != 0):
@@ -162,10 +190,10 @@ class Sampling:
         return replace(Sampling(temperature=merged.temperature), **stated)
 
     def rows(self, batch: int, rule: Rule = "independent") -> RowSampling:
-        """These settings for each of ``batch`` rows, whose drafts are verified by ``rule``.
+        """Return the arrays of ``batch`` rows, whose drafts are verified by ``rule``.
 
         Raises:
-            InputError: a setting is out of its range, or has another number of rows; or there is no such rule.
+            InputError: a parameter is out of its range, or has another number of rows; or there is no such rule.
         """
         check_rule(rule)
         numbers = self.by_row(batch)
@@ -177,39 +205,60 @@ class Sampling:
             rule=rule if is_drawn else "independent",  # greedy rows draw nothing: one program for all
         )
 
-    def by_row(self, batch: int) -> dict[str, np.ndarray]:
-        """Return each setting's numbers ``[batch]`` by its name, in the types and ranges that the device uses, on the host.
+    def rows_of_any_kind(self, batch: int) -> RowSampling:
+        """Return the arrays of ``batch`` rows for a program that serves every request: drawn or greedy, truncated or not.
+
+        Rows are verified by coupled sampling, so that a text depends on its key and its prompt alone.
 
         Raises:
-            InputError: a setting is out of its range, or has another number of rows.
+            InputError: as `rows`.
+
+        Examples:
+            >>> rows = specjax.sampling.GREEDY.rows_of_any_kind(2)
+            >>> rows.greedy, rows.truncated, rows.rule
+            (False, True, 'coupled')
+        """
+        return replace(self.rows(batch), greedy=False, truncated=True, rule="coupled")
+
+    def by_row(self, batch: int) -> dict[str, np.ndarray]:
+        """Return each parameter's numbers ``[batch]`` by its name, in the types and ranges that the device uses, on the host.
+
+        Raises:
+            InputError: a parameter is out of its range, or has another number of rows.
 
         Examples:
             >>> specjax.Sampling(temperature=(0.0, 1.0)).by_row(2)["temperature"]
             array([0., 1.], dtype=float32)
         """
-        temperature = self._row("temperature", batch, lambda x: (x >= 0) & np.isfinite(x), "at least 0; 0 is greedy")
-        top_k = self._row("top_k", batch, lambda x: (x >= 0) & (x == np.floor(x)), "a whole number, 0 for no limit")
-        top_p = self._row("top_p", batch, lambda x: (x > 0) & (x <= 1), "in (0, 1]; 1 is no limit")
-        min_p = self._row("min_p", batch, lambda x: (x >= 0) & (x <= 1), "in [0, 1]; 0 is no limit")
+        numbers = {name: self._row(name, batch) for name in SAMPLING_NAMES}
         # Devices take numbers below float32's smallest normal one for 0, and may divide by multiplying with the reciprocal:
         # a temperature is moved to where it and its reciprocal are normal numbers. Beyond that nothing changes any more.
-        smallest = float(np.finfo(np.float32).tiny)
-        temperature = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
-        return {
-            "temperature": temperature.astype(np.float32),
-            "top_k": np.minimum(top_k, 2**31 - 1).astype(np.int32),
-            "top_p": top_p.astype(np.float32),
-            "min_p": min_p.astype(np.float32),
-        }
+        smallest, temperature = float(np.finfo(np.float32).tiny), numbers["temperature"]
+        numbers["temperature"] = np.where(temperature > 0, np.clip(temperature, smallest, 1 / smallest), 0.0)
+        return {name: values.astype(_RECIPES[name].dtype) for name, values in numbers.items()}
 
-    def _row(self, name: str, batch: int, good: Any, meaning: str) -> np.ndarray:
-        value = one_or_each(name, getattr(self, name)).astype(np.float64)
+    def of_row(self) -> dict[str, np.ndarray]:
+        """Return the parameters of one row by their names, each a scalar on the host, as `by_row` has them.
+
+        Raises:
+            InputError: a parameter is out of its range, or has several numbers.
+
+        Examples:
+            >>> specjax.Sampling(temperature=0.5).of_row()["temperature"]
+            np.float32(0.5)
+        """
+        return {name: numbers[0] for name, numbers in self.by_row(1).items()}
+
+    def _row(self, name: str, batch: int) -> np.ndarray:
+        """Return the numbers of one parameter ``[batch]`` as float64, checked."""
+        recipe, value = _RECIPES[name], one_or_each(name, getattr(self, name)).astype(np.float64)
         if value.ndim == 1 and len(value) != batch:
             raise InputError(f"{name} has shape {value.shape}: give one number, or one for each of the {batch} rows")
         value = np.broadcast_to(value, (batch,))
-        if not np.all(good(value)):
-            raise InputError(f"{name}={value[~good(value)][0]:g}: must be {meaning}")
-        return value
+        is_valid = recipe.is_valid(value)
+        if not np.all(is_valid):
+            raise InputError(f"{name}={value[~is_valid][0]:g}: must be {recipe.range}")
+        return np.minimum(value, recipe.most)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -427,11 +476,23 @@ def make_key(seed: int) -> jax.Array:
         Traceback (most recent call last):
         specjax.errors.InputError: seed=-1: must be a whole number, at least 0 and below 2**63
     """
-    if not is_whole(seed) or not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed!r}: must be a whole number, at least 0 and below 2**63")
+    check_seed(seed)
     if seed < 2**32:
         return jax.random.key(int(seed))
     return jax.random.wrap_key_data(jnp.array(divmod(int(seed), 2**32), jnp.uint32), impl="threefry2x32")
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse, with an InputError, what `make_key` makes no key of.
+
+    Examples:
+        >>> from specjax.sampling import check_seed
+        >>> check_seed(1.5)
+        Traceback (most recent call last):
+        specjax.errors.InputError: seed=1.5: must be a whole number, at least 0 and below 2**63
+    """
+    if not is_whole(seed) or not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed!r}: must be a whole number, at least 0 and below 2**63")
 
 
 def named_key(root: jax.Array, name: str) -> jax.Array:

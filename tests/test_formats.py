@@ -33,6 +33,7 @@ from specjax.evaluation import losslessness
 from specjax.lowering.compiled import Compiled
 from specjax.models import fingerprint
 from specjax.reports.growth import Moment
+from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.http import requests
 from specjax.serving.http.metrics import Metrics
@@ -129,9 +130,9 @@ def _parts(hint: Any) -> tuple[Any, ...]:
 def http_parameters() -> Names:
     """Return the parameters of requests: those that are read, refused where they would change something, and ignored."""
     return {
-        "completions": sorted(requests._COMPLETION),
-        "chat completions": sorted(requests._CHAT),
-        "tokenize": sorted(requests._TOKENIZE),
+        "completions": sorted(requests._CompletionFields.__struct_fields__),
+        "chat completions": sorted(requests._ChatFields.__struct_fields__),
+        "tokenize": sorted(requests._TokenizeFields.__struct_fields__),
         "refused": sorted(requests.UNSUPPORTED),
         "ignored": sorted(requests.IGNORED),
     }
@@ -172,7 +173,7 @@ def metrics() -> Names:
 
     async def exposition() -> str:
         measured = Metrics(MadeUpEngine(), "tiny", SessionStatistics())
-        handle: Any = MadeUpEngine().submit([5, 6], max_new_tokens=2)
+        handle: Any = MadeUpEngine().submit([5, 6], SamplingParams(max_new_tokens=2))
         measured.watch(handle, 2)
         while measured._watching:
             await asyncio.sleep(0.001)

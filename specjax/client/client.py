@@ -1,7 +1,7 @@
 """A client: a drafter on this machine, and its target on a server."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from jax.typing import DTypeLike
 
-from specjax import pipeline, text
+from specjax import text
 from specjax.client.device import ClientDevice
 from specjax.client.events import TextReport
-from specjax.client.exchange import Exchange, ExchangeRequest
+from specjax.client.exchange import Exchange, ExchangeRequest, check_params
 from specjax.client.journal import Journal
 from specjax.client.link import Link, WebSocketLink
 from specjax.client.private import PrivateWriter, split
@@ -25,6 +25,7 @@ from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, S
 from specjax.errors import InputError, check_options
 from specjax.models import huggingface
 from specjax.models.transformer import Target
+from specjax.sampling_params import SamplingParams
 from specjax.templates import Settings, with_template
 from specjax.wire.arrays import PRECISIONS, Precision
 
@@ -75,18 +76,13 @@ class Client:
     def stream(
         self,
         prompt: str | text.Messages | Sequence[int],
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        eos_token_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         private: Sequence[str] = (),
         journal: str | Path | None = None,
         is_offline: bool = False,
+        **stated: Any,
     ) -> Writer | PrivateWriter:
         """Write a text. Iterate over what is returned for its events; its ``report`` says what the text came to.
 
@@ -95,42 +91,37 @@ class Client:
 
         Args:
             prompt: text, a chat, or token ids.
-            max_new_tokens: most tokens to generate.
-            temperature: this and the next three as in `specjax.pipeline.settings`.
-            top_k: 0 is no limit.
-            top_p: in (0, 1].
-            min_p: in [0, 1].
-            seed: of the random draws.
-            eos_token_ids: ids that end the text; None: the target's own, ``()``: none.
+            params: the sampling parameters.
             stop: a string, or several, before the first of which the text ends.
             private: strings of the prompt that the server must not see. The drafter sees them. Nothing that follows is
                 verified: all of the text is provisional. See `specjax.client.private`.
             journal: file in which the text is kept as far as it is committed. Where it is there, the text goes on from it.
             is_offline: do not ask the server: the drafter writes all of the text, provisionally.
+            stated: the fields of `specjax.SamplingParams` by name, such as ``max_new_tokens=64``, in place of ``params`` or
+                over them.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
         config = self.device.target.config
-        settings: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-        pipeline.settings(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids, **settings).check(config, 1)
+        params = SamplingParams.of(params, stated, function="stream")
+        check_params(params)
+        params.options().check(config, 1)
         stop = text.check_stop(stop)
         if stop and self.tokenizer is None:
             raise InputError("stop: a client without a tokenizer has no text to look for it in; give tokenizer=...")
         private = private if isinstance(private, str) else tuple(private)
         tokens = self.encode(prompt)
-        room = self.device.capacity - max_new_tokens
+        room = self.device.capacity - params.max_new_tokens
         if len(tokens) > room:
             raise InputError(
-                f"prompt ({len(tokens)} tokens) plus max_new_tokens={max_new_tokens}: this client has room for "
+                f"prompt ({len(tokens)} tokens) plus max_new_tokens={params.max_new_tokens}: this client has room for "
                 f"{self.device.capacity}; shorten the prompt, ask for fewer, or give connect(capacity=...)"
             )
         target, drafter = self._fingerprints
         request = ExchangeRequest(
             prompt=tuple(tokens),
-            limit=max_new_tokens,
-            **settings,
-            eos=None if eos_token_ids is None else tuple(eos_token_ids),
+            params=params,
             target=target,
             drafter=drafter,
             precision=self._precision,
@@ -155,7 +146,7 @@ class Client:
 
     def generate(self, prompt: str | text.Messages | Sequence[int], **options: Any) -> TextReport:
         """The whole text. Arguments as of `stream`."""
-        check_options("generate", options, self.stream)
+        check_options("generate", options, self.stream, *(field.name for field in fields(SamplingParams)))
         writer = self.stream(prompt, **options)
         for _ in writer:
             pass

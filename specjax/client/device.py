@@ -1,7 +1,6 @@
 """What a client computes: what its drafter knows of the text, and drafts. Everything for one text, compiled for a few sizes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -18,7 +17,8 @@ from specjax.models.cache import KVCache
 from specjax.models.quantized import is_part, quantized_as
 from specjax.models.transformer import Target
 from specjax.progress import track
-from specjax.sampling import RowSampling, Sampling, make_key, position_keys
+from specjax.sampling import RowSampling, position_keys
+from specjax.sampling_params import SamplingParams
 
 ALONE = 8
 """Tokens that the drafter writes at a time while no answer comes."""
@@ -53,10 +53,9 @@ class Settings:
     sampling: RowSampling
 
     @classmethod
-    def of(cls, sampling: Sampling, seed: int) -> "Settings":
-        """As a server makes them of the same numbers, so that both sides draw with the same random numbers."""
-        rows = replace(sampling.rows(1), greedy=False, truncated=True, rule="coupled")  # one program for all settings
-        return cls(key=jax.random.fold_in(make_key(seed), 0), sampling=rows)
+    def of(cls, params: SamplingParams) -> "Settings":
+        """Return what a server makes of the same parameters, so that both sides draw with the same random numbers."""
+        return cls(key=jax.random.fold_in(params.make_key(), 0), sampling=params.rows_of_any_kind(1))
 
 
 class ClientDevice:
@@ -75,7 +74,7 @@ class ClientDevice:
         >>> drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
         >>> device = ClientDevice(target, drafter, [specjax.Chain(3)], capacity=32)
         >>> known = device.append_remote(device.start(), [5, 3], [3, 1], {})
-        >>> settings = Settings.of(specjax.Sampling(temperature=0.0), seed=0)
+        >>> settings = Settings.of(specjax.SamplingParams())
         >>> tree = device.propose(known, root=1, length=3, settings=settings, depth=3)
         >>> tree.root, tree.depth
         (1, 3)
@@ -129,7 +128,7 @@ class ClientDevice:
 
     def warm_up(self) -> None:
         """Compile everything, with a bar."""
-        known, settings = self.start(), Settings.of(Sampling(), seed=0)
+        known, settings = self.start(), Settings.of(SamplingParams())
         jobs: list[Any] = []
         for width in WIDTHS:
             told = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}

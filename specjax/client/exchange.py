@@ -8,7 +8,7 @@ or the client has missed what it was told, the text is opened anew as far as it 
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -17,6 +17,9 @@ import numpy as np
 
 from specjax import wire
 from specjax.client.trees import Tree
+from specjax.errors import InputError
+from specjax.sampling import SAMPLING_NAMES
+from specjax.sampling_params import SamplingParams
 from specjax.wire.arrays import Precision
 from specjax.wire.messages import NO_PARENT
 
@@ -38,34 +41,52 @@ class ExchangeRequest:
 
     Attributes:
         prompt: token ids.
-        limit: most tokens that follow it.
-        temperature: as the next three in `specjax.Sampling`.
-        top_k: 0 is no limit.
-        top_p: in (0, 1].
-        min_p: in [0, 1].
-        seed: that fixes the text.
-        eos: ids that end the text; None: the target's own.
+        params: the sampling parameters, whose seed fixes the text.
         target: fingerprint of the target that is meant; empty: any.
         drafter: likewise of the drafter.
         precision: of what comes down.
 
     Examples:
         >>> from specjax.client.exchange import ExchangeRequest
-        >>> ExchangeRequest(prompt=(5, 6, 7), limit=64, seed=3).temperature
+        >>> ExchangeRequest((5, 6, 7), specjax.SamplingParams(max_new_tokens=64, seed=3)).params.temperature
         0.0
     """
 
     prompt: tuple[int, ...]
-    limit: int
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    eos: tuple[int, ...] | None = None
+    params: SamplingParams = SamplingParams()
     target: str = ""
     drafter: str = ""
     precision: Precision = "float16"
+
+
+_WIRE_NAMES = {
+    "limit": "max_new_tokens",
+    **{name: name for name in SAMPLING_NAMES if name in wire.OpenMessage.__struct_fields__},
+    "seed": "seed",
+    "eos": "eos_token_ids",
+}
+"""The sampling parameters that a server can be asked for, by their names in `specjax.wire.OpenMessage`."""
+
+
+def check_params(params: SamplingParams) -> None:
+    """Refuse, with an InputError, parameters that the protocol has no field for: the text would be another one.
+
+    Examples:
+        >>> from specjax.client.exchange import check_params
+        >>> check_params(specjax.SamplingParams(min_new_tokens=3))
+        Traceback (most recent call last):
+        specjax.errors.InputError: min_new_tokens=3: a client cannot ask its server for this; leave it out
+    """
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if field.name not in _WIRE_NAMES.values() and value != field.default:
+            raise InputError(f"{field.name}={value!r}: a client cannot ask its server for this; leave it out")
+
+
+def _on_the_wire(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters by the names that `specjax.wire.OpenMessage` has for them."""
+    values = {theirs: getattr(params, ours) for theirs, ours in _WIRE_NAMES.items()}
+    return values | {"eos": None if params.eos_token_ids is None else list(params.eos_token_ids)}
 
 
 @dataclass(frozen=True)
@@ -145,7 +166,7 @@ class Exchange:
     Examples:
         >>> from specjax import wire
         >>> from specjax.client.exchange import Exchange, ExchangeRequest
-        >>> exchange = Exchange(ExchangeRequest(prompt=(5, 6), limit=8))
+        >>> exchange = Exchange(ExchangeRequest((5, 6), specjax.SamplingParams(max_new_tokens=8)))
         >>> wire.decode_up(exchange.hello()).prompt
         2
     """
@@ -194,13 +215,7 @@ class Exchange:
                 nonce=self._make_nonce(),
                 tokens=wire.pack(self.tokens, "int32"),
                 prompt=len(asked.prompt),
-                limit=asked.limit,
-                temperature=asked.temperature,
-                top_k=asked.top_k,
-                top_p=asked.top_p,
-                min_p=asked.min_p,
-                seed=asked.seed,
-                eos=None if asked.eos is None else list(asked.eos),
+                **_on_the_wire(asked.params),
                 target=asked.target,
                 drafter=asked.drafter,
                 precision=asked.precision,
@@ -239,7 +254,7 @@ class Exchange:
         committed = self.tokens[len(self.request.prompt) :]
         if committed and committed[-1] in ends:
             self.phase, self.over = "over", "stop"
-        elif len(committed) >= self.request.limit:
+        elif len(committed) >= self.request.params.max_new_tokens:
             self.phase, self.over = "over", "length"
 
     def lost(self) -> None:
@@ -329,7 +344,7 @@ class Exchange:
         drafted, parents = wire.unpack(sent.tokens), wire.unpack(sent.parents)
         above = [0, *message.accepted]
         is_path = all(node < len(drafted) and parents[node] == above[i] for i, node in enumerate(message.accepted))
-        room = len(self.request.prompt) + self.request.limit - len(self.tokens)
+        room = len(self.request.prompt) + self.request.params.max_new_tokens - len(self.tokens)
         if not is_path or len(message.accepted) >= room:
             raise wire.FrameError(4400, f"accepted={message.accepted}: no path of the draft, or longer than the text may be")
         arrays = self._unpacked(message.arrays)
@@ -354,10 +369,14 @@ class Exchange:
 
     def snapshot(self) -> dict[str, Any]:
         """What is needed to go on with the text in another process."""
-        return {"request": msgspec.to_builtins(self.request), "committed": self.tokens[len(self.request.prompt) :]}
+        request = {name: value for name, value in vars(self.request).items() if name != "params"}
+        request |= _on_the_wire(self.request.params)
+        return {"request": request, "committed": self.tokens[len(self.request.prompt) :]}
 
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
         """From `snapshot`. Raises `msgspec.ValidationError` where it is none."""
-        request = msgspec.convert(snapshot["request"], ExchangeRequest)
-        return cls(replace(request, prompt=tuple(request.prompt)), msgspec.convert(snapshot["committed"], list[int]))
+        fields = msgspec.convert(snapshot["request"], dict[str, Any])
+        params = {ours: fields.pop(theirs) for theirs, ours in _WIRE_NAMES.items() if theirs in fields}
+        request = msgspec.convert({**fields, "params": params}, ExchangeRequest)
+        return cls(request, msgspec.convert(snapshot["committed"], list[int]))

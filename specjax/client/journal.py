@@ -20,7 +20,7 @@ class Journal:
         >>> from pathlib import Path
         >>> from specjax.client.journal import Journal
         >>> from specjax.client.exchange import ExchangeRequest
-        >>> journal, request = Journal(Path("text.json")), ExchangeRequest(prompt=(5, 6), limit=8)
+        >>> journal, request = Journal(Path("text.json")), ExchangeRequest((5, 6), specjax.SamplingParams(max_new_tokens=8))
         >>> exchange = journal.open(request)  # nothing is there
         >>> exchange.tokens.append(7)
         >>> journal.keep(exchange)
@@ -48,7 +48,7 @@ class Journal:
         except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
             raise InputError(f"journal={str(self._path)!r}: is no journal of a text; give another file") from None
         committed = exchange.tokens[len(exchange.request.prompt) :]
-        if len(committed) > exchange.request.limit or not all(0 <= token < 2**31 for token in committed):
+        if len(committed) > exchange.request.params.max_new_tokens or not all(0 <= token < 2**31 for token in committed):
             raise InputError(f"journal={str(self._path)!r}: is no journal of a text; give another file")
         if replace(exchange.request, precision=request.precision) != request:
             raise InputError(

@@ -110,7 +110,7 @@ class PrivateWriter:
         self._is_private, self._device, self._is_offline = list(is_private), device, is_offline
         safe = [token for token, own in zip(request.prompt, is_private, strict=True) if not own]
         # Of a text's last token nothing is told before it goes on. So one more is sent, which is not heard.
-        asked = replace(request, prompt=(*safe, safe[-1]), limit=1) if safe else None
+        asked = replace(request, prompt=(*safe, safe[-1]), params=replace(request.params, max_new_tokens=1)) if safe else None
         self._asking: _Listener | None = None
         if asked is not None and not is_offline:
             wait = replace(patience, server=WAIT if patience.server is None else patience.server)

@@ -26,7 +26,6 @@ from specjax.client.link import Link, LinkLostError
 from specjax.client.pace import Pace
 from specjax.client.speculation import Speculation
 from specjax.errors import InputError
-from specjax.sampling import Sampling
 from specjax.wire import FrameError
 
 MOST_STRETCHES = 4
@@ -107,10 +106,9 @@ class Writer:
             is_chat: the text is a chat's answer, see `specjax.text.FinalChannel`.
         """
         asked = exchange.request
-        sampling = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
         self.exchange, self.report = exchange, TextReport()
         self._device, self._link, self._patience = device, link, patience
-        self.speculation = Speculation(device, Settings.of(sampling, asked.seed), exchange.tokens)
+        self.speculation = Speculation(device, Settings.of(asked.params), exchange.tokens)
         self._pace = Pace(list(device.shapes))
         self._display = Display(tokenizer, asked.prompt, stop, is_alone=is_offline, is_chat=is_chat)
         self._is_offline = is_offline
@@ -124,7 +122,8 @@ class Writer:
         self._retries = self._resends = self._silent = 0
         self._resent = self._is_kept = False  # of the newest draft
         self._sizes = (0, 0)  # bytes up and down when the newest draft was sent
-        self._ends = frozenset(device.target.config.eos_token_ids if asked.eos is None else asked.eos)
+        ends = asked.params.eos_token_ids
+        self._ends = frozenset(device.target.config.eos_token_ids if ends is None else ends)
 
     def __iter__(self) -> Iterator[TextEvent]:
         """The events, until the text is over."""
@@ -296,10 +295,11 @@ class Writer:
                 f"{bounds.tells[wrong[0]]}: it has another target"
             )
         room = min(bounds.capacity, device.capacity)
-        if self._prompt + exchange.request.limit > room:
+        max_new_tokens = exchange.request.params.max_new_tokens
+        if self._prompt + max_new_tokens > room:
             raise InputError(
-                f"prompt ({self._prompt} tokens) plus max_new_tokens={exchange.request.limit}: there is room for {room}; "
-                "shorten the prompt, or ask for fewer"
+                f"prompt ({self._prompt} tokens) plus max_new_tokens={max_new_tokens}: there is room for {room}; shorten the "
+                "prompt, or ask for fewer"
             )
 
     def _commit(self, news: TokensEmitted) -> None:
@@ -396,7 +396,7 @@ class Writer:
     @property
     def _left(self) -> int:
         """Tokens that the text may still have."""
-        return self.exchange.request.limit - (len(self.exchange.tokens) - self._prompt)
+        return self.exchange.request.params.max_new_tokens - (len(self.exchange.tokens) - self._prompt)
 
     def _has_room(self) -> bool:
         """Whether the drafter could go on: there is room, and the text that it believes in has not ended."""

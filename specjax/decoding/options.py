@@ -151,6 +151,22 @@ def _rows_of_ids(ids: Any) -> list[list[int]]:
     return [list(map(int, row)) for row in rows]
 
 
+def check_ids(ids: Any) -> list[int]:
+    """Return the ids that end one text, as Python's own numbers.
+
+    Raises:
+        InputError: it is no sequence of whole numbers.
+
+    Examples:
+        >>> from specjax.decoding.options import check_ids
+        >>> check_ids((2, 7))
+        [2, 7]
+    """
+    if _is_sequence(ids) and any(map(_is_sequence, ids)):
+        raise InputError(f"eos_token_ids={ids}: give ids, such as (2,)")
+    return _rows_of_ids(ids)[0]
+
+
 def _is_sequence(value: Any) -> bool:
     is_text = isinstance(value, str | bytes)
     return (isinstance(value, Sequence) and not is_text) or (isinstance(value, np.ndarray | jax.Array) and value.ndim > 0)

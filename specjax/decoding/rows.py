@@ -31,7 +31,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
-from specjax.sampling import RowSampling
+from specjax.sampling import GREEDY
 
 Tree = TypeVar("Tree")
 
@@ -49,10 +49,7 @@ class Text:
         limit: scalar int32, most tokens of prompt and output.
         key: its random key, or the key's numbers on the host: ``[2]`` uint32, of `jax.random.key_data`.
         eos: ``[E]`` int32 ids that end it; -1 is none.
-        temperature: scalar, as the next three: see `specjax.Sampling`.
-        top_k: scalar.
-        top_p: scalar.
-        min_p: scalar.
+        sampling: the parameters of its distribution by their names, each a scalar: those of `specjax.Sampling.by_row`.
         min_length: scalar int32, tokens of prompt and output before which it does not end.
         prediction: ``[S]`` int32, what its output is expected to be, for `WithPrediction`; None: there is none.
         predicted: scalar int32, tokens of the prediction.
@@ -65,10 +62,7 @@ class Text:
         ...     limit=np.int32(14),
         ...     key=jax.random.key(0),
         ...     eos=np.full(8, -1, np.int32),
-        ...     temperature=np.float32(0.7),
-        ...     top_k=np.int32(0),
-        ...     top_p=np.float32(0.9),
-        ...     min_p=np.float32(0),
+        ...     sampling=specjax.Sampling(temperature=0.7, top_p=0.9).of_row(),
         ... )
     """
 
@@ -77,10 +71,7 @@ class Text:
     limit: Any
     key: Any
     eos: Any
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
+    sampling: dict[str, Any]
     min_length: Any = 0
     prediction: Any = None
     predicted: Any = None
@@ -152,7 +143,6 @@ def empty(
     cache, own = to_pages(
         (target.new_cache(rows, capacity), start_drafter(drafter, target, rows, capacity)), pages, page, target
     )
-    zeros = jnp.zeros(rows, jnp.float32)
     state = DecodeState(
         tokens=jnp.zeros((rows, capacity), jnp.int32),
         lengths=jnp.ones(rows, jnp.int32),
@@ -160,15 +150,7 @@ def empty(
         done=jnp.ones(rows, bool),
         keys=jnp.broadcast_to(jax.random.key(0), (rows,)),
         eos=jnp.full((rows, ends), -1, jnp.int32),
-        sampling=RowSampling(
-            temperature=zeros,
-            top_k=jnp.zeros(rows, jnp.int32),
-            top_p=zeros + 1,
-            min_p=zeros,
-            greedy=False,
-            truncated=True,
-            rule="coupled",
-        ),
+        sampling=GREEDY.rows_of_any_kind(rows),
         cache=cache,
         drafter=own,
         stats=Stats.zeros(rows, drafter.draft_shape.depth if depth is None else depth),
@@ -253,9 +235,7 @@ def admit(
         ...     limit=np.int32(14),
         ...     key=jax.random.key(0),
         ...     eos=np.full(8, -1, np.int32),
-        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
-        ...     top_k=np.int32(0),
-        ...     top_p=np.float32(1),
+        ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
         >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
@@ -266,7 +246,6 @@ def admit(
     assert isinstance(cache, PagedCache)
     kept = map_rows(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, group, 1), prefix_state)
     fresh = to_pages(drafter.start(target, 1, capacity), 1, cache.page, target)
-    settings = {name: getattr(text, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     one = DecodeState(
         tokens=text.tokens,
         lengths=text.length,
@@ -274,7 +253,7 @@ def admit(
         done=jnp.ones((), bool),
         keys=jax.random.wrap_key_data(text.key, impl="threefry2x32") if text.key.dtype == jnp.uint32 else text.key,
         eos=text.eos,
-        sampling=replace(state.sampling, **settings),
+        sampling=replace(state.sampling, **text.sampling),
         cache=replace(cache, layers=(), table=cache.table[0], length=cached, states=()),  # pyright: ignore[reportArgumentType]
         drafter=None,
         stats=jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), state.stats),
@@ -336,9 +315,7 @@ def read_chunk(
         ...     limit=np.int32(14),
         ...     key=jax.random.key(0),
         ...     eos=np.full(8, -1, np.int32),
-        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
-        ...     top_k=np.int32(0),
-        ...     top_p=np.float32(1),
+        ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
         >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
@@ -480,9 +457,7 @@ def decode_rows(
         ...     limit=np.int32(14),
         ...     key=jax.random.key(0),
         ...     eos=np.full(8, -1, np.int32),
-        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
-        ...     top_k=np.int32(0),
-        ...     top_p=np.float32(1),
+        ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
         >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
@@ -610,9 +585,7 @@ def verify_rows(
         ...     limit=np.int32(14),
         ...     key=jax.random.key(0),
         ...     eos=np.full(8, -1, np.int32),
-        ...     **dict.fromkeys(("temperature", "min_p"), np.float32(0)),
-        ...     top_k=np.int32(0),
-        ...     top_p=np.float32(1),
+        ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
         >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)

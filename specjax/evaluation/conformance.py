@@ -310,10 +310,7 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
             limit=np.int32(end),
             key=key,
             eos=ends,
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(sampling.top_k),
-            top_p=np.float32(sampling.top_p),
-            min_p=np.float32(sampling.min_p),
+            sampling=sampling.of_row(),
         )
 
     greedy, drawn = Sampling(temperature=0.0), Sampling(top_p=0.9)

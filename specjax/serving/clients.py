@@ -293,10 +293,9 @@ class Clients:
                 raise InputError("tokens: the text is not read yet: wait for RowReady before the first draft")
             if row.draft is not None:
                 raise InputError("tokens: there is a draft already that has no verdict: one at a time")
-            if tokens[0] != row.request.tokens[-1]:
-                raise InputError(
-                    f"tokens: the root is {tokens[0]}, and the text's newest token {row.request.tokens[-1]}: draft below that"
-                )
+            newest = row.request.tokens[-1]
+            if tokens[0] != newest:
+                raise InputError(f"tokens: the root is {tokens[0]}, and the text's newest token is {newest}: draft below that")
             row.draft = tokens.astype(np.int32), parents.astype(np.int32)
             self._scheduler.has_drafted(row.request)
             self.wake.notify_all()

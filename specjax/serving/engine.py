@@ -21,7 +21,7 @@ import numpy as np
 
 from specjax import decoding, pipeline, processes, sharding, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.options import GenerationOptions, as_key, check_prompts
+from specjax.decoding.options import as_key, check_prompts
 from specjax.decoding.stats import Stats
 from specjax.drafters import Drafter, NoDraft
 from specjax.drafters.pausable import ROOM, Pausable
@@ -31,7 +31,8 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
-from specjax.sampling import GREEDY, Sampling
+from specjax.sampling import Sampling
+from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies, DraftChoice
 from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
@@ -256,17 +257,10 @@ class Engine:
     def submit(
         self,
         prompt: str | text.Messages | Sequence[int],
+        params: SamplingParams | None = None,
         *,
-        max_new_tokens: int = 128,
-        min_new_tokens: int = 0,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int = 0,
         choice: int = 0,
         key: jax.Array | None = None,
-        eos_token_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
         prediction: str | Sequence[int] | None = None,
         logprobs: int | None = None,
@@ -274,23 +268,18 @@ class Engine:
         spans: bool = False,
         cache_salt: str = "",
         is_chat: bool | None = None,
+        **stated: Any,
     ) -> Handle:
         """Ask for a text. Returns at once.
 
         Args:
             prompt: text, a chat, or token ids ``[P]``.
-            max_new_tokens: most tokens to generate; with ``echo`` it may be 0.
-            min_new_tokens: as many tokens are generated before an end-of-sequence token or a stop string may end the text.
-            temperature: 0 is greedy. None, here and in the next three: the generator's ``default_sampling`` has it; without
-                one, 0, and no truncation.
-            top_k: 0 is no limit.
-            top_p: in (0, 1].
-            min_p: in [0, 1].
-            seed: of the random draws. The same request with the same seed has the same text, whatever else is running.
-            choice: the number of this text among several of one request: texts of one seed and different numbers are
+            params: the sampling parameters, complete: nothing stands for what they leave out. ``max_new_tokens`` may be 0 with
+                ``echo``, and ``eos_token_ids`` are at most 8. The same request with the same seed has the same text, whatever
+                else is running.
+            choice: the index of this text among several of one request: texts of one seed and different indices are
                 independent.
             key: a random key instead of seed and choice: the text's own, as in ``key [B]`` of `specjax.generate`.
-            eos_token_ids: ids that end the text, at most 8; None: the target's own, ``()``: none.
             stop: a string, or several, before the first of which the text ends.
             prediction: what the text is expected to be, as text or token ids: it is copied into drafts as long as it fits. It
                 changes the time that the text takes, not the text.
@@ -303,43 +292,36 @@ class Engine:
                 time or by `Handle.cached_tokens` that there was such a prompt.
             is_chat: the text is that of a chat's answer: of a model that writes in channels, such as gpt-oss, the final one
                 alone. None: where the prompt is a chat.
+            stated: the fields of `SamplingParams` by name, such as ``temperature=0.7``, in place of ``params`` or over them. Of
+                the distribution's parameters, what is left out or None without ``params`` is the generator's
+                ``default_sampling``; without one, the text is greedy.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
             QueueFullError: too many requests wait.
             EngineError: the engine has failed; its error is the cause.
         """
-        if np.ndim(max_new_tokens):
-            raise InputError(f"max_new_tokens={max_new_tokens}: give one number")
+        params = SamplingParams.of(params, stated, defaults=self.default_sampling)
         if isinstance(prompt, jax.Array):
             prompt = np.asarray(prompt).tolist()
         if not isinstance(prompt, Sequence | np.ndarray):
             raise InputError(f"prompt={prompt!r}: give text, a chat, or token ids")
         if self.tokenizer is None and (stop or not _is_tokens(prompt)):
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
-        self._check_wanted(max_new_tokens, logprobs, echo, spans)
+        self._check_wanted(params, logprobs, echo, spans)
         tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
-        defaults = self.default_sampling or GREEDY
-        sampling = defaults.with_explicit(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        options = pipeline.settings(
-            max_new_tokens=max(max_new_tokens, 1),
-            min_new_tokens=min_new_tokens,
-            seed=seed,
-            eos_token_ids=eos_token_ids,
-            **vars(sampling),
-        )
-        settings = self._setup.settings(options, len(tokens), choice=choice, key=key, expected=expected)
+        settings = self._setup.settings(params, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
             is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
-            growing = text.GrowingText(self.tokenizer, tokens, stop, min_new_tokens, is_chat)
+            growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
         wanted = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
             needs = None if logprobs is None else "logprobs"
             shares = 0 if echo else None
-            request = self._scheduler.submit(tokens, int(max_new_tokens), shares=shares, needs=needs, salt=cache_salt)
+            request = self._scheduler.submit(tokens, params.max_new_tokens, shares=shares, needs=needs, salt=cache_salt)
             handle = Handle(self._cancel, request, settings, growing, wanted)
             self._handles[request] = handle
             self._wake.notify_all()
@@ -348,18 +330,13 @@ class Engine:
     def open_row(
         self,
         tokens: Sequence[int],
+        params: SamplingParams | None = None,
         *,
         prompt_length: int | None = None,
-        max_new_tokens: int = 128,
         known: int = 0,
         listener: Listener,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int = 0,
-        eos_token_ids: Sequence[int] | None = None,
         owner: str = "",
+        **stated: Any,
     ) -> ClientRow:
         """Ask for a row for a client, whose drafts come from elsewhere. Returns at once.
 
@@ -374,18 +351,14 @@ class Engine:
 
         Args:
             tokens: ``[n]`` token ids of the prompt, and of whatever there is already of the text.
+            params: the sampling parameters. ``max_new_tokens`` counts all tokens after the prompt, those that there are among
+                them.
             prompt_length: tokens of the prompt; None: all of them.
-            max_new_tokens: most tokens after the prompt, those that there are among them.
             known: of how many tokens, from the first on, the client has been told already.
             listener: is called from the engine's thread with each `specjax.serving.clients.RowEvent`. It must be quick.
-            temperature: 0 is greedy.
-            top_k: 0 is no limit.
-            top_p: in (0, 1].
-            min_p: in [0, 1].
-            seed: of the random draws.
-            eos_token_ids: ids that end the text.
             owner: whose client it is. The clients of one owner have at most ``client_rows`` rows of the engine at a time, and
                 further ones wait. Empty: it is not counted.
+            stated: the fields of `SamplingParams` by name, in place of ``params`` or over them.
 
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
@@ -396,19 +369,11 @@ class Engine:
             raise InputError("open_row: this engine has no programs for drafts of clients; give Engine(clients=ClientDrafts())")
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
-        options = pipeline.settings(
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            eos_token_ids=eos_token_ids,
-        )
-        settings = self._setup.settings(options, length)
+        params = SamplingParams.of(params, stated, function="open_row")
+        settings = self._setup.settings(params, length)
         with self._wake:
             self._check_open()
-            return self._clients.open(tokens, length, max_new_tokens, known, settings, listener, owner)
+            return self._clients.open(tokens, length, params.max_new_tokens, known, settings, listener, owner)
 
     @property
     def client_drafts(self) -> ClientDrafts | None:
@@ -923,7 +888,7 @@ class Engine:
         if self._closing:
             raise InputError("the engine is closed")
 
-    def _check_wanted(self, max_new_tokens: int, logprobs: int | None, echo: bool, spans: bool) -> None:
+    def _check_wanted(self, params: SamplingParams, logprobs: int | None, echo: bool, spans: bool) -> None:
         if logprobs is not None and not self.max_logprobs:
             raise InputError("logprobs: this engine gives none; give Engine(max_logprobs=20)")
         if logprobs is not None and not 0 <= logprobs <= self.max_logprobs:
@@ -932,8 +897,8 @@ class Engine:
             raise InputError("echo: the prompt's log-probabilities; give logprobs, too")
         if spans and self.tokenizer is None:
             raise InputError("spans: parts of the text, and an engine without a tokenizer has none; give tokenizer=...")
-        if max_new_tokens < 1 and not (echo and max_new_tokens == 0):
-            raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
+        if params.max_new_tokens < 1 and not (echo and params.max_new_tokens == 0):
+            raise InputError(f"max_new_tokens={params.max_new_tokens}: must be at least 1; with echo, 0 reads the prompt alone")
 
 
 def _check_said(read: PrefillChunk, chosen: np.ndarray) -> None:
@@ -1042,11 +1007,11 @@ class _Setup:
 
     def placeholder_settings(self) -> dict[str, Any]:
         """The settings of a text without an end, to warm up with."""
-        return self.settings(pipeline.settings(max_new_tokens=1, eos_token_ids=()), prompt=2)
+        return self.settings(SamplingParams(max_new_tokens=1, eos_token_ids=()), prompt=2)
 
     def settings(
         self,
-        options: GenerationOptions,
+        params: SamplingParams,
         prompt: int,
         *,
         choice: int = 0,
@@ -1056,25 +1021,24 @@ class _Setup:
         """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
 
         Args:
-            options: what was asked.
+            params: the request's sampling parameters.
             prompt: how many tokens it has.
-            choice: the number of the text among several of one request.
-            key: in place of the options' own and ``choice``.
+            choice: the index of the text among several of one request.
+            key: in place of that of the seed and ``choice``.
             expected: the tokens of a prediction.
         """
         if not 0 <= (choice := operator.index(choice)) < 2**32:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
         # On the host, so that nothing waits for the device, and wherever a given key lies.
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            own = _fold_in(as_key(options.key), np.uint32(choice)) if key is None else as_key(key)
+            own = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
             if own.ndim:
                 raise InputError(f"key has shape {own.shape}: give one key")
-            checked = options.check(self.target.config, 1)
+            checked = params.options().check(self.target.config, 1)
             ends = checked.eos[0]
             if len(ends) > ENDS:
                 raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-            settings: dict[str, Any] = {name: numbers[0] for name, numbers in options.sampling.by_row(1).items()}
-            settings["key"] = np.asarray(jax.random.key_data(own))
+            settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(own))}
         settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
         settings["min_length"] = np.int32(prompt + int(checked.least[0]))
         if self.max_prediction:

@@ -18,6 +18,7 @@ from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
 from specjax.models.transformer import Target
 from specjax.processes import Processes
+from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.device import ClientDrafts, EngineDevice, Sizes
 from specjax.serving.programs import Programs
 
@@ -139,7 +140,9 @@ class LeadingDevice(EngineDevice):
         """As `EngineDevice.admit`."""
         if self._is_warm:
             kept, group = prefix_state or (_NumberedState(-1, None), np.int32(0))
-            text = {name: HostArray.of(value) for name, value in vars(words).items() if value is not None}
+            fields = dict(vars(words))
+            fields |= fields.pop("sampling")  # one level of names
+            text = {name: HostArray.of(value) for name, value in fields.items() if value is not None}
             self._tell(Admit(row, text, start, kept.number, int(group)))
             prefix_state = None if prefix_state is None else (kept.prefix_state, group)
         super().admit(row, words, start, prefix_state)
@@ -202,7 +205,8 @@ def repeat_calls(device: EngineDevice, processes: Processes) -> None:
     while (message := processes.receive()) is not None:
         match _DECODER.decode(message):
             case Admit(row, text, start, prefix_state, group):
-                words = device_rows.Text(**{name: packed.array() for name, packed in text.items()})
+                fields: dict[str, Any] = {name: packed.array() for name, packed in text.items()}
+                words = device_rows.Text(sampling={name: fields.pop(name) for name in SAMPLING_NAMES}, **fields)
                 device.admit(row, words, start, None if prefix_state < 0 else (prefix_states[prefix_state], np.int32(group)))
             case ReadCall(table, rows, counts, is_last, width, logprobs, for_client, forget):
                 for number in forget:

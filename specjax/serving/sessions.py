@@ -59,6 +59,8 @@ import numpy as np
 
 from specjax import wire
 from specjax.errors import InputError
+from specjax.sampling import SAMPLING_NAMES
+from specjax.sampling_params import SamplingParams
 from specjax.serving import clients
 from specjax.serving.handle import EngineError
 from specjax.serving.scheduler import QueueFullError
@@ -86,7 +88,9 @@ class Row(Protocol):
 class RowEngine(Protocol):
     """What sessions need of an engine."""
 
-    def open_row(self, tokens: Sequence[int], *, listener: Callable[[Any], None], **settings: Any) -> Row:
+    def open_row(
+        self, tokens: Sequence[int], params: SamplingParams, *, listener: Callable[[Any], None], **options: Any
+    ) -> Row:
         """Begin to read a text. The listener is told of it from another thread."""
         ...
 
@@ -233,7 +237,8 @@ class _Session:
         owner: whom it belongs to.
         counted_as: with what other sessions and rows it is counted; empty: with none.
         precision: of what comes down.
-        settings: as the engine takes them.
+        params: the sampling parameters.
+        prompt: how many of its tokens are the prompt.
         text: committed tokens.
         nonce: of the Open that it began with.
         epoch: the newest.
@@ -256,7 +261,8 @@ class _Session:
     owner: str
     counted_as: str
     precision: wire.Precision
-    settings: dict[str, Any]
+    params: SamplingParams
+    prompt: int
     text: "array[int]"
     nonce: bytes = b""
     epoch: int = 0
@@ -279,6 +285,16 @@ class _Session:
         return self.owner == owner and self.nonce == nonce
 
 
+def _params_of(message: wire.OpenMessage) -> SamplingParams:
+    """Return the sampling parameters that a client asks for."""
+    return SamplingParams(
+        **{name: getattr(message, name) for name in SAMPLING_NAMES if hasattr(message, name)},
+        seed=message.seed,
+        max_new_tokens=message.limit,
+        eos_token_ids=None if message.eos is None else tuple(message.eos),
+    )
+
+
 class Sessions:
     """The texts of all clients.
 
@@ -293,7 +309,7 @@ class Sessions:
         >>> from specjax import wire
         >>> from specjax.serving.sessions import Sessions, Terms
         >>> class Rows:  # an engine's part of it
-        ...     def open_row(self, tokens, *, listener, **settings):
+        ...     def open_row(self, tokens, params, *, listener, **options):
         ...         return None
         >>> sessions, heard = Sessions(Rows(), Terms(), post=lambda work: None), []
         >>> connection = sessions.connect("me", heard.append, close=print)
@@ -407,22 +423,18 @@ class Sessions:
             return
         if before is not None:  # over a connection that was lost: nobody knows its session
             self._end(before)
-        names = ("temperature", "top_k", "top_p", "min_p", "seed")
-        settings = {name: getattr(asked, name) for name in names}
-        settings |= {"prompt_length": asked.prompt, "max_new_tokens": asked.limit}
-        settings |= {"eos_token_ids": None if asked.eos is None else tuple(asked.eos)}
-        text = array("i", wire.unpack(asked.tokens).tolist())
-        session = _Session(
-            self._make_id(),
-            connection.owner,
-            connection.counted_as,
-            asked.precision,
-            settings,
-            text,
-            nonce=asked.nonce,
-            connection=connection,
-        )
         try:
+            session = _Session(
+                self._make_id(),
+                connection.owner,
+                connection.counted_as,
+                asked.precision,
+                _params_of(asked),
+                asked.prompt,
+                array("i", wire.unpack(asked.tokens).tolist()),
+                nonce=asked.nonce,
+                connection=connection,
+            )
             goes = self._who_goes(connection.counted_as)
             self._read(session, asked.known)
         except InputError as error:
@@ -480,8 +492,14 @@ class Sessions:
         session.told = min(known, len(session.text) - 1)
         listener = partial(self._listen, session, session.number)
         try:
-            settings = {"known": known, "listener": listener, "owner": session.counted_as, **session.settings}
-            session.row = self._engine.open_row(list(session.text), **settings)
+            session.row = self._engine.open_row(
+                list(session.text),
+                session.params,
+                prompt_length=session.prompt,
+                known=known,
+                listener=listener,
+                owner=session.counted_as,
+            )
         except EngineError as error:
             raise FrameError(1011, f"{error}") from None
 
@@ -522,7 +540,7 @@ class Sessions:
 
     def _resync(self, connection: Connection, session: _Session, draft: wire.DraftMessage) -> None:
         """The client has another text. What follows the tokens that it has for certain is sent: its own, or the prompt's."""
-        text, prompt = session.text, session.settings["prompt_length"]
+        text, prompt = session.text, session.prompt
         is_begun = draft.base <= len(text) and draft.digest == wire.digest(text[: draft.base])
         tail = wire.pack(text[draft.base if is_begun else prompt :], "int32")
         self._send(connection, wire.ResyncMessage(session=session.id, epoch=session.epoch, length=len(text), tail=tail))
@@ -555,7 +573,7 @@ class Sessions:
                 self._refuse_epoch(connection, session, asked.epoch)
             return
         text, base = session.text, asked.base
-        if not session.settings["prompt_length"] <= base <= len(text) or asked.digest != wire.digest(text[:base]):
+        if not session.prompt <= base <= len(text) or asked.digest != wire.digest(text[:base]):
             self._end(session)
             self._send(connection, wire.ForgottenMessage(session=session.id))
             return

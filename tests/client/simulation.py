@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from specjax.client.device import ClientDevice
 from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent
 from specjax.client.exchange import Exchange, ExchangeRequest
@@ -143,13 +141,13 @@ class Server:
             make_id=lambda: self._ids.randbytes(16),
         )
 
-    def open_row(self, tokens, *, listener, **settings):
+    def open_row(self, tokens, params, *, listener, **options):
         """The engine's, whose verdicts take simulated seconds."""
 
         def listen(event) -> None:
             listener(replace(event, seconds=self._seconds) if isinstance(event, DraftVerified) else event)
 
-        return self._engine.open_row(tokens, listener=listen, **settings)
+        return self._engine.open_row(tokens, params, listener=listen, **options)
 
     def kill(self, seconds: float) -> None:
         """Everything is forgotten; nobody is there for so long."""
@@ -333,7 +331,7 @@ def run(
     engine, device: SlowDevice, terms: Terms, request: ExchangeRequest, seed: int, faults: Faults, expected: list[int]
 ) -> Outcome:
     """Write a text while things go wrong. Whatever is committed is checked at once against what is ``expected``."""
-    world = World(seed, faults, most_seconds(faults, request.limit))
+    world = World(seed, faults, most_seconds(faults, request.params.max_new_tokens))
     with device.on(world), Server(world, engine, terms) as server:
         for at, seconds in faults.restarts:
             world.at(at, lambda seconds=seconds: server.kill(seconds))
@@ -388,14 +386,4 @@ def _follow(event: TextEvent, seen: list[int], shown: list[int]) -> None:
 
 def reference(engine, request: ExchangeRequest) -> list[int]:
     """The text of an undisturbed run, with nobody's drafts."""
-    handle = engine.submit(
-        list(request.prompt),
-        max_new_tokens=request.limit,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        seed=request.seed,
-        eos_token_ids=request.eos,
-    )
-    return np.asarray(handle.result().tokens).tolist()
+    return list(engine.submit(list(request.prompt), request.params).result().tokens)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax import Chain, DraftModel, DynamicTree, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, Sampling, decoding
+from specjax import Chain, DraftModel, DynamicTree, Eagle3, Medusa, MixtureOfAttentions, PromptLookup, SamplingParams, decoding
 from specjax.client.device import WIDTHS, ClientDevice, Settings, _pieces
 from specjax.client.trees import Tree
 from specjax.errors import InputError
@@ -45,14 +45,14 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
     known = heard(device, target, PROMPT)
     drawn = set()
     for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2), (0.6, 3)):
-        sampling = Sampling(temperature, top_k=7 if seed == 3 else 0)
-        options = decoding.GenerationOptions(max_new_tokens=16, sampling=sampling, key=make_key(seed), rule="coupled")
+        params = SamplingParams(temperature=temperature, top_k=7 if seed == 3 else 0, seed=seed)
+        options = decoding.GenerationOptions(max_new_tokens=16, sampling=params, key=make_key(seed), rule="coupled")
         _, state = decoding.start(target, drafter, np.array([PROMPT]), options=options, capacity=CAPACITY, mixed=True)
         draft, _ = propose_step(target, drafter, state)
         valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)
         parents = np.broadcast_to(draft.parents, draft.tokens.shape)
         expected = Tree.of(np.asarray(draft.tokens)[0], parents[0], valid[0])
-        tree = device.propose(known, PROMPT[-1], len(PROMPT), Settings.of(sampling, seed), shape.depth)
+        tree = device.propose(known, PROMPT[-1], len(PROMPT), Settings.of(params), shape.depth)
         assert (tree.tokens.tolist(), tree.parents.tolist()) == (expected.tokens.tolist(), expected.parents.tolist())
         drawn.add(tuple(tree.tokens.tolist()))
     assert len(drawn) > 1
@@ -62,7 +62,7 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
 def test_a_draft_model_alone_writes_its_own_text(target) -> None:
     drafter = DRAFTERS["draft model"](target)
     expected = specjax.generate(drafter.model, None, np.array([PROMPT]), max_new_tokens=19).tokens[0].tolist()
-    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
+    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(SamplingParams())
     known, text = heard(device, target, PROMPT), list(PROMPT)
     for depth in (3, device.alone, 3, 3):  # each below the one before
         path = device.propose(known, text[-1], len(text), settings, depth).path
@@ -76,7 +76,7 @@ def test_a_draft_model_alone_writes_its_own_text(target) -> None:
 def test_it_hears_in_pieces_what_it_hears_at_once(target) -> None:
     tokens = np.random.default_rng(0).integers(0, 11, 101).tolist()
     drafter = DRAFTERS["moa"](target)
-    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(Sampling(temperature=0.0), seed=0)
+    device, settings = ClientDevice(target, drafter, [Chain(3)], CAPACITY), Settings.of(SamplingParams())
     whole, arrays = heard(device, target, tokens), told(target, drafter, tokens)
     known = device.start()
     for begin, end in ((0, 1), (1, 9), (9, 40), (40, 100)):
@@ -108,7 +108,7 @@ def test_nothing_is_compiled_after_the_warm_up(name: str) -> None:
     before = compilations()
     known = device.append_remote(device.start(), tokens[:-1], tokens[1:], arrays)
     for temperature in (0.0, 1.0):
-        settings = Settings.of(Sampling(temperature, top_p=0.9, min_p=0.1), seed=5)
+        settings = Settings.of(SamplingParams(temperature=temperature, top_p=0.9, min_p=0.1, seed=5))
         for depth in (2, 3, device.alone):
             path = device.propose(known, tokens[-1], len(tokens), settings, depth).path
             device.append_unverified(known, [tokens[-1], *path[:-1]], path)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from specjax import wire
+from specjax import SamplingParams, wire
 from specjax.client.exchange import (
     Exchange,
     ExchangeRequest,
@@ -21,7 +21,7 @@ from specjax.client.trees import Tree
 
 SESSION, OTHER = bytes(16), b"o" * 16
 PROMPT = (5, 6, 7)
-REQUEST = ExchangeRequest(prompt=PROMPT, limit=20)
+REQUEST = ExchangeRequest(PROMPT, SamplingParams(max_new_tokens=20))
 TELLS = {"hidden": [2]}
 
 
@@ -146,7 +146,7 @@ def test_what_is_late_doubled_or_of_another_text_changes_nothing(make, frame) ->
 
 
 def test_what_was_told_may_come_in_pieces_that_overlap() -> None:
-    exchange = Exchange(ExchangeRequest(prompt=tuple(range(1, 9)), limit=4))
+    exchange = Exchange(ExchangeRequest(tuple(range(1, 9)), SamplingParams(max_new_tokens=4)))
     exchange.hello()
     exchange.receive(opened())
     known = []

@@ -7,7 +7,7 @@ import jax
 import msgspec
 import pytest
 
-from specjax import Chain, DraftModel, DynamicTree, Eagle3, MixtureOfAttentions
+from specjax import Chain, DraftModel, DynamicTree, Eagle3, MixtureOfAttentions, SamplingParams
 from specjax.client.events import ProvisionalEvent
 from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.serving import ClientDrafts, Engine
@@ -53,11 +53,13 @@ def drawn_request(seed: int) -> ExchangeRequest:
     draw = random.Random(seed % 40)
     return ExchangeRequest(
         prompt=tuple(draw.randint(1, 10) for _ in range(draw.choice([1, 5, 12, 20]))),
-        limit=draw.choice([6, 24]),
-        temperature=draw.choice([0.0, 1.0]),
-        top_p=draw.choice([1.0, 0.9]),
-        seed=seed % 40,
-        eos=(3,) if draw.random() < 0.3 else (),
+        params=SamplingParams(
+            max_new_tokens=draw.choice([6, 24]),
+            temperature=draw.choice([0.0, 1.0]),
+            top_p=draw.choice([1.0, 0.9]),
+            seed=seed % 40,
+            eos_token_ids=(3,) if draw.random() < 0.3 else (),
+        ),
         precision=draw.choice(["float32", "float16", "int8"]),
     )
 

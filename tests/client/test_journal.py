@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from specjax import SamplingParams
 from specjax.client.exchange import Exchange, ExchangeRequest
 from specjax.client.journal import Journal
 from specjax.errors import InputError
 
-REQUEST = ExchangeRequest(prompt=(5, 6), limit=8, temperature=0.5, seed=3, eos=(2,), target="a", drafter="b")
+PARAMS = SamplingParams(max_new_tokens=8, temperature=0.5, seed=3, eos_token_ids=(2,))
+REQUEST = ExchangeRequest(prompt=(5, 6), params=PARAMS, target="a", drafter="b")
 
 
 @pytest.fixture
@@ -36,6 +38,14 @@ def test_it_goes_on_where_it_was_left(file: Path) -> None:
     assert json.loads(file.read_text())["committed"] == [7, 8, 9]
 
 
+def test_the_file_has_the_names_that_it_always_had(file: Path) -> None:
+    kept(file, 7)
+    of_distribution = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    expected = {"prompt": [5, 6], "limit": 8, **of_distribution, "seed": 3, "eos": [2]}
+    expected |= {"target": "a", "drafter": "b", "precision": "float16"}
+    assert json.loads(file.read_text()) == {"request": expected, "committed": [7]}
+
+
 def test_how_numbers_come_down_may_change(file: Path) -> None:
     kept(file, 7)
     assert Journal(file).open(replace(REQUEST, precision="int8")).tokens == [5, 6, 7]
@@ -45,13 +55,13 @@ def test_how_numbers_come_down_may_change(file: Path) -> None:
     "change",
     [
         {"prompt": (5, 7)},
-        {"limit": 9},
-        {"temperature": 0.0},
-        {"top_k": 3},
-        {"top_p": 0.5},
-        {"min_p": 0.5},
-        {"seed": 4},
-        {"eos": None},
+        {"params": replace(PARAMS, max_new_tokens=9)},
+        {"params": replace(PARAMS, temperature=0.0)},
+        {"params": replace(PARAMS, top_k=3)},
+        {"params": replace(PARAMS, top_p=0.5)},
+        {"params": replace(PARAMS, min_p=0.5)},
+        {"params": replace(PARAMS, seed=4)},
+        {"params": replace(PARAMS, eos_token_ids=None)},
         {"target": "c"},
     ],
 )

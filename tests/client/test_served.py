@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from benchmarks.network import Conditions, Proxy
-from specjax import wire
+from specjax import SamplingParams, wire
 from specjax.cli.main import main
 from specjax.client import Client, CommittedEvent, Patience, ProvisionalEvent, RetractedEvent, connect
 from specjax.client.exchange import Exchange, ExchangeRequest
@@ -262,7 +262,7 @@ def test_who_has_no_key_gets_nothing(served: Served) -> None:
 @pytest.mark.full
 def test_nobody_goes_on_with_the_text_of_another_key(served: Served) -> None:
     mine, other = connected(served, KEYS[0]), connected(served, KEYS[1])
-    exchange = Exchange(ExchangeRequest(prompt=(5, 6, 7), limit=8, eos=()))
+    exchange = Exchange(ExchangeRequest((5, 6, 7), SamplingParams(max_new_tokens=8, eos_token_ids=())))
     session = talk(mine, exchange.hello()).session
     heard: Any = SimpleNamespace()
     while not isinstance(heard, wire.ReadyMessage):

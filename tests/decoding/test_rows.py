@@ -65,10 +65,7 @@ def a_text(prompt, most: int, number: int = 0, temperature: float = 0.0, ends=()
         limit=np.int32(len(prompt) + most),
         key=jax.random.key(100 + number),
         eos=eos,
-        temperature=np.float32(temperature),
-        top_k=np.int32(0),
-        top_p=np.float32(top_p),
-        min_p=np.float32(0),
+        sampling=Sampling(temperature=float(temperature), top_p=top_p).of_row(),
     )
 
 
@@ -86,7 +83,7 @@ def alone(text: rows.Text, target=TARGET) -> list[int]:
         prompt,
         [int(text.length)],
         max_new_tokens=[int(text.limit - text.length)],
-        sampling=Sampling(float(text.temperature), 0, float(text.top_p)),
+        sampling=Sampling(**{name: number.item() for name, number in text.sampling.items()}),
         key=text.key[None],
         eos_token_ids=text.eos[text.eos >= 0].tolist(),
         rule="coupled",
@@ -381,7 +378,7 @@ def test_a_text_that_is_preempted_goes_on_as_if_nothing_had_been() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 6), 0)
     host.leave(0)
-    host.begin(2, replace(a_text(so_far, 0, 1, text.temperature), limit=text.limit))
+    host.begin(2, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), limit=text.limit))
     assert len(so_far) == 15
     assert row_of(host.decode(host.drafter), 2) == alone(text)
 
@@ -442,7 +439,7 @@ def test_a_draft_after_a_pause_is_that_of_a_text_read_so_far() -> None:
     host.begin(0, text)
     so_far = row_of(host.decode(host.paused, 11), 0)
     host.catch_up()
-    host.begin(1, replace(a_text(so_far, 0, 1, text.temperature), limit=text.limit))
+    host.begin(1, replace(a_text(so_far, 0, 1, text.sampling["temperature"]), limit=text.limit))
     assert_same(own_state(host, 0), own_state(host, 1))
     progress = host.decode(host.drafter)
     assert row_of(progress, 0) == row_of(progress, 1) == alone(text)
@@ -498,7 +495,10 @@ def test_texts_that_come_and_go(kind, shape) -> None:
                 host.leave(row)
             elif rng.random() < 0.08:
                 waiting.append(
-                    (whose[row], replace(a_text(so_far, 0, whose[row], text.temperature), limit=text.limit, eos=text.eos))
+                    (
+                        whose[row],
+                        replace(a_text(so_far, 0, whose[row], text.sampling["temperature"]), limit=text.limit, eos=text.eos),
+                    )
                 )
                 host.leave(row)
                 preemptions += 1

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from specjax.errors import InputError
+from specjax.sampling_params import SamplingParams
 from specjax.serving.clients import DraftVerified, RowDropped, RowFeatures, RowReady
 
 VOCABULARY, STOP = 50, 49
@@ -95,13 +96,13 @@ class MadeUpRows:
         return {"hidden": np.array([told_of(text[: i + 1]) for i in range(start, stop)], np.float32).reshape(-1, 2)}
 
     def open_row(
-        self, tokens: Sequence[int], *, prompt_length: int, max_new_tokens: int, known: int, listener, owner: str = "", **_: Any
+        self, tokens: Sequence[int], params: SamplingParams, *, prompt_length: int, known: int, listener, owner: str = ""
     ):
         if self.error is not None:
             raise self.error
         if max(tokens) >= VOCABULARY:
             raise InputError(f"tokens: {max(tokens)} is no token")
-        row = MadeUpRow(self, list(tokens), prompt_length + max_new_tokens, listener)
+        row = MadeUpRow(self, list(tokens), prompt_length + params.max_new_tokens, listener)
         row.owner = owner
         self.rows.append(row)
         for start in range(0, len(tokens) - 1, self.chunk):

@@ -20,12 +20,12 @@ import pytest
 
 import specjax
 from specjax import pipeline, sharding, text
-from specjax.decoding import GenerationOptions
 from specjax.drafts.shapes import Chain, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
+from specjax.sampling_params import SamplingParams
 from specjax.serving.engine import Engine, _Setup
 from specjax.serving.handle import EngineError, Handle, RowProgress, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
@@ -901,7 +901,7 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
 def test_a_choice_has_the_key_that_is_folded_from_its_number(target, choice) -> None:
     sizes: dict[str, Any] = dict.fromkeys(("drafts", "capacity", "pages", "page", "chunk", "tokenizer", "widths", "clients"))
     setup = _Setup.of(target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes)
-    found = setup.settings(GenerationOptions(key=jax.random.key(7)), prompt=2, choice=choice)["key"]
+    found = setup.settings(SamplingParams(seed=7), prompt=2, choice=choice)["key"]
     assert found.tolist() == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from specjax.errors import InputError, LogitsError
+from specjax.sampling import SAMPLING_NAMES
 from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
 from specjax.serving.http import requests, responses
@@ -206,14 +207,8 @@ class Service:
         if prediction is not None:
             with _as_answers("prediction"):
                 prediction = self.engine.encode_prediction(prediction)  # once for all texts
-        settings = {
-            "temperature": asked.temperature,
-            "top_k": asked.top_k,
-            "top_p": asked.top_p,
-            "min_p": asked.min_p,
-            "eos_token_ids": asked.ends,
+        options = {
             "stop": asked.stop,
-            "min_new_tokens": asked.min_tokens,
             "logprobs": asked.logprobs,
             "echo": asked.echo and asked.logprobs is not None,
             "prediction": prediction,
@@ -223,9 +218,10 @@ class Service:
         }
         for tokens, most in zip(prompts, limits, strict=True):
             seed = secrets.randbits(63) if asked.seed is None else asked.seed
-            for choice in range(asked.n):
-                with _as_answers(name):
-                    submission.add(self.engine.submit(tokens, max_new_tokens=most, seed=seed, choice=choice, **settings))
+            with _as_answers(name):
+                params = replace(asked.params, max_new_tokens=most, seed=seed)
+                for choice in range(asked.n):
+                    submission.add(self.engine.submit(tokens, params, choice=choice, **options))
         return prompts
 
     def _keep_places(self, submission: "Submission", count: int) -> None:
@@ -271,8 +267,8 @@ class Service:
             )
             raise RequestError(400, message, param=name, code="context_length_exceeded")
         most = room if asked.max_tokens is None else min(asked.max_tokens, room)
-        if asked.min_tokens > most:
-            message = f"min_tokens={asked.min_tokens}: there is room for {most}; give fewer"
+        if asked.params.min_new_tokens > most:
+            message = f"min_tokens={asked.params.min_new_tokens}: there is room for {most}; give fewer"
             raise RequestError(400, message, param="min_tokens")
         return most
 
@@ -363,7 +359,7 @@ def _as_answers(name: str) -> Iterator[None]:
         raise RequestError(400, str(error), param=param[0] if param else name) from None
 
 
-_PARAM = re.compile(r"(temperature|top_k|top_p|min_p|seed|stop|logprobs|prediction|chat_template_kwargs)\b")
+_PARAM = re.compile(rf"({'|'.join(SAMPLING_NAMES)}|seed|stop|logprobs|prediction|chat_template_kwargs)\b")
 
 
 def make_app(service: Service) -> ASGIApp:

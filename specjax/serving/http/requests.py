@@ -9,12 +9,15 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from specjax.errors import InputError
-from specjax.sampling import Sampling
+from specjax.sampling import SAMPLING_NAMES, Sampling
+from specjax.sampling_params import SamplingParams
 from specjax.serving.http.errors import RequestError
 from specjax.templates import Messages, Settings, read_settings
 
@@ -92,14 +95,10 @@ class TextRequest:
         prompts: texts, token ids, or one chat.
         n: texts for each prompt.
         max_tokens: of each text; None: as many as fit.
-        min_tokens: before which no text ends.
-        temperature: 0 is greedy. What a request leaves out of this and the next three is `Limits.default_sampling`.
-        top_p: in (0, 1].
-        top_k: 0 is no limit.
-        min_p: in [0, 1].
         seed: None: any.
+        params: the sampling parameters, but for ``max_tokens`` and ``seed``, which the request may leave open. What it leaves
+            out of the distribution's is `Limits.default_sampling`.
         stop: strings before the first of which a text ends.
-        ends: token ids that end a text; None: the model's own.
         logprobs: how many of the likeliest tokens to report for each token; None: nothing.
         echo: whether the prompt comes first.
         prediction: what the text is expected to be.
@@ -125,14 +124,9 @@ class TextRequest:
     prompts: tuple[Any, ...]
     n: int = 1
     max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
+    params: SamplingParams = SamplingParams(temperature=1.0)
     stop: tuple[str, ...] = ()
-    ends: tuple[int, ...] | None = None
     logprobs: int | None = None
     echo: bool = False
     prediction: str | None = None
@@ -226,56 +220,72 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-_SHARED: Mapping[str, Any] = {
-    "model": str,
-    "n": int | None,
-    "best_of": int | None,
-    "max_tokens": int | None,
-    "max_completion_tokens": int | None,
-    "min_tokens": int | None,
-    "temperature": float | None,
-    "top_p": float | None,
-    "top_k": int | None,
-    "min_p": float | None,
-    "seed": int | None,
-    "stop": str | list[str] | None,
-    "stop_token_ids": list[int] | None,
-    "ignore_eos": bool | None,
-    "cache_salt": str | None,
-    "add_special_tokens": bool | None,
-    "prediction": _Prediction | None,
-    "stream": bool | None,
-    "stream_options": _StreamOptions | None,
-}
+_MOST = 2**31 - 1
+_LARGEST = 3.4028234663852886e38  # a float32 has to hold it
 
-_COMPLETION: Mapping[str, Any] = {
-    **_SHARED,
-    "prompt": str | list[int | str | list[int]],
-    "logprobs": int | None,
-    "echo": bool | None,
-}
+_Tokens = Annotated[int, Meta(ge=0, le=_MOST)]
+_SomeTokens = Annotated[int, Meta(ge=1, le=_MOST)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
 
-_CHAT: Mapping[str, Any] = {
-    **_SHARED,
-    "messages": list[_ChatMessage],
-    "chat_template_kwargs": dict[str, Any] | None,
-    "logprobs": bool | None,
-    "top_logprobs": int | None,
-}
+
+class _TextFields(msgspec.Struct, kw_only=True):
+    """The parameters that completions and chats have in common, each with its type and its bounds. null is as if left out."""
+
+    model: str | UnsetType = UNSET
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
+    min_tokens: _Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0, le=_LARGEST)] | None = None
+    top_p: _Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_MOST, description=f"from 0 to {_MOST}")] | None = None  # -1 is 0, as in vLLM
+    min_p: _Share | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    add_special_tokens: bool | None = None
+    prediction: _Prediction | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class _CompletionFields(_TextFields, kw_only=True):
+    """The parameters of ``/v1/completions``."""
+
+    prompt: str | list[int | str | list[int]] | UnsetType = UNSET
+    max_tokens: _Tokens | None = None
+    max_completion_tokens: _Tokens | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+class _ChatFields(_TextFields, kw_only=True):
+    """The parameters of ``/v1/chat/completions``."""
+
+    messages: list[_ChatMessage] | UnsetType = UNSET
+    max_tokens: _SomeTokens | None = None
+    max_completion_tokens: _SomeTokens | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class _TokenizeFields(msgspec.Struct, kw_only=True):
+    """The parameters of ``/tokenize``."""
+
+    model: str | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    messages: list[_ChatMessage] | UnsetType = UNSET
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | UnsetType | None = UNSET
+
 
 _OF_ANOTHER_PATH: Mapping[str, tuple[Any, ...]] = {"prompt": (), "echo": (False,), "messages": (), "top_logprobs": (0,)}
 """Parameters of either completions or chats: the values with which they change nothing in the other, beside null."""
 
 _OBJECTS: Mapping[str, Any] = {"stream_options": _StreamOptions, "prediction": _Prediction}
 """Parameters with names in them."""
-
-_TOKENIZE: Mapping[str, Any] = {
-    "model": str,
-    "prompt": str,
-    "messages": list[_ChatMessage],
-    "add_special_tokens": bool | None,
-    "chat_template_kwargs": dict[str, Any] | None,
-}
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -364,21 +374,27 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: n=0: must be from 1 to 16
     """
-    values, ignored = _values(body, _COMPLETION, limits)
-    prompts = _prompts(values, limits)
-    logprobs = values.get("logprobs")
-    if logprobs is not None:
-        logprobs = _likeliest("logprobs", logprobs, limits)
-    echo = bool(values.get("echo"))
-    name, max_tokens = _max_tokens(values, 0)
+    fields, ignored = _read(body, _CompletionFields, limits)
+    prompts = _prompts(fields.prompt, limits)
+    logprobs = None if fields.logprobs is None else _likeliest("logprobs", fields.logprobs, limits)
+    echo = bool(fields.echo)
+    name, max_tokens = _max_tokens(fields)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
         raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
     if max_tokens == 0 and logprobs is None:
         raise RequestError(400, f"{name}=0: with echo, give logprobs too; there is nothing else to compute", param=name)
-    what = {"logprobs": logprobs, "echo": echo, "max_tokens": max_tokens, "ignored": ignored}
-    what["add_special_tokens"] = _or(values, "add_special_tokens", True)
-    return _request(values, limits, is_chat=False, prompts=prompts, **what)
+    return _request(
+        fields,
+        limits,
+        is_chat=False,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        echo=echo,
+        add_special_tokens=_or(fields.add_special_tokens, True),
+        ignored=ignored,
+    )
 
 
 def read_chat(body: bytes, limits: Limits) -> TextRequest:
@@ -395,20 +411,27 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         >>> asked.prompts, asked.max_tokens
         (([{'role': 'user', 'content': 'Hello'}],), None)
     """
-    values, ignored = _values(body, _CHAT, limits)
-    prompts = (_messages(values, limits),)
-    likeliest, logprobs = _or(values, "top_logprobs", 0), None
-    if values.get("logprobs"):
+    fields, ignored = _read(body, _ChatFields, limits)
+    prompts = (_messages(fields.messages, limits),)
+    likeliest, logprobs = _or(fields.top_logprobs, 0), None
+    if fields.logprobs:
         logprobs = _likeliest("top_logprobs", likeliest, limits)
     elif likeliest:
         raise RequestError(400, f"top_logprobs={_shown(likeliest)}: needs logprobs=true", param="top_logprobs")
-    if values.get("add_special_tokens"):
+    if fields.add_special_tokens:
         message = "add_special_tokens=true: a chat's template writes them; leave it out, or give false"
         raise RequestError(400, message, param="add_special_tokens", code="unsupported_parameter")
-    settings, unread = _template_settings(values, limits)
-    what = {"logprobs": logprobs, "echo": False, "max_tokens": _max_tokens(values, 1)[1], "ignored": (*ignored, *unread)}
-    what["chat_template_kwargs"] = settings
-    return _request(values, limits, is_chat=True, prompts=prompts, **what)
+    settings, unread = _template_settings(fields.chat_template_kwargs, limits)
+    return _request(
+        fields,
+        limits,
+        is_chat=True,
+        prompts=prompts,
+        max_tokens=_max_tokens(fields)[1],
+        logprobs=logprobs,
+        chat_template_kwargs=settings,
+        ignored=(*ignored, *unread),
+    )
 
 
 def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
@@ -424,27 +447,29 @@ def read_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
         Traceback (most recent call last):
         specjax.serving.http.errors.RequestError: messages: this model has no chat template; give text to /v1/completions
     """
-    values, ignored = _values(body, _TOKENIZE, limits)
-    if ("prompt" in values) == ("messages" in values):
-        raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
-    if "messages" in values:
-        settings, unread = _template_settings(values, limits)
+    fields, ignored = _read(body, _TokenizeFields, limits)
+    given = fields.chat_template_kwargs
+    if fields.messages is not UNSET and fields.prompt is UNSET:
+        settings, unread = _template_settings(None if given is UNSET else given, limits)
         return TokenizeRequest(
-            _messages(values, limits), "messages", chat_template_kwargs=settings, ignored=(*ignored, *unread)
+            _messages(fields.messages, limits), "messages", chat_template_kwargs=settings, ignored=(*ignored, *unread)
         )
-    if "chat_template_kwargs" in values:
+    if fields.prompt is UNSET or fields.messages is not UNSET:
+        raise RequestError(400, "prompt: give either prompt or messages", param="prompt")
+    if given is not UNSET:
         ignored = (*ignored, "chat_template_kwargs")
-    has_special = _or(values, "add_special_tokens", True)
-    return TokenizeRequest(_text("prompt", values["prompt"]), "prompt", has_special, ignored=ignored)
+    has_special = _or(fields.add_special_tokens, True)
+    return TokenizeRequest(_text("prompt", fields.prompt), "prompt", has_special, ignored=ignored)
 
 
-_MOST = 2**31 - 1
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _DECODERS: dict[Any, Callable[[Any], Any]] = {}
 
+Fields = TypeVar("Fields", _CompletionFields, _ChatFields, _TokenizeFields)
 
-def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The values of a body's parameters, and the names that are not known.
+
+def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tuple[str, ...]]:
+    """Return the parameters of a body, and the names in it that are not known.
 
     The model is checked, too: nothing else is said about another model.
     """
@@ -454,29 +479,35 @@ def _values(body: bytes, types: Mapping[str, Any], limits: Limits) -> tuple[dict
         raise RequestError(400, "the body must be a JSON object") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is no JSON: {_reason(error, body)}") from None
+    types, is_text = _types(kind), issubclass(kind, _TextFields)
     ignored = []
     for name, value in raw.items():
         if name in types or name in IGNORED:
             continue
         if name in UNSUPPORTED:
             _check_neutral(name, value, UNSUPPORTED[name], "not supported")
-        elif name in _OF_ANOTHER_PATH and types is not _TOKENIZE:
+        elif name in _OF_ANOTHER_PATH and is_text:
             _check_neutral(name, value, _OF_ANOTHER_PATH[name], "is of another path's")
         else:
             ignored.append(name)
     _check_counts(raw, limits)
-    values = {name: _value(name, raw[name], types[name]) for name in types if name in raw}
-    for name in _OBJECTS.keys() & values.keys():
-        if values[name] is not None:
-            known = _OBJECTS[name].__struct_fields__
-            ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in known]
-    model = values.get("model", limits.names[0] if types is _TOKENIZE else None)
-    if model is None:
+    fields = kind(**{name: _value(name, raw[name], types[name]) for name in types if name in raw})
+    for name, inner_kind in _OBJECTS.items():
+        if getattr(fields, name, None) is not None:
+            ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in inner_kind.__struct_fields__]
+    model = limits.names[0] if fields.model is UNSET and not is_text else fields.model
+    if model is UNSET:
         raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
-    return values, tuple(ignored)
+    return fields, tuple(ignored)
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """Return the type of each field, with its bounds."""
+    return get_type_hints(kind, include_extras=True)
 
 
 def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
@@ -495,12 +526,38 @@ def _check_counts(raw: Mapping[str, msgspec.Raw], limits: Limits) -> None:
 
 
 def _value(name: str, raw: msgspec.Raw, kind: Any) -> Any:
+    """Return a parameter's value, which must be of a ``kind`` and within its bounds."""
+    try:
+        return _decode(raw, kind)
+    except (ValueError, RecursionError) as error:
+        reason = _reason(error, bytes(raw))
+    bounds = next((meta for each in get_args(kind) for meta in getattr(each, "__metadata__", ())), None)
+    if bounds is not None and (value := _unbounded(raw, kind)) is not None:
+        raise RequestError(400, f"{name}={_shown(value)}: {_range(bounds, value)}", param=name)
+    raise RequestError(400, f"{name}: {reason}", param=name)
+
+
+def _unbounded(raw: msgspec.Raw, kind: Any) -> Any:
+    """Return the value of a field that may be null, whatever its bounds; None: it is of another type."""
+    bare = Union[tuple(getattr(each, "__origin__", each) for each in get_args(kind))]  # noqa: UP007 - made at run time
+    try:
+        return _decode(raw, bare)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _range(bounds: Meta, value: Any) -> str:
+    """Return what is wrong with a value beyond its bounds."""
+    if isinstance(value, str):
+        return f"{len(value)} characters; give from {bounds.min_length} to {bounds.max_length}"
+    least, most = (str(bound) if isinstance(bound, int) else f"{bound:g}" for bound in (bounds.ge, bounds.le))
+    return f"must be {bounds.description or f'from {least} to {most}'}"
+
+
+def _decode(raw: msgspec.Raw, kind: Any) -> Any:
     if kind not in _DECODERS:
         _DECODERS[kind] = msgspec.json.Decoder(kind).decode
-    try:
-        return _DECODERS[kind](raw)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"{name}: {_reason(error, bytes(raw))}", param=name) from None
+    return _DECODERS[kind](raw)
 
 
 def _check_neutral(name: str, raw: msgspec.Raw, neutral: Sequence[Any], reason: str) -> None:
@@ -557,116 +614,78 @@ def _shown(value: Any) -> str:
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def _request(values: Mapping[str, Any], limits: Limits, *, prompts: tuple[Any, ...], **chosen: Any) -> TextRequest:
-    """What completions and chats have in common."""
-    n = _or(values, "n", 1)
-    _whole("n", n, 1, MAX_CHOICES)
+def _request(
+    fields: _CompletionFields | _ChatFields, limits: Limits, *, prompts: tuple[Any, ...], max_tokens: int | None, **others: Any
+) -> TextRequest:
+    """Return the request, whose fields that completions and chats have in common are checked here."""
+    n = _or(fields.n, 1)
     if n * len(prompts) > MAX_TEXTS:
         raise RequestError(
             400, f"n={n}: with {len(prompts)} prompts more than {MAX_TEXTS} texts; ask for fewer at a time", param="n"
         )
-    if values.get("best_of") not in (None, n):
-        raise RequestError(400, f"best_of={values['best_of']}: not supported; leave it out, or give n={n}", param="best_of")
-    sampling = limits.default_sampling.with_explicit(**_sampling(values))
-    max_tokens = chosen["max_tokens"]
-    min_tokens = _whole("min_tokens", _or(values, "min_tokens", 0), 0, _MOST)
+    if fields.best_of not in (None, n):
+        raise RequestError(400, f"best_of={fields.best_of}: not supported; leave it out, or give n={n}", param="best_of")
+    sampling = _sampling(fields, limits)
+    min_tokens = _or(fields.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(400, f"min_tokens={min_tokens}: more than max_tokens={max_tokens}", param="min_tokens")
-    stream, options = bool(values.get("stream")), values.get("stream_options")
-    if options is not None and not stream:
+    stream = bool(fields.stream)
+    if fields.stream_options is not None and not stream:
         raise RequestError(400, "stream_options: only with stream=true; leave it out", param="stream_options")
-    options = options or _StreamOptions()
+    options = fields.stream_options or _StreamOptions()
+    seed = None if fields.seed is None else fields.seed & (2**63 - 1)  # -1 is 2**63 - 1, -2 is 2**63 - 2 and so on
+    stop, ends = _stop(fields.stop), _ends(fields, limits)
     return TextRequest(
-        model=values["model"],
+        model=str(fields.model),
         prompts=prompts,
         n=n,
-        min_tokens=min_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=_seed(values.get("seed")),
-        stop=_stop(values),
-        ends=_ends(values, limits),
-        prediction=_prediction(values, limits),
+        max_tokens=max_tokens,
+        seed=seed,
+        params=SamplingParams(**vars(sampling), max_new_tokens=_MOST, min_new_tokens=min_tokens, eos_token_ids=ends),
+        stop=stop,
+        prediction=_prediction(fields.prediction, limits),
         stream=stream,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         include_accepted=bool(options.include_accepted),
-        cache_salt=_salt(values.get("cache_salt")),
-        **chosen,
+        cache_salt=fields.cache_salt or "",
+        **others,
     )
 
 
-def _sampling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how tokens are to be drawn, as far as a request states it."""
-    stated = {name: values[name] for name in ("temperature", "top_k", "top_p", "min_p") if values.get(name) is not None}
-    if "temperature" in stated:
-        _number("temperature", stated["temperature"], 0.0, _LARGEST)
-    if "top_k" in stated:
-        stated["top_k"] = 0 if stated["top_k"] == -1 else _whole("top_k", stated["top_k"], 0, _MOST)
-    for name in ("top_p", "min_p"):
-        if name in stated:
-            _number(name, stated[name], 0.0, 1.0)
-    if stated.get("top_p") == 0:
+def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
+    """Return the distribution's parameters: what the request states, and the defaults."""
+    stated = {name: getattr(fields, name) for name in SAMPLING_NAMES}
+    if stated["top_k"] == -1:
+        stated["top_k"] = 0
+    if stated["top_p"] == 0:
         raise RequestError(400, "top_p=0: must be above 0; for the likeliest token give temperature 0", param="top_p")
-    return stated
+    return limits.default_sampling.with_explicit(**stated)
 
 
-def _max_tokens(values: Mapping[str, Any], least: int) -> tuple[str, int | None]:
+def _max_tokens(fields: _CompletionFields | _ChatFields) -> tuple[str, int | None]:
     """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
-    name = "max_completion_tokens" if values.get("max_completion_tokens") is not None else "max_tokens"
-    value = values.get(name)
-    return name, None if value is None else _whole(name, value, least, _MOST)
+    if fields.max_completion_tokens is not None:
+        return "max_completion_tokens", fields.max_completion_tokens
+    return "max_tokens", fields.max_tokens
 
 
-_LARGEST = 3.4028234663852886e38  # a float32 has to hold it
-
-
-def _or(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = values.get(name)
+def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _whole(name: str, value: int, least: int, most: int) -> int:
-    if not least <= value <= most:
-        raise RequestError(400, f"{name}={_shown(value)}: must be from {least} to {most}", param=name)
-    return value
-
-
-def _number(name: str, value: float, least: float, most: float) -> float:
-    if not (math.isfinite(value) and least <= value <= most):
-        raise RequestError(400, f"{name}={_shown(value)}: must be from {least:g} to {most:g}", param=name)
-    return value
-
-
 def _likeliest(name: str, count: int, limits: Limits) -> int:
-    """Of how many of the likeliest tokens the log-probabilities are asked for."""
+    """Return the checked number of likeliest tokens whose log-probabilities are asked for."""
     if limits.max_logprobs < 1:
         raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
-    return _whole(name, count, 0, limits.max_logprobs)
+    if not 0 <= count <= limits.max_logprobs:
+        raise RequestError(400, f"{name}={_shown(count)}: must be from 0 to {limits.max_logprobs}", param=name)
+    return count
 
 
-def _seed(seed: int | None) -> int | None:
-    """A seed of 64 bits, with a sign or without: -1 is 2**63 - 1, -2 is 2**63 - 2 and so on: its lower 63 bits."""
-    if seed is None:
-        return None
-    if not -(2**63) <= seed < 2**63:
-        raise RequestError(400, f"seed={_shown(seed)}: must be from -2**63 to 2**63 - 1", param="seed")
-    return seed & (2**63 - 1)
-
-
-def _salt(salt: str | None) -> str:
-    """Return the salt, "": there is none. An empty one is a mistake of whoever wants to be apart."""
-    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
-        message = f"cache_salt={_shown(salt)}: {len(salt)} characters; give from 1 to {MAX_SALT_CHARACTERS}"
-        raise RequestError(400, message, param="cache_salt")
-    return salt or ""
-
-
-def _stop(values: Mapping[str, Any]) -> tuple[str, ...]:
-    stop = _or(values, "stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
+def _stop(given: str | list[str] | None) -> tuple[str, ...]:
+    """Return the stop strings, checked."""
+    stop = [given] if isinstance(given, str) else given or []
     if len(stop) > MAX_STOPS:
         raise RequestError(400, f"stop: {len(stop)} strings; give at most {MAX_STOPS}", param="stop")
     for each in stop:
@@ -676,10 +695,10 @@ def _stop(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _ends(values: Mapping[str, Any], limits: Limits) -> tuple[int, ...] | None:
+def _ends(fields: _TextFields, limits: Limits) -> tuple[int, ...] | None:
     """The ids that end a text; None: the model's own."""
-    asked = _or(values, "stop_token_ids", [])
-    own = () if values.get("ignore_eos") else limits.own_ends
+    asked = fields.stop_token_ids or []
+    own = () if fields.ignore_eos else limits.own_ends
     if not asked and own:
         return None
     if len(asked) > MAX_TEXTS:  # the same id may be named twice, and not a million times
@@ -692,8 +711,8 @@ def _ends(values: Mapping[str, Any], limits: Limits) -> tuple[int, ...] | None:
     return ends
 
 
-def _prediction(values: Mapping[str, Any], limits: Limits) -> str | None:
-    prediction = values.get("prediction")
+def _prediction(prediction: _Prediction | None, limits: Limits) -> str | None:
+    """Return the text that a request expects, checked."""
     if prediction is None:
         return None
     if prediction.type != "content":
@@ -703,11 +722,10 @@ def _prediction(values: Mapping[str, Any], limits: Limits) -> str | None:
     return _joined("prediction", prediction.content) or None
 
 
-def _prompts(values: Mapping[str, Any], limits: Limits) -> tuple[str | list[int], ...]:
-    """One or several prompts, each text or token ids."""
-    if "prompt" not in values:
+def _prompts(given: Any, limits: Limits) -> tuple[str | list[int], ...]:
+    """Return one or several prompts, each text or token ids."""
+    if given is UNSET:
         raise RequestError(400, "prompt: missing; give text, token ids, or a list of either", param="prompt")
-    given: Any = values["prompt"]
     if isinstance(given, str):
         return (_text("prompt", given),)
     kinds = set(map(type, given))
@@ -743,23 +761,22 @@ def _check_tokens(name: str, tokens: Sequence[int], limits: Limits) -> None:
         raise RequestError(400, message, param=name)
 
 
-def _messages(values: Mapping[str, Any], limits: Limits) -> Messages:
-    """The chat. What roles there are, and their order, is for the model's template to say."""
+def _messages(messages: list[_ChatMessage] | UnsetType, limits: Limits) -> Messages:
+    """Return the chat. What roles there are, and their order, is for the model's template to say."""
     if not limits.has_chat:
         message = "messages: this model has no chat template; give text to /v1/completions"
         raise RequestError(400, message, param="messages", code="no_chat_template")
-    messages: list[_ChatMessage] | None = values.get("messages")
-    if not messages:
+    if messages is UNSET or not messages:
         raise RequestError(400, "messages: missing or empty; give at least one message", param="messages")
     if len(messages) > MAX_MESSAGES:
         raise RequestError(400, f"messages: {len(messages)}; give at most {MAX_MESSAGES}", param="messages")
     return [_message(number, each) for number, each in enumerate(messages)]
 
 
-def _template_settings(values: Mapping[str, Any], limits: Limits) -> tuple[dict[str, Any], list[str]]:
-    """What a chat's template is given beside the messages, and what it does not read of that: this changes nothing."""
+def _template_settings(given: dict[str, Any] | None, limits: Limits) -> tuple[dict[str, Any], list[str]]:
+    """Return what a chat's template is given beside the messages, and what it does not read of that: this changes nothing."""
     try:
-        settings = read_settings(values.get("chat_template_kwargs") or {})
+        settings = read_settings(given or {})
     except InputError as error:
         raise RequestError(400, str(error), param="chat_template_kwargs", code="unsupported_parameter") from None
     known = settings.keys() if limits.template_names is None else limits.template_names

@@ -13,6 +13,7 @@ from typing import Any
 
 from specjax.errors import InputError
 from specjax.evaluation.metrics import Acceptance
+from specjax.sampling_params import SamplingParams
 from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
 from specjax.serving.http import run
 from specjax.serving.http.app import AppOptions, Service, make_app
@@ -156,13 +157,13 @@ class MadeUpEngine:
         self.encoded_predictions += 1
         return self.encode(prediction)
 
-    def submit(self, prompt: list[int], *, max_new_tokens: int, **settings: Any) -> MadeUpHandle:
+    def submit(self, prompt: list[int], params: SamplingParams, **options: Any) -> MadeUpHandle:
         if self.is_down:
             raise EngineError("the engine could not go on") from RuntimeError("made up")
         if self.room is not None and sum(handle.finish_reason is None for handle in self.submitted) >= self.room:
             raise QueueFullError("as many requests wait as may")
-        settings = {"logprobs": None, "prediction": None, "spans": False, **settings}
-        tokens = itertools.islice(itertools.cycle(self.encode(self.text)), max_new_tokens)
+        settings = {"logprobs": None, "prediction": None, "spans": False, **vars(params), **options}
+        tokens = itertools.islice(itertools.cycle(self.encode(self.text)), params.max_new_tokens)
         pieces = [self._piece(token, settings) for token in tokens]
         handle = MadeUpHandle(pieces, self.pause, prompt, settings, self.error)
         handle.acceptance = Acceptance(9, 14, 15, 7, 0, 14 / 9, 7 / 15, (), (), drafted_at=(5, 5, 5), accepted_at=(4, 2, 1))

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.serving.http import requests
 from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import IGNORED, UNSUPPORTED, Limits, read_chat, read_completion, read_tokenize
@@ -66,8 +67,9 @@ def test_settings_that_are_none_are_refused_by_their_name(given: Any) -> None:
 
 def test_what_is_not_given_has_openais_defaults() -> None:
     asked = read()
-    assert (asked.prompts, asked.n, asked.max_tokens, asked.temperature, asked.top_p) == (("import os",), 1, 16, 1.0, 1.0)
-    assert (asked.top_k, asked.min_p, asked.seed, asked.stop, asked.ends, asked.logprobs) == (0, 0.0, None, (), None, None)
+    assert (asked.prompts, asked.n, asked.max_tokens, asked.seed, asked.stop) == (("import os",), 1, 16, None, ())
+    assert {name: getattr(asked.params, name) for name in SAMPLING_NAMES} == vars(Sampling(temperature=1.0))
+    assert (asked.params.eos_token_ids, asked.logprobs) == (None, None)
     assert not (asked.stream or asked.echo or asked.include_usage)
     assert read("chat").max_tokens is None  # as many as fit
 
@@ -175,8 +177,8 @@ def test_every_integer_of_64_bits_is_a_seed(given: int, seed: int) -> None:
 
 
 def test_no_limit_on_candidates_has_two_names() -> None:
-    assert read(top_k=-1).top_k == read(top_k=0).top_k == 0
-    assert read(top_k=5).top_k == 5
+    assert read(top_k=-1).params.top_k == read(top_k=0).params.top_k == 0
+    assert read(top_k=5).params.top_k == 5
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_no_limit_on_candidates_has_two_names() -> None:
     ],
 )
 def test_ids_that_end_a_text(values: dict, ends: Any) -> None:
-    assert read(**values).ends == ends
+    assert read(**values).params.eos_token_ids == ends
 
 
 def test_logprobs_are_a_number_here_and_a_switch_with_a_number_there() -> None:

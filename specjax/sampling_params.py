@@ -1,0 +1,129 @@
+"""What one request asks of its text, as one object from the HTTP field to the row on the device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from specjax.arguments import check_size, is_whole, one_or_each
+from specjax.decoding.options import GenerationOptions, check_ids
+from specjax.errors import InputError, check_options
+from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
+
+
+@dataclass(frozen=True)
+class SamplingParams(Sampling):
+    """The sampling parameters of one request, checked when they are made.
+
+    The distribution's own parameters come from `specjax.Sampling`, here with one number each. The engine, the client and the
+    server hand this object on unchanged, up to the row on the device. `specjax.generate` decodes a batch at once, and takes
+    `specjax.decoding.GenerationOptions` instead, in which each parameter may be one number a row.
+
+    Attributes:
+        temperature: 0 is greedy: the likeliest token every time.
+        top_k: 0 is no limit.
+        top_p: in (0, 1].
+        min_p: in [0, 1].
+        seed: of the random draws, see `specjax.sampling.make_key`.
+        max_new_tokens: most tokens to generate. 0 is for requests that only read their prompt.
+        min_new_tokens: as many tokens are generated before an end token or a stop string may end the text.
+        eos_token_ids: ids that end the text; None: the target's own, ``()``: none.
+
+    Raises:
+        InputError: a parameter is of the wrong type or out of its range; names it, its value and what it must be.
+
+    Examples:
+        >>> params = specjax.SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=8)
+        >>> params.seed, params.top_k
+        (0, 0)
+        >>> specjax.SamplingParams(top_p=1.5)
+        Traceback (most recent call last):
+        specjax.errors.InputError: top_p=1.5: must be in (0, 1]; 1 is no limit
+    """
+
+    temperature: Any = 0.0
+    seed: int = 0
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    eos_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every parameter, and keep plain numbers of Python: so that equal parameters are equal objects."""
+        for name in (*SAMPLING_NAMES, "max_new_tokens", "min_new_tokens"):
+            object.__setattr__(self, name, _one_number(name, getattr(self, name)))
+        check_size("max_new_tokens", self.max_new_tokens)
+        check_size("top_k", self.top_k)
+        check_size("temperature", self.temperature, float(np.finfo(np.float32).max))
+        self.by_row(1)
+        for name in ("max_new_tokens", "min_new_tokens"):
+            _check_count(name, getattr(self, name))
+        check_seed(self.seed)
+        if self.eos_token_ids is not None:
+            object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
+
+    @classmethod
+    def of(
+        cls,
+        params: "SamplingParams | None",
+        stated: Mapping[str, Any],
+        *,
+        defaults: Sampling | None = None,
+        function: str = "submit",
+    ) -> "SamplingParams":
+        """Return the parameters of a call that takes an object, or its fields by name.
+
+        Args:
+            params: the call's object. It is complete: no defaults stand for anything in it.
+            stated: the fields that the call gives by name. They win over those of ``params``.
+            defaults: the distribution's parameters where the call has no object and states none; None is greedy.
+            function: the name of the call, for errors.
+
+        Raises:
+            InputError: there is no such field, or its value cannot be used.
+
+        Examples:
+            >>> defaults = specjax.Sampling(temperature=0.6, top_k=20)
+            >>> specjax.SamplingParams.of(None, {"seed": 3}, defaults=defaults).top_k
+            20
+            >>> specjax.SamplingParams.of(None, {"temp": 0.5})
+            Traceback (most recent call last):
+            specjax.errors.InputError: temp=0.5: submit has no argument of that name; did you mean temperature?
+        """
+        check_options(function, stated, cls)
+        if params is not None:
+            if not isinstance(params, cls):
+                raise InputError(f"params={params!r}: give specjax.SamplingParams(...), or its fields by name")
+            return replace(params, **stated)
+        of_distribution = {name: stated[name] for name in SAMPLING_NAMES if name in stated}
+        others = {name: value for name, value in stated.items() if name not in of_distribution}
+        return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **others)
+
+    def options(self) -> GenerationOptions:
+        """Return the options of a batch of one row."""
+        return GenerationOptions(
+            max_new_tokens=max(self.max_new_tokens, 1),  # where a prompt is only read there is one, which is not computed
+            min_new_tokens=self.min_new_tokens,
+            sampling=self,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def make_key(self) -> Any:
+        """Return the random key of the seed."""
+        return make_key(self.seed)
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Refuse, with an InputError, what is no number of tokens."""
+    if not is_whole(value):
+        raise InputError(f"{name}={value}: must be a whole number")
+    if value < 0:
+        raise InputError(f"{name}={value}: must be at least 0")
+
+
+def _one_number(name: str, value: Any) -> Any:
+    """Return a number as Python has it. Refuses, with an InputError, what is none, and several."""
+    numbers = one_or_each(name, value)
+    if numbers.ndim:
+        raise InputError(f"{name}={value}: give one number")
+    return numbers.item()
