@@ -17,7 +17,7 @@ from specjax import sharding
 from specjax.decoding.few_rows import by_rows
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, StepInfo
-from specjax.decoding.verification import CHAIN_RULES, verify
+from specjax.decoding.verification import RULES, verify
 from specjax.drafters.base import Committed, Drafter, append_tokens, check_proposal
 from specjax.drafts.draft import Draft, Verdict
 from specjax.errors import InputError
@@ -86,7 +86,7 @@ def _keys_of_step(state: DecodeState, depth: int) -> tuple[jax.Array, jax.Array,
         The state's next ones ``[B]``; the drafter's ``[depth, B]``; and verification's: ``[B]``, or with coupled sampling
         ``[depth + 1, B]``, one for each position below the root, of which the first are the drafter's.
     """
-    if state.sampling.coupled:
+    if RULES[state.sampling.rule].keys_by_position and not state.sampling.greedy:
         positions = position_keys(state.keys, state.lengths + jnp.arange(depth + 1)[:, None])
         return state.keys, positions[:-1], positions
     keys, draft_keys, verify_keys = split_keys(state.keys, 3)
@@ -125,7 +125,7 @@ def advance(
         >>> info.emitted.tolist()  # both tokens are accepted, and the target adds one
         [3, 3]
     """
-    if state.sampling.rule in CHAIN_RULES and not draft.is_chain:
+    if not (RULES[state.sampling.rule].takes_trees or draft.is_chain):
         raise InputError(
             f"draft: a tree, but the state was started with rule={state.sampling.rule!r}, which verifies chains: start it with "
             'rule="independent", or rule="coupled"'

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.arguments import is_whole, one_or_each
-from specjax.decoding.verification import CHAIN_RULES
+from specjax.decoding.verification import RULES
 from specjax.drafts.shapes import DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
@@ -77,12 +77,13 @@ class GenerationOptions:
 
     def rule_for(self, draft: DraftShape) -> Rule:
         """The rule for drafts of this shape. Raises InputError where ``rule`` cannot verify them."""
-        if self.rule in CHAIN_RULES and draft.nodes > draft.depth + 1:
+        rule = self.rule or default_rule(draft)
+        if not RULES[rule].takes_trees and draft.nodes > draft.depth + 1:
             raise InputError(
                 f'rule={self.rule!r}: verifies chains, but the draft is a {draft}; give rule="independent" (each draft by the '
                 'rule that fits it), or rule="coupled"'
             )
-        return self.rule or default_rule(draft)
+        return rule
 
     def _limits(self, batch: int) -> np.ndarray:
         limits = one_or_each("max_new_tokens", self.max_new_tokens)

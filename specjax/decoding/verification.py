@@ -5,7 +5,7 @@ drafter's, x a drafted token, gamma the length of a chain.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from specjax.drafts.draft import Draft, Verdict
 from specjax.sampling import (
     Distributions,
     RowSampling,
+    Rule,
     argmax,
     at_nodes,
     can_be_drawn,
@@ -37,11 +38,14 @@ NodeRule = Callable[[Draft, jax.Array, jax.Array, jax.Array], tuple[jax.Array, j
 of its children is accepted, or -1 and the token that comes instead. Consumes the keys."""
 
 
-def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
-    """Accept a path of the draft; consumes the keys.
+ChainRule = Callable[..., tuple[jax.Array, jax.Array]]
+"""``(p, q [B, N, V], x [B, gamma], drafted [B, gamma], keys [B]) -> (accepted [B], token [B])``, of a chain that was drawn."""
 
-    With coupled sampling, by `coupled`, whatever the draft. Otherwise by what the draft says of itself: a chain of drawn tokens
-    by `block`, or by what ``sampling.rule`` names, drawn siblings by `recursive_rejection`, and chosen tokens by `matching`.
+
+def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+    """Accept a path of the draft, by the rule of `RULES` that ``sampling.rule`` names; consumes the keys.
+
+    Where all rows are greedy, every rule comes to `follow_argmax`.
 
     A node ends its path where no token can be drawn from its logits (`specjax.sampling.can_be_drawn`), as if nothing had been
     drafted below it. A row whose path ends there draws no token: `Verdict.bad`. Whether a row comes there, and by which tokens,
@@ -51,13 +55,22 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
         draft: a tree of N nodes.
         logits: ``[B, N, V]`` the target's at every node.
         sampling: the rows' settings, warping p as they warped q.
-        keys: ``[B]``; where ``sampling.coupled``, ``[D + 1, B]`` those of the positions below nodes of each depth.
+        keys: ``[B]``; of a rule with keys by position, ``[D + 1, B]`` those of the positions below nodes of each depth.
     """
     if sampling.greedy:
         allowed = without_ends(logits, sampling, draft.depths)
         return follow_argmax(draft, argmax(allowed), can_be_drawn(allowed))
-    if sampling.coupled:
-        return coupled(draft, logits, sampling, keys)
+    return RULES[sampling.rule].verify(draft, logits, sampling, keys)
+
+
+def independent(
+    draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array, judge_chain: ChainRule | None = None
+) -> Verdict:
+    """Verify with random numbers that the drafter does not know, by what the draft says of itself.
+
+    Chosen tokens are verified by `matching`, drawn siblings by `recursive_rejection`, and a chain of drawn tokens by
+    ``judge_chain``; None is `block`. Arguments as for `verify`, with keys ``[B]``.
+    """
     if draft.q is None:
         return descend(draft, by_rule(matching, logits, sampling, keys))
     if not draft.is_chain:
@@ -69,7 +82,7 @@ def verify(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Arr
     drafted = jnp.cumprod(drafted, axis=1).astype(bool)
     # The rules need no special case for a node without logits: it is the end of a chain, and any distribution may stand there.
     p = replace(p, best=jnp.where(good, p.best, 0), is_certain=p.is_certain | ~good)
-    accepted, token = CHAIN_RULES.get(sampling.rule, block)(p, draft.q, x, drafted, keys)
+    accepted, token = (judge_chain or block)(p, draft.q, x, drafted, keys)
     path = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1], dtype=jnp.int32), draft.tokens.shape)
     return Verdict(path=path, count=accepted + 1, token=token, bad=~at_nodes(good, accepted))
 
@@ -345,8 +358,29 @@ def block(
     return accepted, draw(_residual(at_nodes(ratios, accepted), p, q, drafted, accepted), token_keys)
 
 
-CHAIN_RULES: dict[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"block": block, "rejection": rejection}
-"""The rules for chains whose tokens were drawn, by the names that users give them."""
+@dataclass(frozen=True)
+class VerificationRule:
+    """How drafts are verified. Every rule keeps the target's distribution.
+
+    Attributes:
+        verify: the function, with the arguments of `verify`.
+        takes_trees: whether it verifies drafts of any shape; otherwise chains alone.
+        keys_by_position: whether its random numbers belong to positions, and the drafter has the same
+            (`specjax.sampling.RowSampling.coupled`); otherwise drafters draw with their own, and hand over q.
+    """
+
+    verify: Callable[[Draft, jax.Array, RowSampling, jax.Array], Verdict]
+    takes_trees: bool = True
+    keys_by_position: bool = False
+
+
+RULES: dict[Rule, VerificationRule] = {
+    "coupled": VerificationRule(coupled, keys_by_position=True),
+    "independent": VerificationRule(independent),
+    "block": VerificationRule(partial(independent, judge_chain=block), takes_trees=False),
+    "rejection": VerificationRule(partial(independent, judge_chain=rejection), takes_trees=False),
+}
+"""Every rule by the name that users give it. A new one is an entry here, and its name in `specjax.sampling.Rule`."""
 
 
 def _residual(ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array) -> jax.Array:

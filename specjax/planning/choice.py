@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from specjax import decoding, sharding
 from specjax.decoding.options import GenerationOptions, check_prompts
-from specjax.decoding.verification import CHAIN_RULES
+from specjax.decoding.verification import RULES
 from specjax.drafters import CompressedCache, Drafter
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree, complete_tree
 from specjax.models.transformer import Target
@@ -259,7 +259,7 @@ def measure_acceptance(
     by_rank: tuple[float, ...] = ()
     sampled: dict[SampledTree, float] = {}
     dynamic: dict[DynamicTree, float] = {}
-    if drafter.grows_trees and options.rule not in CHAIN_RULES:
+    if drafter.grows_trees and (options.rule is None or RULES[options.rule].takes_trees):
         by_rank = tuple(trial(StaticTree(complete_tree((min(_RANKS, vocab),))))[1].tolist())
         dynamic = {shape: trial(shape)[2] for shape in _dynamic_trees(survival, vocab)}
         # With coupled sampling a sampled tree's children are a static tree's.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +22,12 @@ import numpy as np
 import pytest
 
 from specjax.decoding import verification
-from specjax.decoding.verification import CHAIN_RULES, by_rule, descend, recursive_rejection, verify
+from specjax.decoding.verification import RULES, by_rule, descend, recursive_rejection, verify
 from specjax.drafters.expansion import expand
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DynamicTree, SampledTree, StaticTree
 from specjax.evaluation.conformance import FALSE_ALARM, g_test
-from specjax.sampling import Distributions, RowSampling, Sampling, draw, probabilities, split_keys
+from specjax.sampling import Distributions, RowSampling, Rule, Sampling, draw, probabilities, split_keys
 
 V, GAMMA, HORIZON = 5, 3, 3
 TIERS = pytest.mark.parametrize("draws", [32_000, pytest.param(1_000_000, marks=pytest.mark.thorough)])
@@ -356,6 +356,9 @@ def as_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.
 
 def coupled(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
     return verify(draft, logits, sampling.replace(rule="coupled"), split_keys(keys, draft.depth + 1))
+
+
+CHAIN_RULES = [name for name, rule in RULES.items() if not rule.takes_trees]
 
 
 def by_chain_rule(rule: str, full: bool = False) -> Check:
@@ -698,3 +701,10 @@ def test_the_targets_distribution_is_formed_where_the_walk_goes_and_not_at_all_n
     at_a_node = [array for array in arrays if array == (rows, V)]
     assert bool(everywhere) == (how == "drawn" and temperature > 0)  # block and rejection need it along the whole chain
     assert bool(at_a_node) == (temperature > 0)  # of a chain, where its last token is drawn
+
+
+def test_the_table_has_every_rule_once_and_drafters_know_whose_keys_they_have() -> None:
+    assert tuple(RULES) == get_args(Rule)
+    assert CHAIN_RULES == ["block", "rejection"]
+    for name, rule in RULES.items():
+        assert Sampling().rows(1, name).coupled == rule.keys_by_position, name

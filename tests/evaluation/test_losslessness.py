@@ -193,13 +193,13 @@ def test_small_faults_of_a_rule_fail(accepting, share, shape, rule, draws) -> No
 def test_another_text_fails_by_its_margin(monkeypatch, temperature) -> None:
     """Greedy and coupled rows whose drafts are verified by the logits of another node."""
     target, prompts = tiny_target(**TARGET), [(PROMPTS, np.full(8, 6))]
-    follow, coupled = verification.follow_argmax, verification.coupled
-    monkeypatch.setattr(verification, "follow_argmax", lambda draft, best: follow(draft, jnp.roll(best, 1, axis=1)))
-    monkeypatch.setattr(
-        verification,
-        "coupled",
-        lambda draft, logits, sampling, keys: coupled(draft, jnp.roll(logits, 1, axis=1), sampling, keys),
-    )
+    follow, rule = verification.follow_argmax, verification.RULES["coupled"]
+
+    def at_another_node(draft, logits, sampling, keys):
+        return rule.verify(draft, jnp.roll(logits, 1, axis=1), sampling, keys)
+
+    monkeypatch.setattr(verification, "follow_argmax", lambda draft, best, good: follow(draft, jnp.roll(best, 1, axis=1), good))
+    monkeypatch.setitem(verification.RULES, "coupled", replace(rule, verify=at_another_node))
     # without a drafter there is one node, which rolling leaves as it is
     options = {"max_new_tokens": 12, "key": jax.random.key(0), "rounding": 1e-3}
     found = same_texts.compare(target, drafter(), prompts, temperature=temperature, **options)
