@@ -8,99 +8,39 @@ import atexit
 import inspect
 import logging
 import math
-import operator
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from specjax import decoding, pipeline, processes, sharding, text
+from specjax import pipeline, text
 from specjax.decoding import rows as device_rows
-from specjax.decoding.options import as_key, check_prompts
+from specjax.decoding.options import check_prompts
 from specjax.decoding.stats import Stats
-from specjax.drafters import Drafter, NoDraft
-from specjax.drafters.pausable import ROOM, Pausable
-from specjax.drafters.with_prediction import WithPrediction
-from specjax.drafts.names import as_shape
-from specjax.drafts.shapes import Chain, DraftShape
+from specjax.drafters import Drafter
+from specjax.drafters.pausable import ROOM
+from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.models.cache import groups_of
 from specjax.models.transformer import Target
-from specjax.sampling import Sampling
 from specjax.sampling_params import SamplingParams
 from specjax.serving import over_hosts
 from specjax.serving.choice import Copies, DraftChoice
-from specjax.serving.clients import ClientRow, Clients, ClientStatistics, Listener
-from specjax.serving.device import ENDS, ClientDrafts, EngineDevice, Sizes, is_paused
+from specjax.serving.clients import ClientRow, Clients, Listener
+from specjax.serving.config import EngineConfig
+from specjax.serving.device import ClientDrafts, is_paused
 from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
-from specjax.serving.memory import USUAL_CAPACITY, usual_chunk, usual_page
 from specjax.serving.programs import Programs
 from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
+from specjax.serving.statistics import EngineStatistics, copies_of, difference
 from specjax.serving.totals import Totals
 from specjax.templates import Settings
 
-USUAL_TEXT = 1024
-"""Tokens a row that there are pages for, unless asked for otherwise."""
-
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineStatistics:
-    """What an engine is doing, and what it has done.
-
-    Attributes:
-        waiting: requests that have no row.
-        running: rows in which a text is generated.
-        free_pages: pages that could be taken now, those of shared prefixes that nobody holds among them.
-        pages: in all.
-        prompt_tokens_read: tokens of prompts that were computed.
-        prompt_tokens_shared: tokens of prompts that another request's pages held already.
-        preemptions: how often a text had to give up its row for lack of pages.
-        decode_calls: so far.
-        generated: tokens.
-        drafted_steps: steps of rows in which something was drafted.
-        drafted: tokens.
-        accepted: of those, emitted.
-        accepted_at: of those, by depth: the first is below the root.
-        draft: the one that was used last.
-        drafts: what the choice of drafts goes by, `DraftChoice.table`.
-        clients: what rows of clients have come to. None of it is in the other numbers, but for prompts and pages.
-        compiled: programs that are compiled.
-        programs: in all.
-
-    Examples:
-        >>> from specjax.serving import Engine
-        >>> with Engine(target, drafts=(None,), rows=2, widths=(2,), capacity=32) as engine:
-        ...     generation = engine.submit(prompts[0].tolist(), max_new_tokens=8).result()
-        >>> statistics = engine.statistics
-        >>> statistics.running, statistics.prompt_tokens_read  # the last token is read by decoding
-        (0, 5)
-    """
-
-    waiting: int
-    running: int
-    free_pages: int
-    pages: int
-    prompt_tokens_read: int
-    prompt_tokens_shared: int
-    preemptions: int
-    decode_calls: int
-    generated: int
-    drafted_steps: int
-    drafted: int
-    accepted: int
-    accepted_at: tuple[int, ...]
-    draft: str
-    drafts: list[dict[str, object]]
-    clients: ClientStatistics
-    compiled: int
-    programs: int
 
 
 class Engine:
@@ -177,7 +117,7 @@ class Engine:
         Raises:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
-        setup = _Setup.of(
+        setup = EngineConfig.of(
             target,
             drafter,
             rows=rows,
@@ -198,7 +138,7 @@ class Engine:
             raise InputError(f"client_rows={client_rows}: must be from 1 to rows={rows}")
         if not 0 <= client_idle_seconds < math.inf:
             raise InputError(f"client_idle_seconds={client_idle_seconds}: must be at least 0, and finite")
-        self._setup, self._together = setup, (together := setup.together())
+        self._config, self._together = setup, (together := setup.together())
         if together is not None and not together.is_first:
             raise InputError(f"this is process {together.number}, and the engine is process 0's: call specjax.serving.follow")
         sizes = setup.sizes
@@ -236,7 +176,7 @@ class Engine:
         self._undelivered: list[tuple[Handle, RowProgress]] = []
         # Log-probabilities of prompts that are still on the device.
         self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
-        self._counted = _copies(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
+        self._counted = copies_of(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
         self._debt = 0.0  # seconds that catching up took, not charged yet
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
@@ -310,7 +250,7 @@ class Engine:
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_wanted(params, logprobs, echo, spans)
         tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
-        settings = self._setup.settings(params, len(tokens), choice=choice, key=key, expected=expected)
+        settings = self._config.settings(params, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
@@ -370,7 +310,7 @@ class Engine:
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
         params = SamplingParams.of(params, stated, function="open_row")
-        settings = self._setup.settings(params, length)
+        settings = self._config.settings(params, length)
         with self._wake:
             self._check_open()
             return self._clients.open(tokens, length, params.max_new_tokens, known, settings, listener, owner)
@@ -499,7 +439,7 @@ class Engine:
                     if self._programs.error is not None:
                         raise self._programs.error
                 if to_time is not None:  # one at a time, so that a request waits for no more
-                    seconds = self._device.time_decoding(self._setup.placeholder_settings(), *to_time)
+                    seconds = self._device.time_decoding(self._config.placeholder_settings(), *to_time)
                     with self._wake:
                         self._choice.seconds[to_time] = seconds
                     self._pending = 0
@@ -803,9 +743,9 @@ class Engine:
                 if handle.wanted.prediction:
                     copying_rows.append(row)
             # All rows at once: with many, a few operations for each would keep the device waiting.
-            new = _difference(progress.stats, self._counted, rows)
-            measured = _difference(progress.stats, self._counted, copying_rows) if is_copying else new
-            self._counted = _copies(progress.stats)
+            new = difference(progress.stats, self._counted, rows)
+            measured = difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            self._counted = copies_of(progress.stats)
             self._total.add(new)
             self._choice.record(
                 *call,
@@ -907,169 +847,8 @@ def _check_said(read: PrefillChunk, chosen: np.ndarray) -> None:
         raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
 
 
-_fold_in = jax.jit(jax.random.fold_in)  # one call of the device in place of many small ones, for every request
-
-
 class _ClosedError(Exception):
     """The engine was closed while its thread waited for a program."""
-
-
-@dataclass(frozen=True)
-class _Setup:
-    """What an engine is made of, before anything is compiled: the same in all processes.
-
-    Attributes:
-        target: the target.
-        tokenizer: of its text; None: prompts are token ids.
-        choices: the drafts to choose from.
-        drafters: one for each of them.
-        sizes: what programs are compiled for.
-        clients: drafts that come from clients.
-        max_prediction: longest draft that is copied from a prediction.
-        default_sampling: of requests that state no settings of their own; None: greedy.
-    """
-
-    target: Target
-    tokenizer: Any
-    choices: tuple[DraftShape | Copies | None, ...]
-    drafters: list[Drafter]
-    sizes: Sizes
-    clients: ClientDrafts | None
-    max_prediction: int
-    default_sampling: Sampling | None
-
-    @classmethod
-    def of(
-        cls,
-        target: Target | pipeline.TextGenerator,
-        drafter: Drafter | None,
-        *,
-        rows: int,
-        drafts: Sequence[DraftShape | int | str | None] | None,
-        capacity: int | None,
-        pages: int | None,
-        page: int | None,
-        chunk: int | None,
-        steps: int,
-        tokenizer: Any,
-        widths: Sequence[int] | None,
-        max_logprobs: int,
-        max_prediction: int,
-        clients: ClientDrafts | None,
-    ) -> "_Setup":
-        """Of the arguments of `Engine`. Refuses those that cannot be used."""
-        default_sampling = None
-        if isinstance(target, pipeline.TextGenerator):
-            if drafter is not None:
-                raise InputError("drafter: the generator has its own; give it to specjax.load")
-            default_sampling = target.default_sampling
-            target, drafter, tokenizer = target.target, target.drafter, target.tokenizer
-        target.check_whole()
-        drafter = None if isinstance(drafter, NoDraft) else drafter
-        on_cpu = sharding.is_on_cpu(target.mesh)
-        shapes = _shapes(drafter, drafts)
-        drafter = NoDraft() if drafter is None or shapes == (None,) else drafter
-        positions = decoding.most_positions(target, drafter)
-        page = page or usual_page()
-        chunk = chunk or usual_chunk(page, on_cpu=on_cpu)
-        capacity = min(positions, USUAL_CAPACITY) if capacity is None else capacity
-        groups = groups_of(target.mesh)
-        if pages is not None and pages < 1:
-            raise InputError(f"pages={pages}: must be at least 1")
-        _check_sizes(rows, groups, page, chunk, capacity, positions, steps)
-        for name, value, most in (
-            ("max_logprobs", max_logprobs, target.config.vocab_size),
-            ("max_prediction", max_prediction, capacity - 1),
-        ):
-            if not 0 <= value <= most:
-                raise InputError(f"{name}={value}: must be from 0 to {most}")
-        if pages is None:
-            pages = -(-rows // groups) * -(-min(capacity, USUAL_TEXT) // page)
-            pages = max(pages, -(-capacity // page))
-        widths = _widths(rows, widths, on_cpu and groups == 1)
-        choices, drafters = _drafters(target, drafter, shapes, max_prediction)
-        sizes = Sizes(rows, widths, capacity, pages, page, chunk, steps, max_logprobs)
-        return cls(target, tokenizer, choices, drafters, sizes, clients, max_prediction, default_sampling)
-
-    def together(self) -> processes.Processes | None:
-        """The processes on whose devices the target lies; None: it is this one's alone."""
-        if not sharding.spans_processes(self.target.mesh):
-            return None
-        if (found := processes.joined()) is None:
-            raise InputError("target: its mesh spans several processes: call specjax.processes.join() at the beginning of each")
-        return found
-
-    def device(self, together: processes.Processes | None) -> EngineDevice:
-        """Free rows. The first of those that work ``together`` tells the others what it does."""
-        if together is not None and together.is_first:
-            return over_hosts.LeadingDevice(self.target, self.drafters, self.sizes, self.clients, processes=together)
-        return EngineDevice(self.target, self.drafters, self.sizes, self.clients)
-
-    def placeholder_settings(self) -> dict[str, Any]:
-        """The settings of a text without an end, to warm up with."""
-        return self.settings(SamplingParams(max_new_tokens=1, eos_token_ids=()), prompt=2)
-
-    def settings(
-        self,
-        params: SamplingParams,
-        prompt: int,
-        *,
-        choice: int = 0,
-        key: jax.Array | None = None,
-        expected: Sequence[int] = (),
-    ) -> dict[str, Any]:
-        """How a text is drawn, as `device_rows.Text` has it: always of the same types, so that nothing is compiled again.
-
-        Args:
-            params: the request's sampling parameters.
-            prompt: how many tokens it has.
-            choice: the index of the text among several of one request.
-            key: in place of that of the seed and ``choice``.
-            expected: the tokens of a prediction.
-        """
-        if not 0 <= (choice := operator.index(choice)) < 2**32:
-            raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
-        # On the host, so that nothing waits for the device, and wherever a given key lies.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            own = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
-            if own.ndim:
-                raise InputError(f"key has shape {own.shape}: give one key")
-            checked = params.options().check(self.target.config, 1)
-            ends = checked.eos[0]
-            if len(ends) > ENDS:
-                raise InputError(f"eos_token_ids: {len(ends)} ids; give at most {ENDS}")
-            settings: dict[str, Any] = {"sampling": params.of_row(), "key": np.asarray(jax.random.key_data(own))}
-        settings["eos"] = np.pad(ends, (0, ENDS - len(ends)), constant_values=-1)
-        settings["min_length"] = np.int32(prompt + int(checked.least[0]))
-        if self.max_prediction:
-            settings["prediction"] = np.zeros(self.sizes.capacity, np.int32)
-            settings["prediction"][: len(expected)] = expected
-            settings["predicted"] = np.int32(len(expected))
-        return settings
-
-
-def _copies(stats: Stats) -> Any:
-    """Return copies of the arrays in ``stats``, on the host, which may be written to."""
-    return Stats(*map(np.array, vars(stats).values()))  # pyright: ignore[reportArgumentType]
-
-
-def _difference(stats: Any, before: Any, rows: Sequence[int]) -> Any:
-    """Return what ``stats`` count in ``rows`` beyond what they counted ``before``."""
-    return Stats(*(now[rows] - earlier[rows] for now, earlier in zip(vars(stats).values(), vars(before).values(), strict=True)))
-
-
-def _check_sizes(rows: int, groups: int, page: int, chunk: int, capacity: int, positions: int, steps: int) -> None:
-    """Refuse what is out of range."""
-    if rows < 1 or rows % groups:
-        raise InputError(f"rows={rows}: must be at least 1, and a multiple of the mesh's data axis ({groups})")
-    if page < 8 or page & (page - 1):
-        raise InputError(f"page={page}: must be a power of two, at least 8")
-    if chunk < 1 or chunk % page:
-        raise InputError(f"chunk={chunk}: must be a multiple of page={page}")
-    if not 2 <= capacity <= positions:
-        raise InputError(f"capacity={capacity}: must be from 2 to {positions}, the positions of target and drafter")
-    if not 1 <= steps <= ROOM:
-        raise InputError(f"steps={steps}: must be from 1 to {ROOM}, which is what a drafter catches up with at once")
 
 
 _FIRST_PROCESS_ALONE = ("max_waiting", "client_rows", "client_idle_seconds", "warm")
@@ -1097,71 +876,13 @@ def follow(target: Target | pipeline.TextGenerator, drafter: Drafter | None = No
     check_options("follow", options, Engine)
     given = inspect.signature(Engine).bind(target, drafter, **options)
     given.apply_defaults()
-    setup = _Setup.of(**{name: value for name, value in given.arguments.items() if name not in _FIRST_PROCESS_ALONE})
+    setup = EngineConfig.of(**{name: value for name, value in given.arguments.items() if name not in _FIRST_PROCESS_ALONE})
     together = setup.together()
     if together is None or together.is_first:
         raise InputError("follow: is for the processes after the first, of a mesh that spans several: make an Engine here")
     device = setup.device(together)
     device.warm_up(setup.placeholder_settings())
     over_hosts.repeat_calls(device, together)
-
-
-def _shapes(drafter: Drafter | None, drafts: Sequence[DraftShape | int | str | None] | None) -> tuple[DraftShape | None, ...]:
-    """The drafts to choose from, each once."""
-    if drafts is None:
-        if drafter is None:
-            return (None,)
-        own = drafter.draft_shape
-        drafts = (None, Chain(min(own.depth, 3)), own)
-    if isinstance(drafts, str) or not drafts:
-        raise InputError(f"drafts={drafts!r}: give a sequence of shapes, such as (None, 'chain:3')")
-    shapes = tuple(dict.fromkeys(None if draft is None else as_shape(draft) for draft in drafts))
-    if drafter is None and shapes != (None,):
-        raise InputError(f"drafts={drafts!r}: there is no drafter; give one")
-    return shapes
-
-
-def _widths(rows: int, widths: Sequence[int] | None, by_default: bool) -> tuple[int, ...]:
-    if widths is None:
-        widths = [1 << power for power in range(rows.bit_length()) if 1 << power < rows] if by_default else []
-        return (*widths, rows)
-    if not by_default and tuple(widths) != (rows,):
-        raise InputError(f"widths={widths}: on a mesh that splits rows, give ({rows},)")
-    if not widths or max(widths) != rows or min(widths) < 1:
-        raise InputError(f"widths={widths}: numbers of rows from 1 to rows={rows}, {rows} among them")
-    return tuple(sorted(set(widths)))
-
-
-def _with_draft(target: Target, drafter: Drafter, shape: DraftShape | None, may_pause: bool) -> Drafter:
-    """``drafter`` with another draft, or paused, checked against ``target``."""
-    if isinstance(drafter, NoDraft):
-        return drafter
-    made = drafter if shape is None else replace(drafter, draft=shape)  # pyright: ignore[reportArgumentType]
-    if shape is not None:
-        shape.check(target.config.vocab_size)
-    made.check(target)
-    return Pausable(made, paused=shape is None) if may_pause else made
-
-
-def _drafters(
-    target: Target, drafter: Drafter, shapes: Sequence[DraftShape | None], longest: int
-) -> tuple[tuple[DraftShape | Copies | None, ...], list[Drafter]]:
-    """What there is to choose from, and a drafter for each; all of them have one state. With ``longest``, one that copies
-    from predictions is the last."""
-    made = [_with_draft(target, drafter, shape, may_pause=None in shapes) for shape in shapes]
-    if not longest:
-        return tuple(shapes), made
-    beside = next((number for number, shape in enumerate(shapes) if isinstance(shape, Chain)), None)
-    if isinstance(drafter, NoDraft):
-        other = drafter
-    elif beside is not None:
-        other = made[beside]
-    else:  # trees alone: beside copies go chains
-        other = _with_draft(target, drafter, Chain(min(drafter.draft_shape.depth, 3)), may_pause=None in shapes)
-    copying = WithPrediction(other, longest=longest)
-    copying.draft_shape.check(target.config.vocab_size)
-    wrapped: list[Drafter] = [WithPrediction(each, longest=0) for each in made]
-    return (*shapes, Copies(longest, beside)), [*wrapped, copying]
 
 
 def _is_tokens(prompt: Any) -> bool:

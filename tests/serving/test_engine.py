@@ -26,7 +26,8 @@ from specjax.models import params
 from specjax.pipeline import TextGenerator
 from specjax.sampling import Sampling, make_key, perturbed, position_keys, position_noise
 from specjax.sampling_params import SamplingParams
-from specjax.serving.engine import Engine, _Setup
+from specjax.serving.config import EngineConfig
+from specjax.serving.engine import Engine
 from specjax.serving.handle import EngineError, Handle, RowProgress, TextCancelledError
 from specjax.serving.scheduler import QueueFullError
 from tests.conftest import HYBRID, compilations, tiny_target
@@ -900,7 +901,7 @@ def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target,
 @pytest.mark.parametrize("choice", [0, 1, 2**31, 2**32 - 1])
 def test_a_choice_has_the_key_that_is_folded_from_its_number(target, choice) -> None:
     sizes: dict[str, Any] = dict.fromkeys(("drafts", "capacity", "pages", "page", "chunk", "tokenizer", "widths", "clients"))
-    setup = _Setup.of(target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes)
+    setup = EngineConfig.of(target, None, rows=1, steps=8, max_logprobs=0, max_prediction=0, **sizes)
     found = setup.settings(SamplingParams(seed=7), prompt=2, choice=choice)["key"]
     assert found.tolist() == jax.random.key_data(jax.random.fold_in(jax.random.key(7), np.uint32(choice))).tolist()
 
@@ -945,7 +946,7 @@ def test_closing_cancels_what_is_under_way(target) -> None:
 
 
 LEFT_OPEN = """
-from specjax.serving.engine import Engine, _Setup
+from specjax.serving.engine import Engine
 from tests.conftest import tiny_target
 
 engine = Engine(tiny_target(), rows=2, widths=(2,), steps=1, page=8, chunk=16, capacity=512, pages=128)
