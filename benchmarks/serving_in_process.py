@@ -16,7 +16,7 @@ from benchmarks.serving_clients import Request, in_process, work_through
 from specjax.cli.serve import ServeConfig, make_engine
 from specjax.serving import Engine
 from specjax.serving.http import run
-from specjax.serving.http.app import AppOptions, Service
+from specjax.serving.http.service import AppOptions, Service
 
 
 def answer_lists(engine: Engine) -> None:

@@ -4,7 +4,6 @@ Where a text is compared, a call that leaves parameters out is compared with one
 """
 
 import ast
-import inspect
 import json
 import re
 import shutil
@@ -24,7 +23,7 @@ from specjax.models.transformer import Target
 from specjax.pipeline import TextGenerator
 from specjax.ray import Generate
 from specjax.sampling import GREEDY, Sampling
-from specjax.serving import Engine
+from specjax.serving import ClientDrafts, Engine
 from tests.cli.test_evaluate import lossless, of_texts, write_source
 from tests.conftest import ASSETS
 from tests.serving.http.made_up import MadeUpEngine
@@ -379,7 +378,11 @@ def test_every_other_caller_of_load_states_that_it_does_not_read_them() -> None:
     assert {path for path, stated in calls.items() if set(stated) != {"None"}} == readers
 
 
-def test_an_engine_reads_none_for_a_client() -> None:
-    """A client states all its settings, and its text must not depend on what the server's file says."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(Engine.open_row).parameters.items()}
-    assert Sampling(**{name: defaults[name] for name in vars(GREEDY)}) == GREEDY
+def test_an_engine_reads_none_for_a_client(generate) -> None:
+    """A client states all its parameters, and its text must not depend on what the server's file says."""
+    assert generate.default_sampling == DEFAULTS
+    sizes: dict[str, Any] = {"rows": 1, "widths": (1,), "drafts": (None,), "capacity": 64}
+    with Engine(generate, **sizes, clients=ClientDrafts()) as engine:
+        row = engine.open_row([5, 6, 7], max_new_tokens=4, listener=lambda event: None)
+        assert row.settings["sampling"] == GREEDY.of_row()
+        row.close()

@@ -121,9 +121,10 @@ class ServeConfig:
 def run_serve(config: ServeConfig) -> int:
     """``specjax serve``."""
     from specjax.serving.http import run  # what no other command needs
-    from specjax.serving.http.app import AppOptions, Service, check_origins
+    from specjax.serving.http.access import check_origins
     from specjax.serving.http.places import networks
     from specjax.serving.http.protocol import ConnectionLimits
+    from specjax.serving.http.service import AppOptions, Service
 
     check_numbers(config)
     read_drafts(config)

@@ -35,7 +35,7 @@ def serve(directory: Path, port: int) -> int:
     """Until it is killed."""
     from specjax.serving import ClientDrafts, Engine
     from specjax.serving.http import run
-    from specjax.serving.http.app import AppOptions, Service
+    from specjax.serving.http.service import AppOptions, Service
     from tests.serving.http.made_up import Characters
 
     target, drafter = models(directory)

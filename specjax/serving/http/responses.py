@@ -10,9 +10,12 @@ from itertools import pairwise
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
+from specjax.errors import LogitsError
 from specjax.evaluation.metrics import Acceptance
-from specjax.serving.handle import Handle, Piece
+from specjax.serving.handle import EngineError, Handle, Piece
+from specjax.serving.http.errors import RequestError
 from specjax.serving.http.requests import TextRequest
 from specjax.serving.http.tokens import TokenTexts
 
@@ -267,3 +270,32 @@ def acceptance_object(acceptance: Acceptance | None) -> dict[str, Any]:
         "num_draft_tokens": drafted,
         "num_spec_tokens": len(accepted_at),
     }
+
+
+CLOSE = {"Connection": "close"}
+"""The header after which a connection is closed."""
+
+UNEXPECTED = "an error of the server; its log says more"
+"""The message of an error that is nobody's fault but ours."""
+
+
+def json_response(value: Any, status: int = 200, headers: Any = None) -> Response:
+    """Return an answer whose body is ``value`` as JSON."""
+    return Response(encode(value), status, headers, media_type="application/json")
+
+
+def error_response(error: RequestError) -> Response:
+    """Return the answer to a request that cannot be used."""
+    return json_response(error.object, error.status, error.headers)
+
+
+def draining_error() -> RequestError:
+    """Return the error of a request that comes while the server shuts down."""
+    return RequestError(503, "the server is shutting down", code="draining", headers={"Retry-After": "10"} | CLOSE)
+
+
+def engine_message(error: EngineError) -> str:
+    """Return what a client is told of an engine that could not go on."""
+    if error.__cause__ is None or isinstance(error.__cause__, LogitsError):  # whose message says it all
+        return str(error)
+    return f"{error}: {type(error.__cause__).__name__}"

@@ -15,10 +15,11 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from specjax.errors import InputError
-from specjax.serving.http.app import Service, answer_starting, make_app
+from specjax.serving.http.app import answer_starting, make_app
 from specjax.serving.http.drafts import Drafts
 from specjax.serving.http.places import Places
 from specjax.serving.http.protocol import ConnectionLimits, Door, SocketProtocol
+from specjax.serving.http.service import Service
 
 PING_SECONDS = 20.0
 """After so long without a word clients that draft are asked whether they are there; they have as long to say so."""

@@ -16,8 +16,9 @@ from specjax.evaluation.metrics import Acceptance
 from specjax.sampling_params import SamplingParams
 from specjax.serving.handle import EngineError, Piece, Times, TokenLogprobs
 from specjax.serving.http import run
-from specjax.serving.http.app import AppOptions, Service, make_app
+from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
+from specjax.serving.http.service import AppOptions, Service
 from specjax.serving.scheduler import QueueFullError
 
 VOCABULARY = 1024

@@ -19,9 +19,10 @@ import pytest
 
 from specjax.errors import InputError
 from specjax.serving.handle import Handle, RowProgress
-from specjax.serving.http import app, requests, responses, run
-from specjax.serving.http.app import MOST_NAMES_LOGGED, AppOptions, Service, make_app
+from specjax.serving.http import app, requests, responses, run, service
+from specjax.serving.http.app import make_app
 from specjax.serving.http.protocol import ConnectionLimits
+from specjax.serving.http.service import MOST_NAMES_LOGGED, AppOptions, Service
 from specjax.serving.http.tokens import TokenTexts
 from specjax.text import GrowingText
 from tests.serving.http.made_up import CAPACITY, Characters, MadeUpEngine, read_more, running, serving, wait_until
@@ -628,7 +629,7 @@ def test_a_request_whose_texts_do_not_all_fit_begins_none_of_them() -> None:
 
 def test_log_probabilities_are_bounded_also_where_no_limit_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = MadeUpEngine()
-    monkeypatch.setattr(app, "MOST_LOGPROBS", 3 * 60)
+    monkeypatch.setattr(service, "MOST_LOGPROBS", 3 * 60)
     user = [{"role": "user", "content": "a" * (CAPACITY - 60 - len("user:\n"))}]
     for more in ({"top_logprobs": 3}, {"top_logprobs": 2, "n": 2}, {"top_logprobs": 3, "max_tokens": 10**6}):
         assert refused(chat(engine, messages=user, logprobs=True, **more), 400)["code"] == "too_many_logprobs"

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.sync.client import ClientConnection, connect
 
 from specjax import wire
-from specjax.serving.http import app, protocol, run
+from specjax.serving.http import access, protocol, run
 from specjax.serving.http.protocol import ConnectionLimits
 from specjax.wire import FrameError
 from tests.serving.http.made_up import MadeUpEngine, read_more, running, wait_until
@@ -245,7 +245,7 @@ def test_no_page_of_another_site():
     ],
 )
 def test_which_pages_are_of_a_host(origin: str, host: str, is_of: bool):
-    assert app._is_of(origin, host) is is_of
+    assert access._is_of(origin, host) is is_of
 
 
 def test_no_new_ones_while_draining():

@@ -1,0 +1,136 @@
+"""How an answer is sent: whole, or as events, as long as the client listens."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from specjax.serving.handle import EngineError, Handle, Piece, TextCancelledError
+from specjax.serving.http import responses
+from specjax.serving.http.errors import error_object
+from specjax.serving.http.requests import TextRequest
+from specjax.serving.http.responses import UNEXPECTED, draining_error, engine_message, json_response
+from specjax.serving.http.service import Service
+
+
+class GenerationResponse:
+    """The answer to a request for texts: an ASGI application of its own."""
+
+    def __init__(self, service: Service, asked: TextRequest) -> None:
+        self._service, self._asked = service, asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, or stop generating when the client goes away."""
+        await while_listened_to(self._answer(scope, receive, send), receive)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, asked = self._service, self._asked
+        submission = service.begin()
+        try:
+            # A cancelled thread goes on: what it submits then is cancelled by the submission, which is over.
+            prompts = await service.in_thread(service.submit, asked, submission)
+            handles = submission.handles
+            for index, handle in enumerate(handles):
+                number, choice = divmod(index, asked.n)
+                service.metrics.watch(handle, 0 if choice else len(prompts[number]))  # a prompt counts once
+            headers = service.ignored_header(asked.ignored)
+            answer = responses.Answer(asked, handles, prompts, service.texts, with_acceptance=service.options.with_acceptance)
+            if asked.stream:
+                await _stream(service, answer, send, headers)
+            else:
+                pieces = await together([_pieces(handle) for handle in handles])
+                # In a thread: with the log-probabilities of many texts it takes seconds.
+                response = await service.in_thread(lambda: json_response(answer.whole(pieces), headers=headers))
+                await response(scope, receive, send)
+        finally:
+            service.end(submission)
+
+
+async def _pieces(handle: Handle) -> list[Piece]:
+    return [piece async for piece in handle]
+
+
+async def _stream(service: Service, answer: responses.Answer, send: Send, headers: Mapping[str, str]) -> None:
+    """Send server-sent events. Each waits until the one before has been taken: nothing is kept for a slow reader."""
+    more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_HEADERS, *more]})
+
+    async def put(data: bytes) -> None:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def put_first(index: int) -> None:
+        if answer.asked.echo:  # In a thread: the log-probabilities of a long prompt take a second.
+            chunk = await service.in_thread(lambda: _event_or_none(answer.first(index)))
+        else:
+            chunk = _event_or_none(answer.first(index))
+        if chunk is not None:
+            await put(chunk)
+
+    async def put_choice(index: int) -> None:
+        handle, is_first = answer.handles[index], True
+        async for piece in handle:
+            if is_first:
+                await put_first(index)
+            is_first = False
+            if (chunk := _event_or_none(answer.piece(index, piece))) is not None:
+                await put(chunk)
+        if is_first:
+            await put_first(index)
+        await put(responses.event(answer.last(index)))
+
+    try:
+        await together([put_choice(index) for index in range(len(answer.handles))])
+        if answer.asked.include_usage:
+            await put(responses.event(answer.total()))
+        await put(responses.DONE)
+    except TextCancelledError:
+        await put(responses.event(draining_error().object))
+    except EngineError as error:
+        await put(responses.event(error_object(500, engine_message(error))))
+    except Exception:
+        await put(responses.event(error_object(500, UNEXPECTED)))
+        raise  # for the log
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _event_or_none(chunk: dict[str, Any] | None) -> bytes | None:
+    return None if chunk is None else responses.event(chunk)
+
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+async def while_listened_to(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Do ``work`` until it is done or the client is gone. Afterwards it is not being done any more."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+    finally:
+        await _end((working, leaving))
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def together(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Return the results of all of ``work``. Where one fails, the others are ended."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _end(tasks: Sequence["asyncio.Future[Any]"]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
