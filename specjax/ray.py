@@ -4,25 +4,20 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-import jax
 import numpy as np
 
-from specjax import decoding, pipeline
-from specjax.drafters import NoDraft
+from specjax import pipeline
 from specjax.errors import InputError
-from specjax.sampling import make_key, named_key
-from specjax.serving.engine import Engine
+from specjax.regeneration import AnswerWriter, positions_of
+from specjax.sampling_params import SamplingParams
 from specjax.serving.memory import USUAL_CAPACITY
 from specjax.sharding import make_mesh
 from specjax.templates import Settings
 from specjax.text import check_stop
-from specjax.training import fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, find_origin, hash_of, identities, parse_record
-from specjax.training.written import WrittenTokens
 
 
 class Generate:
@@ -111,10 +106,8 @@ class Generate:
         stop = check_stop(stop)
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-        self.column, self.copy = column, copy
-        with _on_host():
-            self._root = make_key(seed)
-        self._settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "stop": stop}
+        self.column, self.copy, self._stop = column, copy, stop
+        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
         generator = pipeline.load(
             target,
@@ -125,17 +118,8 @@ class Generate:
             chat_template_kwargs=chat_template_kwargs,
             generation_config=None,
         )
-        self._generator = generator
-        self._fingerprints = {chats: fingerprint.of_tokenizer(generator.tokenizer, chats) for chats in (False, True)}
-        positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
-        # Always the same draft and the same number of rows: others might round differently.
-        self._engine = Engine(
-            generator,
-            rows=rows,
-            drafts=(None if generator.drafter is None else generator.drafter.draft_shape,),
-            widths=(rows,),
-            capacity=min(positions, USUAL_CAPACITY) if capacity is None else capacity,
-        )
+        capacity = min(positions_of(generator), USUAL_CAPACITY) if capacity is None else capacity
+        self._writer = AnswerWriter(generator, params, rows=rows, capacity=capacity)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """``batch`` with the columns of what was written. Every column is an array ``[B]``.
@@ -153,7 +137,7 @@ class Generate:
 
     def close(self) -> None:
         """End the engine. At the end of a process it is ended in any case."""
-        self._engine.close()
+        self._writer.close()
 
     def __enter__(self) -> "Generate":
         return self
@@ -162,39 +146,31 @@ class Generate:
         self.close()
 
     def _begin(self, row: "_PromptRow", number: int) -> Callable[[], dict[str, Any]]:
-        """Ask for what follows a prompt; what is returned waits for it, and gives the new columns of the row."""
-        try:
-            prompt = self._engine.encode(row.prompt)
-        except InputError as error:  # this one prompt's: its characters, or the order of its roles
-            left_out = self._left_out(row, f"it cannot be encoded ({error})")
-            return lambda: left_out
-        most, room = self._settings["max_new_tokens"], self._engine.capacity
-        if len(prompt) + most > room:
-            return lambda: self._left_out(row, f"there is no room for max_new_tokens={most} in {room} tokens")
-        with _on_host():
-            key = jax.random.fold_in(named_key(self._root, row.identity), number)
-            if row.is_chat:  # the key of its next turn
-                key = jax.random.fold_in(key, row.answers)
-        handle = self._engine.submit(prompt, key=key, is_chat=row.is_chat, **self._settings)
+        """Ask for the answer to a prompt. The function that is returned waits for it, and gives the new columns of the row."""
+        prompt, why_not = self._writer.encode(row.prompt)
+        if why_not:
+            return lambda: self._left_out(row, why_not)
+        key = self._writer.key(row.identity, number, row.answers if row.is_chat else None)
+        handle = self._writer.submit(prompt, key, self._stop, is_chat=row.is_chat)
         return lambda: self._written(row, prompt, handle.result())
 
     def _written(self, row: "_PromptRow", prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
-        written = WrittenTokens.of_turns([(prompt, answer.tokens)], self._fingerprints[row.is_chat])
-        said = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": "", **written.record()}
-        if row.is_chat:
-            return said | {"messages": [*row.prompt, {"role": "assistant", "content": answer.text}]}
-        # Both together: a character may lie on either side of the cut.
-        return said | {"text": self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)}
+        """Return the columns of a row that has an answer."""
+        columns = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": ""}
+        if not row.is_chat:
+            return columns | self._writer.text_record(prompt, answer)
+        messages = [*row.prompt, {"role": "assistant", "content": answer.text}]
+        return columns | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True) | {"messages": messages}
 
     def _left_out(self, row: "_PromptRow", why: str) -> dict[str, Any]:
-        nothing = {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[row.is_chat]}
-        left = {"answer": "", REGENERATED_FROM: row.origin, "left_out": why, **nothing}
-        return left | ({"messages": list(row.prompt)} if row.is_chat else {"text": ""})
-
-
-def _on_host() -> AbstractContextManager[Any]:
-    """Keys are made there: on the device each would wait for the texts that are being written, and rows for it."""
-    return jax.default_device(jax.local_devices(backend="cpu")[0])
+        """Return the columns of a row that has no answer."""
+        columns = {
+            "answer": "",
+            REGENERATED_FROM: row.origin,
+            "left_out": why,
+            **self._writer.empty_record(is_chat=row.is_chat),
+        }
+        return columns | ({"messages": list(row.prompt)} if row.is_chat else {"text": ""})
 
 
 class _PromptRow:

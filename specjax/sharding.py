@@ -10,6 +10,7 @@ calls with the same arguments, and each has the whole result.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -140,3 +141,18 @@ def constrain(x: jax.Array, axes: Sequence[str | None], units: Mapping[str, int]
     if mesh is None or math.prod(mesh.shape.values()) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, named(mesh, axes, {**units, "batch": x.shape[0]}))
+
+
+def on_host() -> AbstractContextManager[Any]:
+    """Return a context in which new arrays lie on the host's CPU.
+
+    Small computations of the host, such as a request's random key, would wait on an accelerator for the call that runs there.
+
+    Examples:
+        >>> from specjax.sharding import on_host
+        >>> with on_host():
+        ...     key = jax.random.key(0)
+        >>> {device.platform for device in key.devices()}
+        {'cpu'}
+    """
+    return jax.default_device(jax.local_devices(backend="cpu")[0])

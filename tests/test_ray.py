@@ -78,12 +78,12 @@ def test_token_ids_are_continued_as_the_library_does(target, form) -> None:
     with Generate(target, **settings) as generate, Generate(target, **settings, temperature=0.0) as greedy:
         batch = {"ids": column(ids) if form == "ids" else np.array(ids)}
         drawn, chosen = generate(batch), greedy(batch)
-        result = specjax.generate(generate._generator.target, None, ids, max_new_tokens=10)
+        result = specjax.generate(generate._writer._generator.target, None, ids, max_new_tokens=10)
         assert chosen["tokens"].tolist() == [result.tokens[i, :n].tolist() for i, n in enumerate(result.lengths.tolist())]
         assert drawn["tokens"].tolist() != chosen["tokens"].tolist()
         assert [tokens[:3] for tokens in drawn["tokens"]] == ids
         assert drawn["loss_spans"].tolist() == [[[3, len(tokens)]] for tokens in drawn["tokens"]]
-        tokenizer = generate._generator.tokenizer
+        tokenizer = generate._writer._generator.tokenizer
         assert drawn["text"].tolist() == [tokenizer.decode(tokens) for tokens in drawn["tokens"]]
 
 

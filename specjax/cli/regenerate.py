@@ -12,22 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from specjax import decoding, pipeline
+from specjax import pipeline
 from specjax.cli import shards
 from specjax.config import differences, dump_yaml, load_yaml
-from specjax.drafters import NoDraft
 from specjax.errors import InputError
 from specjax.files import FullDiskError, is_full_disk, write_text
 from specjax.progress import waiting
-from specjax.sampling import named_key
-from specjax.serving.engine import Engine
+from specjax.regeneration import AnswerWriter, positions_of
+from specjax.sampling_params import SamplingParams
 from specjax.sharding import mesh_for
 from specjax.text import check_stop, read_json_lines
 from specjax.training import fingerprint
 from specjax.training.documents import REGENERATED_FROM, Document, Message, find_origin, identities, read_documents
-from specjax.training.written import NOTE, WrittenTokens
+from specjax.training.written import NOTE
 
 
 @dataclass(frozen=True)
@@ -123,11 +120,10 @@ def run_regenerate(config: RegenerateConfig) -> int:
     left_out: Counter[str] = Counter()
     cut: Counter[str] = Counter()
     with (
-        _engine(generator, config, any(each.document.messages is not None for each in wanted)) as engine,
+        _answer_writer(generator, config, any(copy.document.messages is not None for copy in wanted)) as writer,
         waiting(f"writing {output.name}", len(wanted), len(done)) as wait,
     ):
-        writer = _Writer(generator, config, engine)
-        for part in writer.write(missing):
+        for part in _write(writer, missing, config):
             written += _append(output, claim, [each.record for each in part if each.record])
             left_out.update(each.left_out for each in part if each.left_out)
             cut.update(each.cut for each in part if each.cut)
@@ -192,10 +188,6 @@ class _Copy:
     def provenance(self) -> dict[str, Any]:
         """What its record says beside its content: its label, and where it belongs when documents are held out."""
         return {REGENERATED_FROM: find_origin(self.document), "document": self.identity, "copy": self.number}
-
-    def key(self, root: jax.Array) -> jax.Array:
-        """Its random key, the same wherever in the source it lies."""
-        return jax.random.fold_in(named_key(root, self.identity), self.number)
 
 
 def _wanted(config: RegenerateConfig, shard: shards.Shard | None) -> list[_Copy]:
@@ -313,13 +305,14 @@ LONGEST = 8192
 """Tokens of the longest conversation that is answered, where the models have positions for more: there is a page for each."""
 
 
-def _engine(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> Engine:
-    """An engine that always drafts alike: what is fastest by the clock may round differently, and a run that is continued
-    should write what it would have written."""
-    positions = decoding.most_positions(generator.target, generator.drafter or NoDraft())
+def _answer_writer(generator: pipeline.TextGenerator, config: RegenerateConfig, has_chats: bool) -> AnswerWriter:
+    """Return the writer, with room for the longest prompt that is answered."""
     wanted = config.max_new_tokens + (LONGEST if has_chats else config.prompt_tokens)
-    drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
-    return Engine(generator, rows=config.batch, drafts=drafts, widths=(config.batch,), capacity=min(positions, max(wanted, 2)))
+    params = SamplingParams(
+        temperature=config.temperature, top_p=config.top_p, seed=config.seed, max_new_tokens=config.max_new_tokens
+    )
+    capacity = min(positions_of(generator), max(wanted, 2))
+    return AnswerWriter(generator, params, rows=config.batch, capacity=capacity)
 
 
 @dataclass(frozen=True)
@@ -337,84 +330,62 @@ class _Written:
     cut: str = ""
 
 
-class _Writer:
-    """Writes documents: as many at a time as the engine has rows, each of which begins when another one ends."""
+def _write(writer: AnswerWriter, copies: Sequence[_Copy], config: RegenerateConfig) -> Iterator[list[_Written]]:
+    """Yield what became of ``copies``, in their order, ``config.batch`` at a time.
 
-    def __init__(self, generator: pipeline.TextGenerator, config: RegenerateConfig, engine: Engine) -> None:
-        self._generator, self._config, self._engine = generator, config, engine
-        self._root = pipeline.make_key(config.seed)
-        self._of_texts, self._of_chats = (fingerprint.of_tokenizer(generator.tokenizer, chats) for chats in (False, True))
-
-    def write(self, copies: Sequence[_Copy]) -> Iterator[list[_Written]]:
-        """What became of ``copies``, in their order, ``batch`` at a time."""
-        rows = self._config.batch
-        pool = ThreadPoolExecutor(2 * rows)  # a thread waits for each answer
-        ahead: deque[Future[_Written]] = deque()
-        part: list[_Written] = []
-        try:
-            for copy in copies:
-                ahead.append(pool.submit(self._write_one, copy))
-                # Texts end in any order and are written in theirs: some more are under way than there are rows.
-                if len(ahead) == 4 * rows:
-                    part.append(ahead.popleft().result())
-                if len(part) == rows:
-                    yield part
-                    part = []
-            part += [each.result() for each in ahead]
-            if part:
+    As many are written at once as the engine has rows, each of which begins when another one ends.
+    """
+    rows = config.batch
+    pool = ThreadPoolExecutor(2 * rows)  # a thread waits for each answer
+    ahead: deque[Future[_Written]] = deque()
+    part: list[_Written] = []
+    try:
+        for copy in copies:
+            ahead.append(pool.submit(_write_one, writer, copy, config))
+            # Texts end in any order and are written in theirs: some more are under way than there are rows.
+            if len(ahead) == 4 * rows:
+                part.append(ahead.popleft().result())
+            if len(part) == rows:
                 yield part
-        finally:  # interrupted: the engine cancels what is under way when it is closed
-            pool.shutdown(wait=False, cancel_futures=True)
+                part = []
+        part += [future.result() for future in ahead]
+        if part:
+            yield part
+    finally:  # interrupted: the engine cancels what is under way when it is closed
+        pool.shutdown(wait=False, cancel_futures=True)
 
-    def _write_one(self, copy: _Copy) -> _Written:
-        written = self._write_text(copy) if copy.document.messages is None else self._write_chat(copy)
-        return replace(written, record={**written.record, **copy.provenance}) if written.record else written
 
-    def _write_text(self, copy: _Copy) -> _Written:
-        prompt, why_not = self._prompt(copy.document.text or " ", self._config.prompt_tokens)
+def _write_one(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
+    """Write one copy of a document."""
+    written = _write_text(writer, copy, config) if copy.document.messages is None else _write_chat(writer, copy, config)
+    return replace(written, record={**written.record, **copy.provenance}) if written.record else written
+
+
+def _write_text(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
+    """Continue the beginning of a text."""
+    prompt, why_not = writer.encode(copy.document.text or " ", config.prompt_tokens)
+    if why_not:
+        return _Written({}, left_out=why_not)
+    answer = writer.submit(prompt, writer.key(copy.identity, copy.number)).result()
+    return _Written(writer.text_record(prompt, answer))
+
+
+def _write_chat(writer: AnswerWriter, copy: _Copy, config: RegenerateConfig) -> _Written:
+    """Answer a conversation turn by turn, as far as there is room."""
+    chat: list[Message] = []
+    written: list[tuple[list[int], tuple[int, ...]]] = []
+    why_not = ""
+    for number, turn in enumerate(_turns(copy.document)):
+        prompt, why_not = writer.encode([*chat, *turn])
         if why_not:
-            return _Written({}, left_out=why_not)
-        answer = self._answer(prompt, copy.key(self._root))
-        # Both together: a character may lie on either side of the cut.
-        content = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
-        return _Written({"text": content, **WrittenTokens.of_turns([(prompt, answer.tokens)], self._of_texts).record()})
-
-    def _write_chat(self, copy: _Copy) -> _Written:
-        chat: list[Message] = []
-        written: list[tuple[list[int], tuple[int, ...]]] = []
-        why_not = ""
-        key = copy.key(self._root)
-        for number, turn in enumerate(_turns(copy.document)):
-            prompt, why_not = self._prompt([*chat, *turn])
-            if why_not:
-                break
-            answer = self._answer(prompt, jax.random.fold_in(key, number), self._config.stop, is_chat=True)
-            chat += [*turn, {"role": "assistant", "content": answer.text}]
-            written.append((prompt, answer.tokens))
-        if not chat:
-            return _Written({}, left_out=why_not)
-        tokens = WrittenTokens.of_turns(written, self._of_chats)
-        return _Written({"messages": chat, **tokens.record()}, cut=why_not)
-
-    def _prompt(self, prompt: str | list[Message], most: int | None = None) -> tuple[list[int], str]:
-        """The tokens of ``prompt``, of which ``most`` are kept; and why they cannot be answered, or nothing."""
-        try:
-            tokens = self._generator.encode(prompt)[:most]
-        except InputError as error:  # this one document's: its characters, or the order of its roles
-            return [], f"it cannot be encoded ({error})"
-        room = self._engine.capacity
-        if len(tokens) + self._config.max_new_tokens > room:
-            return [], f"there is no room for max_new_tokens={self._config.max_new_tokens} in {room} tokens"
-        return tokens, ""
-
-    def _answer(
-        self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), is_chat: bool = False
-    ) -> pipeline.Generation:
-        """What the target says after ``prompt``."""
-        config = self._config
-        sampling = {"temperature": config.temperature, "top_p": config.top_p, "key": key}
-        handle = self._engine.submit(prompt, max_new_tokens=config.max_new_tokens, stop=stop, is_chat=is_chat, **sampling)
-        return handle.result()
+            break
+        key = writer.key(copy.identity, copy.number, number)
+        answer = writer.submit(prompt, key, config.stop, is_chat=True).result()
+        chat += [*turn, {"role": "assistant", "content": answer.text}]
+        written.append((prompt, answer.tokens))
+    if not chat:
+        return _Written({}, left_out=why_not)
+    return _Written({"messages": chat, **writer.tokens_record(written, is_chat=True)}, cut=why_not)
 
 
 def _turns(document: Document) -> list[list[Message]]:

@@ -148,7 +148,7 @@ class EngineConfig:
         if not 0 <= (choice := operator.index(choice)) < 2**32:
             raise InputError(f"choice={choice}: must be a whole number, at least 0 and below 2**32")
         # On the host, so that nothing waits for the device, and wherever a given key lies.
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with sharding.on_host():
             own = _fold_in(params.make_key(), np.uint32(choice)) if key is None else as_key(key)
             if own.ndim:
                 raise InputError(f"key has shape {own.shape}: give one key")

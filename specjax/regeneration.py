@@ -1,0 +1,106 @@
+"""Rewrite a data set with a target's answers: what ``specjax regenerate`` and `specjax.ray.Generate` share.
+
+An answer depends on the content of its prompt, the sampling parameters and the seed alone, up to rounding: not on the order of
+the data, nor on what else is written meanwhile.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from specjax import decoding, pipeline
+from specjax.drafters import NoDraft
+from specjax.errors import InputError
+from specjax.sampling import named_key
+from specjax.sampling_params import SamplingParams
+from specjax.serving.engine import Engine
+from specjax.serving.handle import Handle
+from specjax.sharding import on_host
+from specjax.training import fingerprint
+from specjax.training.written import WrittenTokens
+
+
+class AnswerWriter(AbstractContextManager["AnswerWriter"]):
+    """An engine that answers prompts, the random key of each prompt, and the records of what was written.
+
+    Attributes:
+        capacity: most tokens of a prompt with its answer.
+
+    Examples:
+        >>> from specjax.regeneration import AnswerWriter
+        >>> params = specjax.SamplingParams(max_new_tokens=4)
+        >>> with AnswerWriter(specjax.load("embedded"), params, rows=2, capacity=64) as writer:
+        ...     prompt, why_not = writer.encode("import os")
+        ...     answer = writer.submit(prompt, writer.key("00000000000000ff", copy=0)).result()
+        >>> len(answer.tokens), sorted(writer.text_record(prompt, answer))
+        (4, ['loss_spans', 'text', 'tokenizer_fingerprint', 'tokens'])
+    """
+
+    def __init__(self, generator: pipeline.TextGenerator, params: SamplingParams, *, rows: int, capacity: int) -> None:
+        """Start an engine of ``rows`` rows.
+
+        It always drafts alike: what is fastest by the clock may round differently, and a run that is continued should write
+        what it would have written.
+        """
+        self._generator, self._params = generator, params
+        with on_host():
+            self._root = params.make_key()
+        self._fingerprints = {is_chat: fingerprint.of_tokenizer(generator.tokenizer, is_chat) for is_chat in (False, True)}
+        drafts = (None if generator.drafter is None else generator.drafter.draft_shape,)
+        self._engine = Engine(generator, rows=rows, drafts=drafts, widths=(rows,), capacity=capacity)
+        self.capacity = self._engine.capacity
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine, and cancel what it is writing."""
+        self._engine.close()
+
+    def key(self, identity: str, copy: int, turn: int | None = None) -> jax.Array:
+        """Return the random key of an answer. It is made on the host: a device would finish its running call first.
+
+        Args:
+            identity: of the document, a hexadecimal number (`specjax.training.documents.identities`).
+            copy: the index of the copy of the document.
+            turn: the index of the answer in a conversation; None: of a text, which has one.
+        """
+        with on_host():
+            key = jax.random.fold_in(named_key(self._root, identity), copy)
+            return key if turn is None else jax.random.fold_in(key, turn)
+
+    def encode(self, prompt: Any, most: int | None = None) -> tuple[list[int], str]:
+        """Return the tokens of a prompt, at most the first ``most``; and why they cannot be answered, "" where they can."""
+        try:
+            tokens = self._engine.encode(prompt)[:most]
+        except InputError as error:  # this one prompt's: its characters, or the order of its roles
+            return [], f"it cannot be encoded ({error})"
+        if len(tokens) + self._params.max_new_tokens > self.capacity:
+            return [], f"there is no room for max_new_tokens={self._params.max_new_tokens} in {self.capacity} tokens"
+        return tokens, ""
+
+    def submit(self, prompt: list[int], key: jax.Array, stop: Sequence[str] = (), *, is_chat: bool = False) -> Handle:
+        """Ask the engine for the answer to a prompt. Returns at once."""
+        return self._engine.submit(prompt, self._params, key=key, stop=stop, is_chat=is_chat)
+
+    def text_record(self, prompt: list[int], answer: pipeline.Generation) -> dict[str, Any]:
+        """Return the record of a text that was continued: the text, and its tokens as a training reads them."""
+        # Both are decoded together: a character may lie on either side of the cut.
+        text = self._generator.tokenizer.decode([*prompt, *answer.tokens], skip_special_tokens=True)
+        return {"text": text, **self.tokens_record([(prompt, answer.tokens)], is_chat=False)}
+
+    def tokens_record(self, turns: Sequence[tuple[list[int], tuple[int, ...]]], *, is_chat: bool) -> dict[str, Any]:
+        """Return the tokens of prompts and answers, turn by turn, as a training reads them."""
+        return WrittenTokens.of_turns(turns, self._fingerprints[is_chat]).record()
+
+    def empty_record(self, *, is_chat: bool) -> dict[str, Any]:
+        """Return the record of the tokens of a prompt that is left out."""
+        return {"tokens": [], "loss_spans": [[0, 0]], "tokenizer_fingerprint": self._fingerprints[is_chat]}
+
+
+def positions_of(generator: pipeline.TextGenerator) -> int:
+    """Return the most tokens that a text of a generator's target and drafter may have."""
+    return decoding.most_positions(generator.target, generator.drafter or NoDraft())
