@@ -1,13 +1,14 @@
 """A drafter that was trained for a small target, at work on an inflated copy of it."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
@@ -44,7 +45,7 @@ class _Narrow(Target):
 
 
 @struct.dataclass
-class OnInflated(Drafter[Any]):
+class OnInflated(Wrapper[Any]):
     """``inner``, whose target has been inflated by `demo.inflation.inflate`.
 
     An inflated model computes what the small one does, in the first units of its hidden states and the first heads of its keys
@@ -61,7 +62,6 @@ class OnInflated(Drafter[Any]):
     inner: Any
     original: Target
     draft: DraftShape | int = struct.field(pytree_node=False)
-    grows_trees: ClassVar[bool] = True
 
     @classmethod
     def of(cls, inner: Drafter, small: Target) -> "OnInflated":
@@ -70,16 +70,18 @@ class OnInflated(Drafter[Any]):
         return cls(inner=inner, original=replace(small, params=kept), draft=inner.draft)
 
     @property
-    def _drafter(self) -> Any:
+    def wrapped(self) -> Any:
         return replace(self.inner, draft=self.draft)
 
-    @property
-    def max_positions(self) -> int | None:
-        return self.inner.max_positions
+    def own_state(self, state: Any) -> Any:
+        return state
+
+    def with_own(self, state: Any, own: Any) -> Any:
+        return own
 
     @property
-    def node_counts(self) -> tuple[int, ...]:
-        return self._drafter.node_counts
+    def drafts_elsewhere(self) -> bool:
+        return False  # its target is not all there
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         return self.inner.taps(self.original.config)  # inflation adds layers behind the others
@@ -90,7 +92,7 @@ class OnInflated(Drafter[Any]):
     def check(self, target: Target) -> None:
         if type(self.inner).prompts_read is not Drafter.prompts_read:
             raise InputError(f"OnInflated: {type(self.inner).__name__} keeps the target's cache: use it on the target itself")
-        self._drafter.check(self.original)
+        self.wrapped.check(self.original)
         small, large = self.original.config, target.config
         for name in ("hidden_size", "num_layers", "num_kv_heads"):
             if getattr(large, name) < getattr(small, name):
@@ -100,10 +102,10 @@ class OnInflated(Drafter[Any]):
                 raise InputError(f"target: {name}={getattr(large, name)}, and the small target's is {getattr(small, name)}")
 
     def start(self, target: Target, batch: int, capacity: int) -> Any:
-        return self._drafter.start(self._narrow(target), batch, capacity)
+        return self.wrapped.start(self._narrow(target), batch, capacity)
 
     def append_committed(self, target: Target, state: Any, committed: Committed) -> Any:
-        return self._drafter.append_committed(self._narrow(target), state, self._narrowed(committed))
+        return super().append_committed(self._narrow(target), state, self._narrowed(committed))
 
     def propose(
         self,
@@ -113,13 +115,12 @@ class OnInflated(Drafter[Any]):
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
-        cache: KVCache | None = None,
+        **cache: Any,
     ) -> tuple[Draft, Any]:
-        given = {} if cache is None else {"cache": cache}
-        return self._drafter.propose(self._narrow(target), state, root, sampling, keys, active, **given)
+        return super().propose(self._narrow(target), state, root, sampling, keys, active, **cache)
 
     def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
-        return self._drafter.update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
+        return super().update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
 
     def _narrow(self, target: Target) -> Target:
         return _Narrow(self.original.params, self.original.config, self.original.mesh, inflated=target)

@@ -13,6 +13,7 @@ from flax import struct
 
 from specjax import sharding
 from specjax.drafters.base import Committed, Drafter, DraftingReads, NoDraft, append_tokens
+from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
 from specjax.models.cache import KVCache, PagedCache
@@ -49,7 +50,7 @@ class PausableState:
 
 
 @struct.dataclass
-class Pausable(Drafter[PausableState]):
+class Pausable(Wrapper[PausableState]):
     """Another drafter, which drafts, or is paused. Both have one state, so that a text may be begun with one of them and go on
     with the other.
 
@@ -77,18 +78,8 @@ class Pausable(Drafter[PausableState]):
         return NoDraft().draft if self.paused else self.drafter.draft_shape
 
     @property
-    def max_positions(self) -> int | None:
-        return self.drafter.max_positions
-
-    @property
     def node_counts(self) -> tuple[int, ...]:
         return self.draft_shape.node_counts if self.paused else self.drafter.node_counts
-
-    def check(self, target: Target) -> None:
-        self.drafter.check(target)
-
-    def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.drafter.taps(config)
 
     def reads(self, config: ModelConfig) -> tuple[int, ...]:
         return () if self.paused else self.drafter.reads(config)
@@ -103,20 +94,6 @@ class Pausable(Drafter[PausableState]):
         pending = PendingTokens(output=output, count=jnp.zeros(batch, jnp.int32))
         return PausableState(own=self.drafter.start(target, batch, capacity), pending=pending)
 
-    def append_committed(self, target: Target, state: PausableState, committed: Committed) -> PausableState:
-        return replace(state, own=self.drafter.append_committed(target, state.own, committed))
-
-    def prompts_read(
-        self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache
-    ) -> PausableState:
-        return replace(state, own=self.drafter.prompts_read(target, state.own, tokens, cache))
-
-    def to_prefix_state(self, state: PausableState) -> Any:
-        return self.drafter.to_prefix_state(state.own)
-
-    def from_prefix_state(self, fresh: PausableState, kept: Any) -> PausableState:
-        return replace(fresh, own=self.drafter.from_prefix_state(fresh.own, kept))
-
     def propose(
         self,
         target: Target,
@@ -125,19 +102,18 @@ class Pausable(Drafter[PausableState]):
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
-        **given: Any,
+        **cache: Any,
     ) -> tuple[Draft, PausableState]:
         if self.paused:
             draft, _ = NoDraft().propose(target, (), root, sampling, keys, active)
             return draft, state
-        draft, own = self.drafter.propose(target, state.own, root, sampling, keys, active, **given)
-        return draft, replace(state, own=own)
+        return super().propose(target, state, root, sampling, keys, active, **cache)
 
     def update(
         self, target: Target, state: PausableState, draft: Draft, verdict: Verdict, committed: Committed
     ) -> PausableState:
         if not self.paused:
-            return replace(state, own=self.drafter.update(target, state.own, draft, verdict, committed))
+            return super().update(target, state, draft, verdict, committed)
         pending = state.pending
 
         def keep(room: jax.Array, new: jax.Array) -> jax.Array:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.drafters.base import Committed, Drafter, DraftingReads
+from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache, PagedCache
-from specjax.models.config import ModelConfig
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -54,7 +54,7 @@ class WithPredictionState:
 
 
 @struct.dataclass
-class WithPrediction(Drafter[WithPredictionState]):
+class WithPrediction(Wrapper[WithPredictionState]):
     """Another drafter, and predictions for some rows. These rows draft by copying, the others as always.
 
     Attributes:
@@ -87,10 +87,6 @@ class WithPrediction(Drafter[WithPredictionState]):
         return Chain(max(self.longest, own.depth)) if self.longest > 0 else own
 
     @property
-    def max_positions(self) -> int | None:
-        return self.drafter.max_positions
-
-    @property
     def node_counts(self) -> tuple[int, ...]:
         own = self.drafter.node_counts
         return tuple(sorted({*own, self.draft_shape.nodes})) if self.longest else own
@@ -102,12 +98,6 @@ class WithPrediction(Drafter[WithPredictionState]):
             raise InputError(f"WithPrediction(drafter): drafts a {shape}, and beside copies go chains: give it a Chain")
         if self.longest < 0:
             raise InputError(f"WithPrediction(longest={self.longest}): must be at least 0")
-
-    def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.drafter.taps(config)
-
-    def reads(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.drafter.reads(config)
 
     def start(self, target: Target, batch: int, capacity: int) -> WithPredictionState:
         tokens, lengths = self.tokens, self.lengths
@@ -132,20 +122,6 @@ class WithPrediction(Drafter[WithPredictionState]):
         """The state of rows whose output has yet to begin, with other predictions: ``tokens [B, P]``, ``lengths [B]``."""
         return replace(state, tokens=tokens, lengths=lengths)
 
-    def append_committed(self, target: Target, state: WithPredictionState, committed: Committed) -> WithPredictionState:
-        return replace(state, own=self.drafter.append_committed(target, state.own, committed))
-
-    def prompts_read(
-        self, target: Target, state: WithPredictionState, tokens: jax.Array, cache: KVCache | PagedCache
-    ) -> WithPredictionState:
-        return replace(state, own=self.drafter.prompts_read(target, state.own, tokens, cache))
-
-    def to_prefix_state(self, state: WithPredictionState) -> Any:
-        return self.drafter.to_prefix_state(state.own)
-
-    def from_prefix_state(self, fresh: WithPredictionState, kept: Any) -> WithPredictionState:
-        return replace(fresh, own=self.drafter.from_prefix_state(fresh.own, kept))
-
     def propose(
         self,
         target: Target,
@@ -154,10 +130,10 @@ class WithPrediction(Drafter[WithPredictionState]):
         sampling: RowSampling,
         keys: jax.Array,
         active: jax.Array,
-        **given: Any,
+        **cache: Any,
     ) -> tuple[Draft, WithPredictionState]:
         own_depth = self.drafter.draft_shape.depth
-        propose = partial(self.drafter.propose, target, state.own, root, sampling, keys[:own_depth], active, **given)
+        propose = partial(self.drafter.propose, target, state.own, root, sampling, keys[:own_depth], active, **cache)
         if not self.longest:
             draft, own = propose()
             return draft, replace(state, own=own)

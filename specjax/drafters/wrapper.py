@@ -1,0 +1,144 @@
+"""The base of drafters that wrap another one: it passes every hook on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from specjax.drafters.base import Committed, Drafter, DraftingReads, RemoteFeatures, State
+from specjax.drafts.draft import Draft, Verdict
+from specjax.models.cache import Entry, KVCache, PagedCache
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import States, Target
+from specjax.sampling import RowSampling
+
+
+class Wrapper(Drafter[State]):
+    """A drafter that wraps another one. Override the hooks that differ; the others are the wrapped drafter's.
+
+    A subclass names the other drafter, by a field ``drafter`` or by overriding `wrapped`. The wrapped drafter's state is the
+    field ``own`` of the wrapper's; where it is something else, override `own_state` and `with_own`.
+
+    Examples:
+        >>> from flax import struct
+        >>> from specjax.drafters.wrapper import Wrapper
+        >>> @struct.dataclass
+        ... class Shorter(Wrapper):
+        ...     drafter: specjax.PromptLookup
+        ...     draft: specjax.Chain = struct.field(pytree_node=False, default=specjax.Chain(1))
+        ...
+        ...     @property
+        ...     def wrapped(self):
+        ...         return self.drafter.replace(draft=self.draft)
+        ...
+        ...     def own_state(self, state):
+        ...         return state
+        ...
+        ...     def with_own(self, state, own):
+        ...         return own
+        ...
+        ...     def start(self, target, batch, capacity):
+        ...         return self.wrapped.start(target, batch, capacity)
+        >>> result = specjax.generate(
+        ...     target, Shorter(specjax.PromptLookup(draft=4)), prompts, max_new_tokens=8
+        ... )
+        >>> np.array_equal(result.tokens, plain.tokens)
+        True
+    """
+
+    # --- what a subclass may say of the wrapped drafter ---
+
+    @property
+    def wrapped(self) -> Drafter[Any]:
+        """The other drafter, as the hooks call it."""
+        return self.drafter  # pyright: ignore[reportAttributeAccessIssue]
+
+    def own_state(self, state: State) -> Any:
+        """Return the wrapped drafter's state."""
+        return state.own  # pyright: ignore[reportAttributeAccessIssue]
+
+    def with_own(self, state: State, own: Any) -> State:
+        """Return the wrapper's ``state`` with another state of the wrapped drafter."""
+        return replace(state, own=own)  # pyright: ignore[reportArgumentType]
+
+    # --- hooks ---
+
+    @property
+    def grows_trees(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.wrapped.grows_trees
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.wrapped.max_positions
+
+    @property
+    def node_counts(self) -> tuple[int, ...]:
+        return self.wrapped.node_counts
+
+    @property
+    def drafts_elsewhere(self) -> bool:
+        return self.wrapped.drafts_elsewhere
+
+    def fingerprint(self) -> str:
+        return self.wrapped.fingerprint()
+
+    def check(self, target: Target) -> None:
+        self.wrapped.check(target)
+
+    def taps(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.wrapped.taps(config)
+
+    def reads(self, config: ModelConfig) -> tuple[int, ...]:
+        return self.wrapped.reads(config)
+
+    def start(self, target: Target, batch: int, capacity: int) -> State:
+        """Return the wrapper's own state. There is no default: it holds the wrapped drafter's `start`."""
+        raise NotImplementedError
+
+    def append_committed(self, target: Target, state: State, committed: Committed) -> State:
+        return self.with_own(state, self.wrapped.append_committed(target, self.own_state(state), committed))
+
+    def remote_inputs(self, target: Target, output: States, entries: Sequence[Entry]) -> dict[str, jax.Array]:
+        return self.wrapped.remote_inputs(target, output, entries)
+
+    def remote_entries(self, target: Target, arrays: Mapping[str, jax.Array]) -> tuple[Entry, ...]:
+        return self.wrapped.remote_entries(target, arrays)
+
+    def append_remote(self, target: Target, state: State, told: RemoteFeatures) -> State:
+        return self.with_own(state, self.wrapped.append_remote(target, self.own_state(state), told))
+
+    def append_unverified(
+        self, target: Target, state: State, tokens: jax.Array, following: jax.Array, count: jax.Array, cache: Any = None
+    ) -> tuple[State, tuple[Entry, ...]]:
+        own, entries = self.wrapped.append_unverified(target, self.own_state(state), tokens, following, count, cache)
+        return self.with_own(state, own), entries
+
+    def prompts_read(self, target: Target, state: State, tokens: jax.Array, cache: KVCache | PagedCache) -> State:
+        return self.with_own(state, self.wrapped.prompts_read(target, self.own_state(state), tokens, cache))
+
+    def propose(
+        self,
+        target: Target,
+        state: State,
+        root: jax.Array,
+        sampling: RowSampling,
+        keys: jax.Array,
+        active: jax.Array,
+        **cache: Any,
+    ) -> tuple[Draft, State]:
+        draft, own = self.wrapped.propose(target, self.own_state(state), root, sampling, keys, active, **cache)
+        return draft, self.with_own(state, own)
+
+    def update(self, target: Target, state: State, draft: Draft, verdict: Verdict, committed: Committed) -> State:
+        return self.with_own(state, self.wrapped.update(target, self.own_state(state), draft, verdict, committed))
+
+    def to_prefix_state(self, state: State) -> Any:
+        return self.wrapped.to_prefix_state(self.own_state(state))
+
+    def from_prefix_state(self, fresh: State, kept: Any) -> State:
+        return self.with_own(fresh, self.wrapped.from_prefix_state(self.own_state(fresh), kept))
+
+    def drafting_reads(self, target: Target, state: State = (), cache: Any = ()) -> DraftingReads:  # pyright: ignore[reportArgumentType]
+        own = () if isinstance(state, tuple) and not state else self.own_state(state)
+        return self.wrapped.drafting_reads(target, own, cache)

@@ -1,0 +1,115 @@
+"""Drafters that wrap another one: every hook of `Drafter` reaches the wrapped drafter, with the same arguments."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import pytest
+
+import specjax
+from specjax.demo.on_inflated import OnInflated
+from specjax.drafters import NoDraft
+from specjax.drafters.base import _OLD_METHODS, Drafter
+from specjax.drafters.pausable import Pausable
+from specjax.drafters.with_prediction import WithPrediction
+from specjax.drafters.wrapper import Wrapper
+
+OF_EVERY_DRAFTER = {"draft_shape", "draft", "shown_fields", *_OLD_METHODS}  # these follow from the wrapper's own fields
+HOOKS = [name for name in vars(Drafter) if not name.startswith("_") and name not in OF_EVERY_DRAFTER]
+PROPERTIES = [name for name in HOOKS if not callable(getattr(Drafter, name))]
+METHODS = [name for name in HOOKS if name not in PROPERTIES]
+RETURN_STATES = {"append_committed", "append_remote", "prompts_read", "update", "from_prefix_state"}
+RETURN_STATE_SECOND = {"propose"}
+RETURN_STATE_FIRST = {"append_unverified"}
+
+
+@dataclass(frozen=True)
+class State:
+    own: Any
+    count: int = 0
+
+
+class Recorder:
+    """Stands for a wrapped drafter. Whatever is asked of it is written down, and answered with its name."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PROPERTIES:
+            return f"the {name}"
+
+        def answer(*arguments: Any, **named: Any) -> Any:
+            self.calls.append((name, arguments, named))
+            new, other = f"state after {name}", f"other of {name}"
+            if name in RETURN_STATE_SECOND:
+                return other, new
+            return (new, other) if name in RETURN_STATE_FIRST else new
+
+        return answer
+
+
+class Plain(Wrapper[Any]):
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_the_hooks_are_those_of_the_guide() -> None:
+    assert {"check", "taps", "reads", "start", "append_committed", "propose", "update", "max_positions"} < set(HOOKS)
+    assert set(METHODS) >= RETURN_STATES | RETURN_STATE_FIRST | RETURN_STATE_SECOND
+    assert all(name in vars(Wrapper) for name in HOOKS), "a hook that the base of wrappers does not pass on"
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_a_property_is_the_wrapped_drafters(name: str) -> None:
+    assert getattr(Plain(Recorder()), name) == f"the {name}"
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "start"])
+def test_a_method_is_passed_on_with_its_arguments_and_the_wrapped_drafters_state(name: str) -> None:
+    inner = Recorder()
+    names = parameters(getattr(Drafter, name))
+    given = {each: State("own state", count=3) if each in ("state", "fresh") else f"the {each}" for each in names}
+    result = getattr(Plain(inner), name)(*given.values())
+    ((called, arguments, named),) = inner.calls
+    expected = ["own state" if isinstance(value, State) else value for value in given.values()]
+    assert (called, [*arguments, *named.values()]) == (name, expected)
+    new, other = State(f"state after {name}", count=3), f"other of {name}"
+    if name in RETURN_STATES:
+        assert result == new
+    elif name in RETURN_STATE_SECOND:
+        assert result == (other, new)
+    elif name in RETURN_STATE_FIRST:
+        assert result == (new, other)
+    else:
+        assert result == (None if name == "check" else f"state after {name}")
+
+
+def test_a_cache_reaches_the_wrapped_drafters_propose() -> None:
+    inner = Recorder()
+    Plain(inner).propose("target", State("own"), "root", "sampling", "keys", "active", cache="the cache")  # pyright: ignore
+    assert inner.calls[0][2] == {"cache": "the cache"}
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Pausable, WithPrediction, OnInflated])
+def test_an_override_takes_what_the_hook_takes(kind: type) -> None:
+    assert {Pausable, WithPrediction, OnInflated} <= set(Wrapper.__subclasses__())
+    for name in METHODS:
+        if name in vars(kind):
+            own = parameters(getattr(kind, name))
+            assert own[: len(parameters(getattr(Drafter, name)))] == parameters(getattr(Drafter, name)), name
+
+
+def test_a_wrapper_says_what_its_drafter_reads_and_grows(target) -> None:
+    drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
+    for wrapper in (Pausable(drafter), WithPrediction(drafter, longest=0)):
+        state = wrapper.start(target, 1, 16)
+        assert wrapper.grows_trees == drafter.grows_trees
+        assert wrapper.drafting_reads(target, state) == drafter.drafting_reads(target, state.own)
+        assert wrapper.drafting_reads(target) == drafter.drafting_reads(target)
+    assert not Pausable(NoDraft()).grows_trees
