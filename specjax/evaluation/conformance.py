@@ -31,7 +31,7 @@ from specjax.errors import InputError
 from specjax.evaluation import metrics
 from specjax.models.cache import PagedCache, groups_of
 from specjax.models.transformer import Target
-from specjax.sampling import Rule, Sampling, probabilities
+from specjax.sampling import SAMPLING_NAMES, Rule, Sampling, probabilities
 
 _LENGTHS = np.array([6, 1, 3])
 _NEW_TOKENS = 24
@@ -260,7 +260,7 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         >>> conformance.check_rows_that_come_and_go(target, drafter, new_tokens=8)
     """
     texts = _texts(target, new_tokens)
-    settings = {name: np.array([getattr(text, name) for text in texts]) for name in Sampling.__dataclass_fields__}
+    settings = {name: np.array([text.sampling[name] for text in texts]) for name in SAMPLING_NAMES}
     lengths = np.array([text.length for text in texts])
     plain = decoding.generate(
         target,
