@@ -15,7 +15,7 @@ from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
 from specjax.drafters.trained import Stored, layer_like
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import hub, huggingface
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
@@ -271,7 +271,7 @@ def _sizes(block: ModelConfig) -> tuple[int, int]:
 def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
     target, own = config.target, config.self_layer
     if name:
-        target = huggingface.read_config(huggingface.locate(name, weights=False))
+        target = huggingface.read_config(hub.locate(name, weights=False))
     if target is None:
         raise InputError(
             "layout='authors': its config.json is the target's, which this checkpoint does not say: give target=DIRECTORY or "

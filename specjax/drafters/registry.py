@@ -40,7 +40,7 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, did_you_mean
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, hub, huggingface
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
 from specjax.progress import say
@@ -150,7 +150,7 @@ def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
 def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
-    directory = huggingface.locate(request.where, weights=False)
+    directory = hub.locate(request.where, weights=False)
     huggingface.check_whole(directory)
     config, shared = huggingface.read_config(directory), None
     if request.tokenizer is not None and text.has_tokenizer(directory):
@@ -245,7 +245,7 @@ def load_drafter(
     """
     method, where = resolve(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
-        directory = huggingface.locate(where, weights=False)
+        directory = hub.locate(where, weights=False)
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
     shape = None if draft is None else as_shape(draft)
@@ -285,7 +285,7 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         raise InputError(
             f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
         )
-    file = huggingface.locate(name, weights=False) / "config.json"
+    file = hub.locate(name, weights=False) / "config.json"
     config = huggingface.read_json(file)
     tensors = checkpoint.stored_names(file.parent)
     for method in _methods_by_content(others):

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints of whole models: where they lie, and what their config.json says.
+"""Hugging Face checkpoints of whole models: what their config.json says, and their weights.
 
 Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
 the field, its value and what to do. What the model types differ in is said by `specjax.models.families`; the tensors themselves
@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import sharding
-from specjax.assets import embedded
 from specjax.errors import InputError, did_you_mean
 from specjax.models import checkpoint, directories, fingerprint, parts
 from specjax.models import params as declarations
@@ -45,51 +44,6 @@ from specjax.progress import say
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
-
-
-def locate(path: str | Path, weights: bool = True) -> Path:
-    """The local directory of a checkpoint: ``path`` itself, or the hub's snapshot of the repository of that id.
-
-    "embedded" is the target that comes with specjax, "embedded:draft" its draft model.
-
-    Without ``weights``, the hub is asked for the small files only: enough to check a checkpoint before it is fetched.
-
-    Raises:
-        CheckpointError: it is neither.
-        InputError: there is no such embedded checkpoint.
-    """
-    kind, _, which = str(path).partition(":")
-    if kind == "embedded":
-        return embedded(which or "target")
-    name = str(path)
-    try:
-        directory = Path(path).expanduser()
-        if directory.is_dir():
-            return directory
-        is_file = directory.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
-        raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
-    if is_file:
-        directories.check_file(directory)
-    if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
-        raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
-
-    def fetch(patterns: list[str]) -> Path:  # "consolidated" is a second copy of the weights, in another layout
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
-
-    try:
-        directory = fetch(patterns)
-        if weights and not any(directory.glob("*.safetensors")):
-            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS, *checkpoint.MEDUSA_WEIGHTS])
-        return directory
-    except Exception as error:  # the hub's client raises a dozen unrelated types
-        raise CheckpointError(
-            f"{name!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
-            "check the spelling, the network, and for gated models the login"
-        ) from error
 
 
 # --- config.json -----------------------------------------------------------------------------------------------------

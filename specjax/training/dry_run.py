@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters.base import Drafter
-from specjax.models import huggingface
+from specjax.models import hub, huggingface
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.contract import StudentInputs
@@ -87,7 +87,7 @@ def abstract_run(
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
     if method.target and target is None:
-        directory = huggingface.locate(method.target, weights=False)
+        directory = hub.locate(method.target, weights=False)
         huggingface.check_whole(directory)
         shape = huggingface.read_config(directory)
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))

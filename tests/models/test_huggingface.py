@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.models import checkpoint as checkpoint_module
-from specjax.models import huggingface
+from specjax.models import hub, huggingface
 from specjax.models.config import MLA, MoE, Rope
 from specjax.models.huggingface import CheckpointError
 from specjax.models.transformer import Target
@@ -429,7 +429,7 @@ def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
         Target.from_pretrained(tmp_path / "nothing")
     for name in ("~nobody-of-this-name/model", "a" * 300 + "/b"):
         with pytest.raises(CheckpointError, match="is not a directory"):
-            huggingface.locate(name)
+            hub.locate(name)
 
 
 def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:
