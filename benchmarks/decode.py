@@ -41,7 +41,7 @@ from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
-from specjax.models import hub, huggingface, params
+from specjax.models import config_json, hub, params
 from specjax.models.transformer import Target
 from specjax.planning.costs import measure_costs, predicted_speedup
 from specjax.sampling import Rule, Sampling
@@ -146,7 +146,7 @@ def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[
 def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
     """The inflated target, our methods, the texts as token ids, and the peers' methods on the same weights."""
     directory = hub.locate(config.target, weights=False)
-    check_vocabulary(huggingface.read_config(hub.locate(config.draft, weights=False)), huggingface.read_config(directory))
+    check_vocabulary(config_json.read_config(hub.locate(config.draft, weights=False)), config_json.read_config(directory))
     dtype = jnp.dtype(config.dtype)
     target = Target.from_pretrained(config.target, dtype=dtype)
     small, draft = target, Target.from_pretrained(config.draft, dtype=dtype)

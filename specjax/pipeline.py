@@ -22,8 +22,8 @@ from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
+from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
-from specjax.models import hub, huggingface
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
@@ -120,8 +120,8 @@ def load(
         config = target.config
     else:
         directory = hub.locate(target, weights=False)
-        huggingface.check_whole(directory)
-        config = huggingface.read_config(directory)
+        config_json.check_whole(directory)
+        config = config_json.read_config(directory)
         default_sampling = _read_default_sampling(directory, generation_config)
         tokenizer = directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):

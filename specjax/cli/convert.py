@@ -13,7 +13,7 @@ from specjax import text
 from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
 from specjax.files import replacing
-from specjax.models import checkpoint, hub, huggingface, parts
+from specjax.models import checkpoint, config_json, hub, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import Form, schemes
@@ -143,7 +143,7 @@ def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
         InputError: there is no such text, or too little of it.
     """
     argument = f"calibrate={config.calibrate!r}"
-    shape, tokenizer = huggingface.read_config(source), text.load_tokenizer(source)
+    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source)
     with waiting(f"reading {config.calibrate}"):
         documents = read_documents(config.calibrate, "calibrate")
         if any(document.messages for document in documents) and not tokenizer.chat_template:
@@ -170,11 +170,11 @@ def write_client_parts(config: ConvertConfig) -> None:
     """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
     output = Path(config.output)
     source = hub.locate(config.target, weights=False)
-    huggingface.check_whole(source)
+    config_json.check_whole(source)
     checkpoint.check_writable(output)
     if source.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
-    shape = huggingface.read_config(source)
+    shape = config_json.read_config(source)
     tokenizer = text.load_tokenizer(source)
     drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
     layers = layers_for(config.drafter, drafter, shape)
