@@ -21,7 +21,7 @@ from specjax.drafts.published import EAGLE_TREE
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.sampling import Rule
 
 METHODS: tuple[tuple[DraftShape, Rule], ...] = (
@@ -77,7 +77,7 @@ class AcceptanceConfig:
 
 def read_prompts(config: AcceptanceConfig) -> np.ndarray:
     """``[count, context]``."""
-    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    tokenizer = text.load_tokenizer(hub.locate(config.target))
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     return prompts_of(texts, config.count, config.context)
 

@@ -31,7 +31,7 @@ from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.errors import InputError
-from specjax.models import huggingface, params
+from specjax.models import hub, params
 from specjax.models.transformer import Target
 from specjax.reports import pictures
 from specjax.reports.arrivals import Spread, Stay, stays_of
@@ -124,7 +124,7 @@ class Models(NamedTuple):
 def load(config: ArrivalsConfig) -> Models:
     """The inflated target, and the drafter of the small one."""
     dtype = jnp.dtype(config.dtype)
-    directory = huggingface.locate(config.target, weights=False)
+    directory = hub.locate(config.target, weights=False)
     small = Target.from_pretrained(config.target, dtype=dtype)
     drafter = None if config.drafter == "none" else load_drafter(config.drafter, None, small.config, dtype)
     target = small

@@ -29,7 +29,7 @@ from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.sampling import Sampling
 
 
@@ -72,7 +72,7 @@ def run(config: BoundednessConfig) -> list[dict[str, Any]]:
     if min(config.count, config.context, config.written, config.alone) < 1:
         raise InputError("count, context, written and alone: must be at least 1")
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
-    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    tokenizer = text.load_tokenizer(hub.locate(config.target))
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)
     # No token ends a text here: what came after it would be filler, and equal to nothing.

@@ -41,7 +41,7 @@ from specjax.client.device import ClientDevice
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.progress import show_waits, track
 from specjax.reports.arrivals import Spread
 
@@ -130,7 +130,7 @@ class Models:
     @classmethod
     def load(cls, target: str, drafters: Sequence[str], prompts: str, texts: int, context: int) -> "Models":
         """``drafters`` are "NAME=DIRECTORY"."""
-        directory = huggingface.locate(target)
+        directory = hub.locate(target)
         model, tokenizer = specjax.Target.from_pretrained(directory, dtype=np.float32), text.load_tokenizer(directory)
         where = {}
         for each in drafters:

@@ -41,7 +41,7 @@ from specjax.drafters import Drafter, DraftModel, check_vocabulary
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.evaluation import metrics
-from specjax.models import huggingface, params
+from specjax.models import config_json, hub, params
 from specjax.models.transformer import Target
 from specjax.planning.costs import measure_costs, predicted_speedup
 from specjax.sampling import Rule, Sampling
@@ -145,10 +145,8 @@ def chosen(drafters: dict[str, Drafter | None], methods: Sequence[str]) -> dict[
 
 def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], list[np.ndarray], dict[str, Runner]]:
     """The inflated target, our methods, the texts as token ids, and the peers' methods on the same weights."""
-    directory = huggingface.locate(config.target, weights=False)
-    check_vocabulary(
-        huggingface.read_config(huggingface.locate(config.draft, weights=False)), huggingface.read_config(directory)
-    )
+    directory = hub.locate(config.target, weights=False)
+    check_vocabulary(config_json.read_config(hub.locate(config.draft, weights=False)), config_json.read_config(directory))
     dtype = jnp.dtype(config.dtype)
     target = Target.from_pretrained(config.target, dtype=dtype)
     small, draft = target, Target.from_pretrained(config.draft, dtype=dtype)
@@ -165,7 +163,7 @@ def load(config: BenchmarkConfig) -> tuple[Target, dict[str, Drafter | None], li
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     methods = drafters_of(draft, config.exit_layers)
     if config.eagle3:
-        eagle3 = specjax.Eagle3.from_pretrained(huggingface.locate(config.eagle3), dtype=dtype)
+        eagle3 = specjax.Eagle3.from_pretrained(hub.locate(config.eagle3), dtype=dtype)
         for name, shape in EAGLE_SHAPES.items():
             methods[f"EAGLE-3, {name}"] = OnInflated.of(replace(eagle3, draft=shape), small)
     return target, methods, texts, others

@@ -33,7 +33,7 @@ from specjax.drafts.published import EAGLE_TREE
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, StaticTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.progress import show_waits, track
 
 SHAPES: dict[str, DraftShape] = {
@@ -122,7 +122,7 @@ def speeds(
 def run(config: DraftersConfig) -> list[dict[str, Any]]:
     """A row for each name, shape and temperature."""
     target = specjax.Target.from_pretrained(config.target, dtype=np.float32)
-    tokenizer = text.load_tokenizer(huggingface.locate(config.target))
+    tokenizer = text.load_tokenizer(hub.locate(config.target))
     drafters = load(config.runs, target)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(config.prompts)]
     prompts = prompts_of(texts, config.count, config.context)

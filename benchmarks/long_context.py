@@ -30,7 +30,7 @@ from specjax.demo import inflate
 from specjax.drafters import CompressedCache, Drafter, SnapKV, Streaming
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.planning.contexts import TRIAL_TOKENS, Gain, MeasuredContexts, forget_programs, measure_contexts
 from specjax.reports import pictures
 from specjax.reports.speedups import draw_by_batch
@@ -84,7 +84,7 @@ _SCHEMES = {"streaming": Streaming(), "snapkv": SnapKV()}
 
 def long_texts(source: str, target: str, tokens: int, count: int) -> np.ndarray:
     """``[count, tokens]`` the beginnings of the longest files of ``source``; where these are too few, they are repeated."""
-    tokenizer = text.load_tokenizer(huggingface.locate(target))
+    tokenizer = text.load_tokenizer(hub.locate(target))
     files = sorted(find_files(source), key=lambda file: -file.stat().st_size)
     texts = []
     for file in files:

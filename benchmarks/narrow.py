@@ -39,7 +39,7 @@ from specjax.drafters import Drafter
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.evaluation import metrics, same_texts
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.models.calibration import calibrate, windows
 from specjax.models.transformer import Target
 from specjax.progress import show_waits, track
@@ -102,7 +102,7 @@ def load(name: str, weights: Weights, calibration: str = "") -> Target:
         return Target.from_pretrained(name, dtype=jnp.dtype(weights))
     scheme, *calibrated = weights.split("-")
     if calibrated:
-        tokenizer = text.load_tokenizer(huggingface.locate(name, weights=False))
+        tokenizer = text.load_tokenizer(hub.locate(name, weights=False))
         texts = [text.encode(tokenizer, sample) for sample in calibration_texts(calibration)]
         return calibrate(Target.from_pretrained(name, dtype=jnp.float32), scheme, windows(texts))
     return Target.from_pretrained(name, dtype=jnp.float32, weights=weights)
@@ -123,7 +123,7 @@ def calibration_texts(source: str) -> list[str]:
 
 def tokens_of(name: str, prompts: str) -> list[np.ndarray]:
     """The texts, as the target's tokens."""
-    tokenizer = text.load_tokenizer(huggingface.locate(name, weights=False))
+    tokenizer = text.load_tokenizer(hub.locate(name, weights=False))
     return [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts(prompts)]
 
 
@@ -285,7 +285,7 @@ def _llama(config: NarrowConfig, target: Target, scratch: Path) -> dict[str, Cal
     import shutil
 
     target.save_pretrained(scratch / "target")
-    shutil.copy(huggingface.locate(config.targets[0]) / "tokenizer.json", scratch / "target")
+    shutil.copy(hub.locate(config.targets[0]) / "tokenizer.json", scratch / "target")
     write_gguf(scratch / "target", scratch / "target.gguf", "q8_0")
     process = subprocess.Popen(
         [config.llama, "-c", _LLAMA, str(scratch / "target.gguf")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks.decode import machine, prompts_of, read_texts
 from specjax import text
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.ray import Generate
 
 
@@ -92,7 +92,7 @@ def measure(config: WithRayConfig, actors: int) -> float:
     """Tokens a second."""
     import ray
 
-    target = huggingface.locate(config.target)
+    target = hub.locate(config.target)
     tokenizer = text.load_tokenizer(target)
     texts = [np.asarray(text.encode(tokenizer, sample)) for sample in read_texts("")]
     prompts = prompts_of(texts, config.prompts_per_actor * actors, config.context).tolist()

@@ -22,8 +22,8 @@ from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
+from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
-from specjax.models import huggingface
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
@@ -118,13 +118,13 @@ def load(
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
         config = target.config
     else:
-        directory = huggingface.locate(target, weights=False)
-        huggingface.check_whole(directory)
-        config = huggingface.read_config(directory)
+        directory = hub.locate(target, weights=False)
+        config_json.check_whole(directory)
+        config = config_json.read_config(directory)
         default_sampling = _read_default_sampling(directory, generation_config)
         tokenizer = directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
-        tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
+        tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
     tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
     if isinstance(drafter, str | Path):
         mesh = target.mesh if isinstance(target, Target) and mesh is None else mesh

@@ -10,7 +10,7 @@ import pytest
 from specjax import config
 from specjax.cli.main import main, parse_options
 from specjax.config import ConfigError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.published import parameter_count, published
 from specjax.models.transformer import Target
 from specjax.training.config import DataConfig, OptimizerConfig, TrainConfig
@@ -139,7 +139,7 @@ def test_a_dry_run_of_a_model_that_is_not_here_has_its_shapes(file, name, sizes)
 @pytest.mark.parametrize(("file", "name"), [("eagle3_gemma4_e4b", "gemma-4-e4b"), ("eagle3_gpt_oss_20b", "gpt-oss-20b")])
 def test_a_dry_run_needs_the_target_s_config_json_alone(file, name, tmp_path, capsys) -> None:
     file = str(Path(__file__).parents[1] / "configs" / f"{file}.yaml")
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(published(name), "bfloat16")))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(published(name), "bfloat16")))
     assert main(["train", "--config", file, "--method.target", str(tmp_path), "--dry-run"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"{parameter_count(published(name)):,} parameters, in bfloat16" in out

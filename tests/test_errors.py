@@ -6,7 +6,7 @@ from specjax import config
 from specjax.drafters.registry import resolve
 from specjax.drafts.names import as_shape
 from specjax.errors import InputError, check_options, did_you_mean
-from specjax.models.huggingface import parse_config
+from specjax.models.config_json import parse_config
 from specjax.pipeline import settings
 from specjax.training.config import TrainConfig
 

@@ -13,7 +13,7 @@ from specjax import text
 from specjax.drafters import Drafter, registry
 from specjax.errors import InputError
 from specjax.files import replacing
-from specjax.models import checkpoint, huggingface, parts
+from specjax.models import checkpoint, config_json, hub, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import Form, schemes
@@ -91,7 +91,7 @@ def run_convert(config: ConvertConfig) -> None:
     layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
     if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
-    directory = huggingface.locate(where)
+    directory = hub.locate(where)
     if directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(directory)
@@ -117,7 +117,7 @@ def scheme_of(config: ConvertConfig) -> schemes.Scheme:
 def write_narrow(config: ConvertConfig) -> None:
     """Write the target with narrow weights, and its tokenizer. All of it or nothing."""
     scheme, output = scheme_of(config), Path(config.output)
-    source = huggingface.locate(config.target)
+    source = hub.locate(config.target)
     checkpoint.check_writable(output)
     if source.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
@@ -143,7 +143,7 @@ def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
         InputError: there is no such text, or too little of it.
     """
     argument = f"calibrate={config.calibrate!r}"
-    shape, tokenizer = huggingface.read_config(source), text.load_tokenizer(source)
+    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source)
     with waiting(f"reading {config.calibrate}"):
         documents = read_documents(config.calibrate, "calibrate")
         if any(document.messages for document in documents) and not tokenizer.chat_template:
@@ -169,16 +169,16 @@ def copy_beside(source: Path, output: Path) -> None:
 def write_client_parts(config: ConvertConfig) -> None:
     """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
     output = Path(config.output)
-    source = huggingface.locate(config.target, weights=False)
-    huggingface.check_whole(source)
+    source = hub.locate(config.target, weights=False)
+    config_json.check_whole(source)
     checkpoint.check_writable(output)
     if source.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
-    shape = huggingface.read_config(source)
+    shape = config_json.read_config(source)
     tokenizer = text.load_tokenizer(source)
     drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
     layers = layers_for(config.drafter, drafter, shape)
-    source = huggingface.locate(config.target)
+    source = hub.locate(config.target)
     part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
     drafter.check(part)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:

@@ -23,7 +23,7 @@ from specjax.drafters.registry import load_drafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree, SampledTree, StaticTree
 from specjax.errors import InputError, check_options
-from specjax.models import huggingface
+from specjax.models import hub
 from specjax.models.transformer import Target
 from specjax.sampling_params import SamplingParams
 from specjax.templates import Settings, with_template
@@ -220,7 +220,7 @@ def connect(
     web_socket = partial(WebSocketLink, server, api_key, certificate)
     web_socket()  # an address that is none is refused now
     if not isinstance(target_parts, Target):
-        directory = huggingface.locate(target_parts)
+        directory = hub.locate(target_parts)
         if tokenizer is None and text.has_tokenizer(directory):
             tokenizer = text.load_tokenizer(directory)
         target_parts = Target.from_pretrained(directory, dtype=dtype)

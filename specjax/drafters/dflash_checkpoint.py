@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from specjax.drafters.dflash_config import DFlashConfig, Markov, default_taps
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
 
@@ -150,7 +150,7 @@ def read_config(stored: Stored) -> DFlashConfig:
     layer: ModelConfig = own["layer"]
     stored.check_count("num_hidden_layers", layer.num_layers, stored.numbered("layers."), "layers")
     windows = {"sliding_window": layer.sliding_window, "windowed_layers": layer.windowed_layers}
-    own["layer"] = replace(huggingface.with_switches(layer, stored.shapes, "layers.0."), **windows)
+    own["layer"] = replace(config_json.with_switches(layer, stored.shapes, "layers.0."), **windows)
     _check_parts(own, stored)
     config = DFlashConfig(
         **own,
@@ -174,7 +174,7 @@ def read_config(stored: Stored) -> DFlashConfig:
 
 def _read_qwen3(fields: dict[str, Any], stored: Stored, layout: str) -> dict[str, Any]:
     """The fields of z-lab's and DeepSpec's config.json."""
-    layer = huggingface.parse_drafter_config(dict(stored.raw), stored.file)
+    layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
     own = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
     return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **own}
 
@@ -229,7 +229,7 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
 def _read_speculators(fields: dict[str, Any], stored: Stored) -> dict[str, Any]:
     described = fields["transformer_layer_config"]
     raw = _with_windows({**_QWEN3, "model_type": "qwen3", **described})
-    layer = huggingface.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
+    layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
     kind = kind_of(stored.raw)
     _check_hidden(fields["target_hidden_size"], layer, stored)
     if fields["aux_hidden_state_layer_ids"] is None:
@@ -325,7 +325,7 @@ def format_config(config: DFlashConfig, layout: str, dtype: str, target: str) ->
     if wrong:
         raise InputError(f"layout={layout!r}: cannot say {', '.join(wrong)}: write it as 'speculators'")
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": [tap - 1 for tap in config.taps]}
-    raw, size = huggingface.format_config(config.layer, dtype), {"block_size": config.block_size}
+    raw, size = config_json.format_config(config.layer, dtype), {"block_size": config.block_size}
     if config.target_layers is not None:  # SpecForge reads it where the layers are named, too
         raw |= {"num_target_layers": config.target_layers}
     if layout == "deepspec":
@@ -393,7 +393,7 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[s
         "sliding_window_non_causal": not config.causal_in_window,
         **(_heads_of(config) if config.has_heads else {}),
         **(_dflash2_of(config) if config.has_selector else {}),
-        "transformer_layer_config": huggingface.format_config(config.layer, dtype),
+        "transformer_layer_config": config_json.format_config(config.layer, dtype),
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",

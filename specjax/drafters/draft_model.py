@@ -20,7 +20,7 @@ from specjax.drafters.shared_vocabulary import Asked, SharedVocabulary, share
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
@@ -156,9 +156,9 @@ class DraftModel(Drafter[DraftModelState]):
             )
         if tokenizer is not None:
             if isinstance(tokenizer, str | Path):
-                tokenizer = text.load_tokenizer(huggingface.locate(tokenizer, weights=False))
-            directory = huggingface.locate(path, weights=False)
-            size = huggingface.read_config(directory).vocab_size
+                tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
+            directory = hub.locate(path, weights=False)
+            size = config_json.read_config(directory).vocab_size
             shared = share(tokenizer, text.load_tokenizer(directory), vocabulary, sizes=(None, size))
         model = Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights)
         return cls(model=model, draft=draft, shared=shared)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specjax.drafters.features import FeatureDrafter
 from specjax.drafters.trained import Stored, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
@@ -104,7 +104,7 @@ class Eagle(FeatureDrafter):
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
         layer = self.config.layer
-        return huggingface.format_config(layer, dtype) | {"bias": self.config.fc_bias, "qkv_bias": layer.qkv_bias}
+        return config_json.format_config(layer, dtype) | {"bias": self.config.fc_bias, "qkv_bias": layer.qkv_bias}
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
@@ -141,11 +141,11 @@ class Eagle(FeatureDrafter):
 
 def read_layer(stored: Stored) -> EagleConfig:
     """The shape of a checkpoint's layer, and of what joins its inputs."""
-    layer = huggingface.parse_drafter_config(stored.raw, stored.file)
+    layer = config_json.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:
         raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
     return EagleConfig(
-        layer=huggingface.with_switches(layer, stored.shapes, "layers.0."),
+        layer=config_json.with_switches(layer, stored.shapes, "layers.0."),
         fc_bias="fc.bias" in stored.shapes,
         own_embedding="embed_tokens.weight" in stored.shapes,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
@@ -196,10 +196,10 @@ def read_config(stored: Stored) -> Eagle3Config:
     how = check_fields(nested, _NESTED, source, "eagle_config.")
     flags["norm_output"] |= how["return_hidden_post_norm"]
     if described is None:
-        layer = huggingface.parse_drafter_config(raw, source)
+        layer = config_json.parse_drafter_config(raw, source)
     else:
         kind = described.get("model_type", "qwen3")  # as speculators reads it
-        layer = huggingface.parse_drafter_config(
+        layer = config_json.parse_drafter_config(
             {**_LAYER_DEFAULTS.get(kind, {}), "model_type": kind, **described}, f"{source}: transformer_layer_config"
         )
     first = _FIRST_LAYER[layout]
@@ -211,7 +211,7 @@ def read_config(stored: Stored) -> Eagle3Config:
     # In the layout `eagle3` the first layer has a name in place of its number.
     found = stored.numbered("layers.") + (layout == "eagle3")
     stored.check_count("num_hidden_layers", layer.num_layers, found, "layers")
-    layer = huggingface.with_switches(layer, shapes, first)
+    layer = config_json.with_switches(layer, shapes, first)
     target_hidden = fields["target_hidden_size"] or layer.hidden_size
     fused = shapes.get("fc.weight", (0, 0))[-1] if how["use_aux_hidden_state"] else 0
     if how["use_aux_hidden_state"] and (fused == 0 or fused % target_hidden):
@@ -314,7 +314,7 @@ def _flags(config: Eagle3Config) -> dict[str, bool]:
 
 
 def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
-    content = huggingface.format_config(config.layer, dtype) | {
+    content = config_json.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
         "target_hidden_size": config.target_hidden_size,
@@ -338,7 +338,7 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
         "target_hidden_size": config.target_hidden_size,
         **_flags(config),
         "eagle_aux_hidden_state_layer_ids": _entered(config),
-        "transformer_layer_config": huggingface.format_config(config.layer, dtype),
+        "transformer_layer_config": config_json.format_config(config.layer, dtype),
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",

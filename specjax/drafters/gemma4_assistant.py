@@ -21,7 +21,7 @@ from specjax.drafters.trained import NewestStateDrafter, Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry, KVCache, PagedCache
@@ -124,7 +124,7 @@ class Gemma4Assistant(NewestStateDrafter):
         fields = check_fields(stored.raw, known, stored.file)
         # All of its layers read the entries of another model's: what it says of layers that share is of no use here.
         text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
-        model = huggingface.parse_drafter_config(text, stored.file)
+        model = config_json.parse_drafter_config(text, stored.file)
         stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
         centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
         return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])
@@ -162,7 +162,7 @@ class Gemma4Assistant(NewestStateDrafter):
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
         config, model = self.config, self.config.model
-        text = huggingface.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
+        text = config_json.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
         raw = {
             "architectures": ["Gemma4AssistantForCausalLM"],
             "model_type": "gemma4_assistant",

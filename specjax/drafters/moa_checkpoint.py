@@ -15,7 +15,7 @@ from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
 from specjax.drafters.trained import Stored, layer_like
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
@@ -127,11 +127,11 @@ def read_config(stored: Stored, tli: int | None = None) -> MoAConfig:
     names = stored.shapes  # q, k and v have biases in drafters for Qwen2
     lsa = config.lsa
     if lsa is not None:
-        lsa = replace(lsa, block=huggingface.with_switches(lsa.block, names, _LAYERS))
+        lsa = replace(lsa, block=config_json.with_switches(lsa.block, names, _LAYERS))
     return replace(
         config,
-        self_layer=huggingface.with_switches(config.self_layer, names, _SELF),
-        cross_layer=huggingface.with_switches(config.cross_layer, names, _CROSS),
+        self_layer=config_json.with_switches(config.self_layer, names, _SELF),
+        cross_layer=config_json.with_switches(config.cross_layer, names, _CROSS),
         lsa=lsa,
     )
 
@@ -148,7 +148,7 @@ _SIZES: dict[str, Field] = {"num_key_value_heads": whole(1, 100_000), "intermedi
 def _read_own(stored: Stored) -> MoAConfig:
     outer = check_fields(stored.raw, {"moa_config": mapping()}, stored.file)["moa_config"]
     fields = check_fields(outer, _OWN, f"{stored.file}: moa_config")
-    layer = huggingface.with_switches(huggingface.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF)
+    layer = config_json.with_switches(config_json.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF)
     cross = {}
     if (sizes := fields["cross_attention"]) is not None:
         kv_heads, intermediate = check_fields(sizes, _SIZES, f"{stored.file}: moa_config", "cross_attention.").values()
@@ -164,7 +164,7 @@ def _read_own(stored: Stored) -> MoAConfig:
 
 
 def _read_authors(stored: Stored, tli: int) -> MoAConfig:
-    target = huggingface.parse_drafter_config(stored.raw, stored.file)
+    target = config_json.parse_drafter_config(stored.raw, stored.file)
     layer = layer_like(target, **_stored_sizes(stored, _SELF, target.head_dim))
     lsa = None
     if any(name.startswith(_LAYERS) for name in stored.shapes):
@@ -219,7 +219,7 @@ def _read_vllm(stored: Stored, tli: int) -> MoAConfig:
     raw, source = stored.raw, stored.file
     kv_heads, intermediate = check_fields(raw, _VLLM_SELF, source).values()
     sizes = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate}
-    layer = huggingface.parse_drafter_config(raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source)
+    layer = config_json.parse_drafter_config(raw | sizes | {"model_type": "llama", "num_hidden_layers": 1}, source)
     kv_heads, intermediate = check_fields(raw, _VLLM_CROSS, source).values()
     cross, lsa = cross_like(layer, num_kv_heads=kv_heads, intermediate_size=intermediate), None
     if not check_fields(raw, {"disable_LSA": flag(default=False)}, source)["disable_LSA"]:
@@ -259,7 +259,7 @@ def _format_own(config: MoAConfig, dtype: str) -> dict[str, Any]:
     }
     if config.lsa is not None:
         own["layer_self_attention"] = layer_attention.format_fields(config.lsa)
-    content = huggingface.format_config(config.self_layer, dtype)
+    content = config_json.format_config(config.self_layer, dtype)
     return content | {"architectures": ["MixtureOfAttentionsDrafter"], "moa_config": own}
 
 
@@ -271,7 +271,7 @@ def _sizes(block: ModelConfig) -> tuple[int, int]:
 def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
     target, own = config.target, config.self_layer
     if name:
-        target = huggingface.read_config(huggingface.locate(name, weights=False))
+        target = config_json.read_config(hub.locate(name, weights=False))
     if target is None:
         raise InputError(
             "layout='authors': its config.json is the target's, which this checkpoint does not say: give target=DIRECTORY or "
@@ -287,7 +287,7 @@ def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
             f"'authors' needs {wanted[:-1]}, and RoPE alike: give the target that the drafter was trained with, or write it "
             "as 'specjax'"
         )
-    return huggingface.format_config(target, dtype) | {"architectures": ["MOASpec"]}
+    return config_json.format_config(target, dtype) | {"architectures": ["MOASpec"]}
 
 
 _NOT_IN_VLLM = (
@@ -301,7 +301,7 @@ _NOT_IN_VLLM = (
 
 
 def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
-    content = huggingface.format_config(config.self_layer, dtype)
+    content = config_json.format_config(config.self_layer, dtype)
     content = {name: value for name, value in content.items() if name not in _NOT_IN_VLLM}
     content |= {"model_type": "moa_spec", "architectures": ["MOASpecModel"], "disable_LSA": config.lsa is None}
     content |= zip(_VLLM_SELF, _sizes(config.self_layer), strict=True)

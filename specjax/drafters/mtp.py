@@ -18,7 +18,7 @@ from specjax.drafters.features import FeatureDrafter, FeatureState
 from specjax.drafters.trained import Stored, layer_like, number_after
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
@@ -94,7 +94,7 @@ class MTPConfig:
 
 def _read_qwen(stored: Stored) -> MTPConfig:
     """Of a module among the tensors of a Qwen3.5 or Qwen3-Next, or alone. Only the former's config.json counts the modules."""
-    whole_model = huggingface.parse_drafter_config(stored.raw, stored.file)
+    whole_model = config_json.parse_drafter_config(stored.raw, stored.file)
     if not whole_model.gated_attention:
         raise CheckpointError(
             f"{stored.file}: model_type={whole_model.model_type!r}: modules whose tensors are called '{_PREFIX['qwen']}*' are "
@@ -203,7 +203,7 @@ class MTP(FeatureDrafter):
             return _read_qwen(stored)
         names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
         count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
-        layer = huggingface.parse_drafter_config(stored.raw, stored.file)
+        layer = config_json.parse_drafter_config(stored.raw, stored.file)
         layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
         config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
         if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
@@ -214,7 +214,7 @@ class MTP(FeatureDrafter):
         _check_counts(stored, config)
         own = replace(layer, num_layers=1)
         is_plain = own.mla is None and own.moe is None
-        return replace(config, layer=huggingface.with_switches(own, names, config.prefix(0)) if is_plain else own)
+        return replace(config, layer=config_json.with_switches(own, names, config.prefix(0)) if is_plain else own)
 
     @classmethod
     def declare(cls, config: MTPConfig, layout: str = "mtp") -> Params:
@@ -249,7 +249,7 @@ class MTP(FeatureDrafter):
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
         layers = self.config.first_layer if self.config.layout == "deepseek" else 1
-        content = huggingface.format_config(replace(self.config.layer, num_layers=layers), dtype)
+        content = config_json.format_config(replace(self.config.layer, num_layers=layers), dtype)
         count = _QWEN_COUNT if self.config.layout == "qwen" else "num_nextn_predict_layers"
         return content | {"architectures": ["MTPDrafter"], count: self.modules}
 

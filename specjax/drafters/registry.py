@@ -40,8 +40,9 @@ from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError, did_you_mean
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, config_json, hub
 from specjax.models.config import ModelConfig
+from specjax.models.fields import read_json
 from specjax.models.narrow import schemes
 from specjax.progress import say
 
@@ -150,9 +151,9 @@ def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
 def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
-    directory = huggingface.locate(request.where, weights=False)
-    huggingface.check_whole(directory)
-    config, shared = huggingface.read_config(directory), None
+    directory = hub.locate(request.where, weights=False)
+    config_json.check_whole(directory)
+    config, shared = config_json.read_config(directory), None
     if request.tokenizer is not None and text.has_tokenizer(directory):
         own = text.load_tokenizer(directory)
         shared = share(request.tokenizer, own, asked, sizes=(request.target.vocab_size, config.vocab_size))
@@ -192,7 +193,7 @@ METHODS: dict[str, DraftingMethod] = {
     "draft-model": DraftingMethod(
         "draft-model:DIRECTORY or draft-model:OWNER/NAME",
         partial(_make_draft_model, None),
-        recognises=lambda config, _: config.get("model_type") in huggingface.SUPPORTED,
+        recognises=lambda config, _: config.get("model_type") in config_json.SUPPORTED,
         translates=True,
     ),
     "draft-model-intersect": DraftingMethod(
@@ -245,7 +246,7 @@ def load_drafter(
     """
     method, where = resolve(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
-        directory = huggingface.locate(where, weights=False)
+        directory = hub.locate(where, weights=False)
         if text.has_tokenizer(directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(directory))
     shape = None if draft is None else as_shape(draft)
@@ -285,15 +286,15 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         raise InputError(
             f"drafter={name!r}: no method of that name, no directory and no hub id owner/name{hint}; methods: {known}"
         )
-    file = huggingface.locate(name, weights=False) / "config.json"
-    config = huggingface.read_json(file)
+    file = hub.locate(name, weights=False) / "config.json"
+    config = read_json(file)
     tensors = checkpoint.stored_names(file.parent)
     for method in _methods_by_content(others):
         if method.recognises is not None and method.recognises(config, tensors):
             return method, name
     raise InputError(
         f"drafter={name!r}: {file} is of no method known here (model_type={config.get('model_type')!r}; as draft models "
-        f"serve {', '.join(huggingface.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
+        f"serve {', '.join(config_json.SUPPORTED)}); if a package has its class, write package.module:Class@{name}; methods: "
         f"{known}"
     )
 

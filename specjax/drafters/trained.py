@@ -21,7 +21,7 @@ from specjax import sharding
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, State, newest_of
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
-from specjax.models import checkpoint, directories, fingerprint, huggingface
+from specjax.models import checkpoint, directories, fingerprint, hub, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
@@ -232,7 +232,7 @@ class TrainedDrafter(Drafter[State]):
             inspect.signature(cls.read_config).bind(None, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
-        stored = Stored.of(huggingface.locate(path))
+        stored = Stored.of(hub.locate(path))
         config = cls._config_of(stored, **options)
         beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
         with waiting(f"loading {path}"):
@@ -264,7 +264,7 @@ class TrainedDrafter(Drafter[State]):
         Raises:
             CheckpointError: a file or a field is not as it must be.
         """
-        config = cls._config_of(Stored.of(huggingface.locate(path)), **options)
+        config = cls._config_of(Stored.of(hub.locate(path)), **options)
         declared = cls.declare(config, cls.layouts[0])
         params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)), declared)
         return cls(params=params, config=config, draft=cls.default_draft(config), mesh=None)  # pyright: ignore[reportCallIssue]

@@ -11,7 +11,7 @@ Nothing but the file counts. transformers itself draws from the 50 likeliest tok
 here, as in vLLM, that is no limit. In another point vLLM differs: it reads the four fields, repetition_penalty and
 max_new_tokens whatever do_sample says. Lengths, such as max_new_tokens, are never read here: they are the call's.
 
-The end-of-sequence ids of the same file are always in force; `specjax.models.huggingface.read_config` reads them.
+The end-of-sequence ids of the same file are always in force; `specjax.models.config_json.read_config` reads them.
 """
 
 from collections.abc import Mapping

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from specjax import sharding
 from specjax.errors import InputError
-from specjax.models import fingerprint, huggingface, parts
+from specjax.models import config_json, fingerprint, hub, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
@@ -143,11 +143,11 @@ class Target(OneLine):
 
         Raises:
             InputError: there is no such name for ``weights`` or ``cache_dtype``.
-            huggingface.CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
+            CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
         check_cache_type(cache_dtype)
-        directory = huggingface.locate(path)
-        config, stored = huggingface.read_config(directory), huggingface.read_part(directory)
+        directory = hub.locate(path)
+        config, stored = config_json.read_config(directory), config_json.read_part(directory)
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             config = huggingface.with_stored_head(directory, config)

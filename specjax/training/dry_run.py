@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters.base import Drafter
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models.transformer import Target
 from specjax.training.config import TrainConfig
 from specjax.training.contract import StudentInputs
@@ -87,9 +87,9 @@ def abstract_run(
     config.check()
     method, compute = config.method, jnp.dtype(config.compute_dtype)
     if method.target and target is None:
-        directory = huggingface.locate(method.target, weights=False)
-        huggingface.check_whole(directory)
-        shape = huggingface.read_config(directory)
+        directory = hub.locate(method.target, weights=False)
+        config_json.check_whole(directory)
+        shape = config_json.read_config(directory)
         target = jax.eval_shape(lambda: Target.init(shape, jax.random.key(0), compute))
     vocab = config.data.vocab_size if target is None else target.config.vocab_size
     alone = None if target is None else replace(target, mesh=None)

@@ -23,7 +23,7 @@ from rich.text import Text
 from specjax import chips
 from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
 from specjax.models.narrow import schemes
 from specjax.models.transformer import Target
@@ -158,11 +158,11 @@ def _prepare(config: TrainConfig) -> _Run:
     mesh = mesh_for(config.mesh)
     compute = jnp.dtype(config.compute_dtype)
     if method.target:
-        huggingface.check_whole(huggingface.locate(method.target, weights=False))
+        config_json.check_whole(hub.locate(method.target, weights=False))
     target = Target.from_pretrained(method.target, dtype=compute, mesh=mesh) if method.target else None
     data_config = config.data
     if target is not None and not data_config.tokenizer:
-        data_config = replace(data_config, tokenizer=str(huggingface.locate(method.target, weights=False)))
+        data_config = replace(data_config, tokenizer=str(hub.locate(method.target, weights=False)))
     end = None if target is None else next(iter(target.config.eos_token_ids), None)
     with waiting(f"reading {data_config.source}"):
         tokenizer, packed, held_out = data.prepare(data_config, end, None if target is None else target.config.vocab_size)

@@ -18,7 +18,7 @@ from specjax.cli.main import find_command, main
 from specjax.drafters import DFlash2, TrainedDrafter
 from specjax.drafters.registry import METHODS, load_drafter
 from specjax.lowering.abstract import abstract_model, stored_drafter
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.published import PUBLISHED
 from specjax.models.transformer import Target
 from specjax.planning import roofline, theory
@@ -139,7 +139,7 @@ def test_a_draft_cache_and_rows_that_do_not_pay_or_fit(capsys) -> None:
 def test_models_are_read_from_directories_without_their_weights(capsys, tmp_path) -> None:
     for name, layers in (("target", 6), ("draft", 1)):
         (tmp_path / name).mkdir()
-        content = huggingface.format_config(tiny_config(num_layers=layers, max_positions=64), "float32")
+        content = config_json.format_config(tiny_config(num_layers=layers, max_positions=64), "float32")
         (tmp_path / name / "config.json").write_text(json.dumps(content))
     models = ("roofline", "--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "draft"), "--batch", "1")
     code, out, _ = run(capsys, *models, "--context", "32", "--plot", str(tmp_path / "a.svg"))
@@ -217,7 +217,7 @@ def test_a_draft_model_is_named_in_every_way(capsys) -> None:
         assert code == 0
         tables.append(table(out))
     assert tables[0] == tables[1] == tables[2]
-    pair = roofline.Pair(huggingface.read_config(embedded("target")), CHIPS["h100"], huggingface.read_config(embedded("draft")))
+    pair = roofline.Pair(config_json.read_config(embedded("target")), CHIPS["h100"], config_json.read_config(embedded("draft")))
     assert tables[0][0][2] == f"{1e3 * pair.draft_time(4096, 256):.2f}" != "0.00"
 
 

@@ -25,7 +25,7 @@ from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree
 from specjax.evaluation import conformance
 from specjax.lowering import abstract
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix, norm
 from specjax.models.primitives import linear, rms_norm
@@ -209,7 +209,7 @@ def test_it_is_planned_for_chips_that_are_not_there(tmp_path, capsys, monkeypatc
     chip = Chip("toy", flops=1e12, bandwidth=1e11, memory=1e9, source="made up", links=1e10)
     monkeypatch.setattr(plan_compile, "find_mesh", lambda topology, data, model, slices: (make_mesh(data, model), chip))
     shape = tiny_config(vocab_size=64, hidden_size=32, intermediate_size=64)
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(shape, "float32")))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "float32")))
     options = ("--target", str(tmp_path), "--drafter", "wizard", "--draft", "chain:2", "--batch", "4", "--context", "24")
     assert main(["plan", "compile", "--chips", "v5e:2x2", "--mesh", "2", "2", "--json", *options]) == 0
     plain, drafted = json.loads(capsys.readouterr().out)["steps"]

@@ -32,7 +32,7 @@ from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.lowering import abstract, compiled, topologies
 from specjax.lowering.compiled import Setup, compile_program, compile_step
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.published import published
 from specjax.models.states import State
 from specjax.models.transformer import Target
@@ -229,7 +229,7 @@ def test_what_an_assistant_with_centroids_reads_is_split_over_a_mesh(mesh) -> No
 @pytest.fixture
 def directory(tmp_path):
     """A target's shape; its weights are never read."""
-    content = huggingface.format_config(CONFIG, "float32")
+    content = config_json.format_config(CONFIG, "float32")
     (tmp_path / "config.json").write_text(json.dumps(content))
     return str(tmp_path)
 
@@ -266,7 +266,7 @@ def test_the_json_of_a_step_says_what_the_tables_say(capsys, monkeypatch, direct
 @pytest.mark.full
 def test_the_table_of_a_hybrid_has_its_states(capsys, monkeypatch, tmp_path) -> None:
     config = tiny_config(**HYBRID, vocab_size=64, hidden_size=32, intermediate_size=64)
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(config, "float32")))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(config, "float32")))
     out = run(capsys, monkeypatch, "compile", "--target", str(tmp_path), "--batch", "4", "--context", "24")
     for line in ("its states, MB", "entries of a draft, MB", "copies of the cache or states"):
         assert line in out
@@ -481,7 +481,7 @@ def test_budgets_of_a_hybrid(tmp_path, chips, draft) -> None:
     copies of the states."""
     whole = published("qwen3.5-9b")
     shape = replace(whole, num_layers=4, linear_layers=(0, 1, 2), vocab_size=whole.vocab_size // 8)
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.format_config(shape, "bfloat16")))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.format_config(shape, "bfloat16")))
     shapes = ("--drafter", "prompt-lookup", "--draft", draft, "--batch", "1", "--context", "1024")
     found = planned("compile", "--chips", chips, "--target", str(tmp_path), *shapes)
     plain, drafting = found["steps"]

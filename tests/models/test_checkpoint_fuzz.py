@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import checkpoint, huggingface
+from specjax.models import checkpoint, config_json
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.families.ropes import FULL, WINDOWED
@@ -83,7 +83,7 @@ def of_families() -> list[ModelConfig]:
         raw |= {"model_type": family.model_type, "eos_token_id": [3, 4], "bos_token_id": 1}
         if "use_sliding_window" in fields:  # transformers says it in what it writes
             raw["layer_types"] = [(FULL, WINDOWED)[not turned] for turned in fields["no_rope_layers"]]
-        found.append(huggingface.parse_config(raw))
+        found.append(config_json.parse_config(raw))
     return found
 
 
@@ -194,7 +194,7 @@ def test_a_damaged_checkpoint_loads_or_is_refused_in_a_line(originals, tmp_path,
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
         try:
-            config = huggingface.read_config(tmp_path)
+            config = config_json.read_config(tmp_path)
             for one in {config, *map(config.of_layer, range(len(config.layers)))}:
                 frequencies, factor = inverse_frequencies(one.rope, one.head_dim)
                 assert np.isfinite(frequencies).all() and np.isfinite(factor), one.rope

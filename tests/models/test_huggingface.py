@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.models import checkpoint as checkpoint_module
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models.config import MLA, MoE, Rope
-from specjax.models.huggingface import CheckpointError
+from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import ASSETS, MIXTURES, tiny_config, tiny_target
 
@@ -38,7 +38,7 @@ def test_export_gives_back_the_same_bits(tmp_path, name) -> None:
     for key, value in original.items():
         assert value.dtype == exported[key].dtype
         np.testing.assert_array_equal(value.view(np.uint16), exported[key].view(np.uint16))
-    assert huggingface.read_config(tmp_path) == huggingface.read_config(ASSETS / name)
+    assert config_json.read_config(tmp_path) == config_json.read_config(ASSETS / name)
 
 
 CONFIGS = [
@@ -64,14 +64,14 @@ CONFIGS = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.model_type}-{c.rope.kind}")
 def test_a_config_survives_the_round_trip(config) -> None:
-    assert huggingface.parse_config(huggingface.format_config(config, "float32")) == config
+    assert config_json.parse_config(config_json.format_config(config, "float32")) == config
 
 
 def test_both_spellings_of_rope_are_read() -> None:
-    old = huggingface.format_config(CONFIGS[4], "float32")
+    old = config_json.format_config(CONFIGS[4], "float32")
     new = dict(old)
     del old["rope_parameters"], new["rope_scaling"], new["rope_theta"]
-    assert huggingface.parse_config(old) == huggingface.parse_config(new) == CONFIGS[4]
+    assert config_json.parse_config(old) == config_json.parse_config(new) == CONFIGS[4]
 
 
 BESIDE = [  # what stands in config.json, and the same said by rope_parameters alone
@@ -110,15 +110,15 @@ BESIDE += [
 @pytest.mark.parametrize(("fields", "same"), BESIDE)
 def test_a_rope_is_read_as_transformers_reads_it(fields, same) -> None:
     """Where the fields of config.json stand beside each other; that the numbers are transformers' is shown elsewhere."""
-    raw = huggingface.format_config(tiny_config(), "float32")
+    raw = config_json.format_config(tiny_config(), "float32")
     plain = {name: value for name, value in raw.items() if name not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    assert huggingface.parse_config(plain | fields) == huggingface.parse_config(plain | {"rope_parameters": same})
+    assert config_json.parse_config(plain | fields) == config_json.parse_config(plain | {"rope_parameters": same})
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_an_activation_survives_the_round_trip(activation) -> None:
     config = tiny_config(activation=activation)
-    assert huggingface.parse_config(huggingface.format_config(config, "float32")) == config
+    assert config_json.parse_config(config_json.format_config(config, "float32")) == config
 
 
 def test_transformers_reads_what_we_write(checkpoint) -> None:
@@ -285,9 +285,9 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
     ],
 )
 def test_quantisations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantisation) -> None:
-    plain = huggingface.read_config(checkpoint)
+    plain = config_json.read_config(checkpoint)
     edit_config(checkpoint, quantization_config=quantisation)
-    assert huggingface.read_config(checkpoint) == plain
+    assert config_json.read_config(checkpoint) == plain
 
 
 HEADER_FAULTS = [
@@ -317,9 +317,9 @@ GENERATION_FAULTS = [
 def test_a_generation_config_of_the_wrong_form_is_refused(checkpoint, content, message) -> None:
     (checkpoint / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        huggingface.read_config(checkpoint)
+        config_json.read_config(checkpoint)
     (checkpoint / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert huggingface.read_config(checkpoint).eos_token_ids == (3, 4)
+    assert config_json.read_config(checkpoint).eos_token_ids == (3, 4)
 
 
 INDEX_FAULTS = [
@@ -372,13 +372,13 @@ WINDOWS = [
 def test_windows_that_a_family_cannot_have_are_not_written(family) -> None:
     config = tiny_config(**MIXTURES.get(family, {}) | {"model_type": family}, sliding_window=4, windowed_layers=(1,))
     with pytest.raises(CheckpointError, match=rf"windowed_layers=\(1,\): a {family} checkpoint cannot say this"):
-        huggingface.format_config(config, "float32")
+        config_json.format_config(config, "float32")
 
 
 @pytest.mark.parametrize(("change", "window", "layers"), WINDOWS)
 def test_which_layers_have_windows(checkpoint, change, window, layers) -> None:
     raw = json.loads((checkpoint / "config.json").read_text()) | change
-    config = huggingface.parse_config({name: value for name, value in raw.items() if value != "remove"})
+    config = config_json.parse_config({name: value for name, value in raw.items() if value != "remove"})
     assert (config.sliding_window, config.windowed_layers) == (window, layers)
     assert [config.window_of(layer) for layer in (0, 1)] == [window if layer in layers else None for layer in (0, 1)]
 
@@ -429,7 +429,7 @@ def test_a_path_that_is_nothing_is_refused(tmp_path) -> None:
         Target.from_pretrained(tmp_path / "nothing")
     for name in ("~nobody-of-this-name/model", "a" * 300 + "/b"):
         with pytest.raises(CheckpointError, match="is not a directory"):
-            huggingface.locate(name)
+            hub.locate(name)
 
 
 def test_a_dtype_that_is_none_is_refused(checkpoint) -> None:

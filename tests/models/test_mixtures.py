@@ -16,7 +16,7 @@ from specjax.drafters import Eagle3, EarlyExit, NoDraft, PromptLookup
 from specjax.drafters.trained import layer_like
 from specjax.errors import InputError
 from specjax.evaluation import conformance
-from specjax.models import huggingface, params
+from specjax.models import config_json, params
 from specjax.models.cache import KVCache
 from specjax.models.fields import CheckpointError
 from specjax.models.published import published
@@ -122,7 +122,7 @@ def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_pa
     assert original.keys() == written.keys()
     for name, value in original.items():
         np.testing.assert_array_equal(value, written[name], err_msg=name)
-    assert huggingface.read_config(tmp_path) == target.config
+    assert config_json.read_config(tmp_path) == target.config
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, trust_remote_code=False)(
             torch.tensor(TOKENS)
@@ -313,7 +313,7 @@ def test_a_drafter_of_such_layers_is_refused(tmp_path, family) -> None:
     drafter = Eagle3.init(tiny_target(), jax.random.key(3), specjax.Chain(2))
     drafter.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    other = huggingface.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
+    other = config_json.format_config(tiny_config(num_layers=1, **MIXTURES[family]), "float32")
     (tmp_path / "config.json").write_text(json.dumps(raw | other))
     with pytest.raises(CheckpointError, match=f"model_type='{family}': the layers of such a drafter have ordinary attention"):
         Eagle3.from_pretrained(tmp_path)

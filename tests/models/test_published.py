@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.published import PUBLISHED, parameter_count, published
 
 COUNTS = {  # parameters, as the hub counts those of each checkpoint (a head that is also the embedding counts once)
@@ -613,7 +613,7 @@ CONFIGS = {  # the fields of each config.json that make up the shape
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_shape_is_what_its_config_json_says(name) -> None:
-    read = replace(huggingface.parse_config(CONFIGS[name]), bos_token_id=None, eos_token_ids=())
+    read = replace(config_json.parse_config(CONFIGS[name]), bos_token_id=None, eos_token_ids=())
     assert read == PUBLISHED[name]
 
 

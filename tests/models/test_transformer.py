@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.config import MLA, Layer, Rope
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -112,7 +112,7 @@ def test_logits_equal_transformers(tmp_path, family, rope) -> None:
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(output.logits, expected, atol=1e-4)
     target.save_pretrained(tmp_path / "again")
-    assert huggingface.read_config(tmp_path / "again") == target.config
+    assert config_json.read_config(tmp_path / "again") == target.config
 
 
 @pytest.mark.full_except("plain", "windows")
@@ -270,4 +270,4 @@ def test_a_configuration_by_layer() -> None:
     alike = tiny_config()
     assert alike.of_layer(1) is alike
     with pytest.raises(CheckpointError, match=r"a llama checkpoint cannot say this"):
-        huggingface.format_config(config, "float32")
+        config_json.format_config(config, "float32")

@@ -11,7 +11,7 @@ from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.lowering.compiled import compile_program
 from specjax.lowering.topologies import find_mesh
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.training.config import TrainConfig
 from specjax.training.dry_run import abstract_run
 
@@ -50,7 +50,7 @@ def run_compile_training(config: CompileTrainingConfig) -> None:
         )
     target = find_model("target", config.target) if config.target else None
     if target is None and training.method.target:
-        target = huggingface.read_config(huggingface.locate(training.method.target, weights=False))
+        target = config_json.read_config(hub.locate(training.method.target, weights=False))
 
     mesh, chip = find_mesh(config.chips, *config.mesh, config.slices)
     placed = None if target is None else abstract.abstract_model(target, mesh, training.compute_dtype)

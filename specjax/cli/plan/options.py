@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
 from specjax.models.published import PUBLISHED, published
 from specjax.reports import pictures
@@ -59,7 +59,7 @@ def is_checkpoint(name: str) -> bool:
 def find_model(argument: str, name: str) -> ModelConfig:
     """The published configuration of that name, or else what the config.json of the directory or hub id says."""
     if is_checkpoint(name):
-        return huggingface.read_config(huggingface.locate(name, weights=False))
+        return config_json.read_config(hub.locate(name, weights=False))
     try:
         return published(name)
     except InputError as error:

@@ -7,7 +7,7 @@ import jax
 
 from specjax.config import ConfigError
 from specjax.errors import InputError
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.config import LinearAttention, ModelConfig, Rope
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import Target
@@ -50,7 +50,7 @@ class ModelSizes:
                 "qwen3_5_text has some layers that keep a state, and a llama has none"
             )
         try:
-            huggingface.format_config(self._config(vocab_size=1), "float32")  # or it could not be written
+            config_json.format_config(self._config(vocab_size=1), "float32")  # or it could not be written
         except InputError as error:
             raise ConfigError(f"method.model: {error}") from None
 

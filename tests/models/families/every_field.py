@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -345,7 +345,7 @@ def outcome(case: Case) -> Outcome:
     """Run transformers, unless ours refuses the file; and ours where the change means something to either."""
     after = case.file()
     try:
-        ours = huggingface.parse_config(copy.deepcopy(after))
+        ours = config_json.parse_config(copy.deepcopy(after))
     except CheckpointError as error:
         return Outcome(f"refused: {str(error).removeprefix('config.json: ')}")
     if (model := _model(after)) is None:
@@ -369,7 +369,7 @@ def outcome(case: Case) -> Outcome:
 def _read_before(family: str, rope: str) -> ModelConfig | None:
     """What ours reads of the unchanged file; None: it refuses it."""
     try:
-        return _numbers(huggingface.parse_config(_with_rope(family, rope)))
+        return _numbers(config_json.parse_config(_with_rope(family, rope)))
     except CheckpointError:
         return None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.families import FAMILIES, REFUSED
 from specjax.models.families.llama import LLAMA
 from specjax.models.fields import CheckpointError
@@ -67,7 +67,7 @@ def test_layers_of_a_gemma_4_are_numbered_with_zeros_in_front() -> None:
     """transformers writes so where there are more than ten."""
     raw = SPARSE | {"model_type": "gemma4_text", "num_hidden_layers": 12, "hidden_size_per_layer_input": 0, "head_dim": 8}
     own = {"05": {"head_dim": 16, "num_key_value_heads": 1}, "11": {"head_dim": 16}}
-    config = huggingface.parse_config(raw | {"per_layer_config": own})
+    config = config_json.parse_config(raw | {"per_layer_config": own})
     sizes = [(config.of_layer(layer).head_dim, config.of_layer(layer).num_kv_heads) for layer in (0, 5, 11)]
     assert sizes == [(8, 2), (16, 1), (16, 2)]
 
@@ -75,9 +75,9 @@ def test_layers_of_a_gemma_4_are_numbered_with_zeros_in_front() -> None:
 def test_the_older_place_of_a_rope_counts_and_null_says_nothing() -> None:
     raw = SPARSE | {"model_type": "gpt_oss", "num_hidden_layers": 2, "num_local_experts": 4, "rope_theta": 150_000}
     scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16_384}
-    assert huggingface.parse_config(raw | {"rope_scaling": scaling}).rope.factor == 8.0
-    assert huggingface.parse_config(raw | {"rope_parameters": None}).rope.factor == 32.0
-    assert huggingface.parse_config(raw).rope.factor == 32.0
+    assert config_json.parse_config(raw | {"rope_scaling": scaling}).rope.factor == 8.0
+    assert config_json.parse_config(raw | {"rope_parameters": None}).rope.factor == 32.0
+    assert config_json.parse_config(raw).rope.factor == 32.0
     gemma = SPARSE | {
         "model_type": "gemma2",
         "num_hidden_layers": 2,
@@ -85,4 +85,4 @@ def test_the_older_place_of_a_rope_counts_and_null_says_nothing() -> None:
         "eos_token_id": None,
         "tie_word_embeddings": None,
     }
-    assert huggingface.parse_config(gemma).tie_embeddings
+    assert config_json.parse_config(gemma).tie_embeddings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.config import MoE
 from specjax.models.fields import CheckpointError
 from tests.conftest import MIXTURES, tiny_config
@@ -37,28 +37,28 @@ FAULTS = [
 
 @pytest.mark.parametrize(("family", "change", "message"), FAULTS)
 def test_what_is_not_supported_is_refused_by_field_and_value(family, change, message) -> None:
-    raw = huggingface.format_config(tiny_config(**MIXTURES[family]), "float32") | change
+    raw = config_json.format_config(tiny_config(**MIXTURES[family]), "float32") | change
     with pytest.raises(CheckpointError, match=message) as caught:
-        huggingface.parse_config({name: value for name, value in raw.items() if value != "remove"})
+        config_json.parse_config({name: value for name, value in raw.items() if value != "remove"})
     assert "\n" not in str(caught.value)
 
 
 def test_every_second_layer_is_sparse_and_some_are_not() -> None:
-    raw = huggingface.format_config(tiny_config(num_layers=6, **MIXTURES["qwen3_moe"]), "float32")
-    config = huggingface.parse_config(raw | {"decoder_sparse_step": 2, "mlp_only_layers": [3, 17]})
+    raw = config_json.format_config(tiny_config(num_layers=6, **MIXTURES["qwen3_moe"]), "float32")
+    config = config_json.parse_config(raw | {"decoder_sparse_step": 2, "mlp_only_layers": [3, 17]})
     assert [config.is_sparse(layer) for layer in range(6)] == [False, True, False, False, False, True]
 
 
 def test_the_first_layers_of_deepseek_are_dense() -> None:
-    raw = huggingface.format_config(tiny_config(num_layers=4, **MIXTURES["deepseek_v3"]), "float32")
-    config = huggingface.parse_config(raw | {"first_k_dense_replace": 3})
+    raw = config_json.format_config(tiny_config(num_layers=4, **MIXTURES["deepseek_v3"]), "float32")
+    config = config_json.parse_config(raw | {"first_k_dense_replace": 3})
     assert [config.is_sparse(layer) for layer in range(5)] == [False, False, False, True, True]
 
 
 def test_transformers_5_has_another_name_for_the_number_of_experts() -> None:
     config = tiny_config(**MIXTURES["qwen3_moe"])
-    raw = huggingface.format_config(config, "float32")
+    raw = config_json.format_config(config, "float32")
     raw["num_local_experts"] = raw.pop("num_experts")
-    assert huggingface.parse_config(raw) == config
+    assert config_json.parse_config(raw) == config
     assert isinstance(hash(config), int)
     assert MoE(4, 2, 8) != MoE(4, 2, 8, normalise=True)

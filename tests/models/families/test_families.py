@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.models import huggingface
+from specjax.models import config_json
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
@@ -67,7 +67,7 @@ def test_of_gemma_4_e2b_no_more_digits_are_lost_than_by_transformers(made, seed)
 def test_what_is_written_is_read_by_transformers_and_here(made, name, tmp_path) -> None:
     one = made(name)
     one.target.save_pretrained(tmp_path)
-    assert huggingface.read_config(tmp_path) == one.target.config
+    assert config_json.read_config(tmp_path) == one.target.config
     np.testing.assert_allclose(zoo.logits(read_by_transformers(tmp_path), one.tokens), one.logits, atol=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_the_text_part_of_a_model_that_sees_is_read_alone(made, name, tmp_path) 
 def test_a_text_model_of_another_type_within_is_refused(made, tmp_path) -> None:
     inner = json.loads((made("ministral3").directory / "config.json").read_text()) | {"model_type": "qwen2"}
     with pytest.raises(CheckpointError, match=r"text_config\.model_type='qwen2': must be one of ministral3, mistral"):
-        huggingface.parse_config({"model_type": "mistral3", "text_config": inner})
+        config_json.parse_config({"model_type": "mistral3", "text_config": inner})
 
 
 @pytest.mark.parametrize(("prefix", "beside"), [("model.language_model.", ""), ("language_model.model.", "language_model.")])
@@ -149,10 +149,10 @@ NESTED_FAULTS = [
 def test_a_field_of_a_text_model_is_named_with_its_path(made, name, change, message) -> None:
     inner = raw_of(made, FAMILIES[name].model_type.removesuffix("_text"))
     with pytest.raises(CheckpointError) as caught:
-        huggingface.parse_config({"model_type": name, "text_config": inner | change})
+        config_json.parse_config({"model_type": name, "text_config": inner | change})
     assert str(caught.value).startswith(f"config.json: {message}")
     with pytest.raises(CheckpointError, match=r"^config\.json: eos_token_id=99: must be below"):
-        huggingface.parse_config({"model_type": name, "text_config": inner, "eos_token_id": 99})
+        config_json.parse_config({"model_type": name, "text_config": inner, "eos_token_id": 99})
 
 
 def test_keys_of_layers_that_share_are_left_unread(made, tmp_path) -> None:
@@ -179,34 +179,34 @@ def test_olmo3_of_transformers_4_scales_its_full_layers_alone(made) -> None:
     raw = raw_of(made, "olmo3", rope_theta=500_000)
     raw["rope_scaling"] = {**raw.pop("rope_parameters")["full_attention"]}
     raw["rope_scaling"].pop("rope_theta")
-    assert huggingface.parse_config(raw) == made("olmo3").target.config
+    assert config_json.parse_config(raw) == made("olmo3").target.config
 
 
 def test_smollm3_names_its_layers_without_positions_or_counts_them(made) -> None:
     raw = raw_of(made, "smollm3")
-    config = huggingface.parse_config(raw)
+    config = config_json.parse_config(raw)
     assert [config.of_layer(i).rope.kind for i in range(4)] == ["default", "default", "default", "none"]
-    assert huggingface.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
+    assert config_json.parse_config({k: v for k, v in raw.items() if k != "no_rope_layers"}) == config
     raw["no_rope_layers"] = [1] * 7
-    assert huggingface.parse_config(raw).layers == ()
+    assert config_json.parse_config(raw).layers == ()
 
 
 def test_gemma3_does_not_cap_its_scores(made) -> None:
     """transformers has the field and never reads it."""
     raw = raw_of(made, "gemma3", attn_logit_softcapping=2.0)
-    assert huggingface.parse_config(raw) == made("gemma3").target.config
+    assert config_json.parse_config(raw) == made("gemma3").target.config
 
 
 def test_rope_scaling_replaces_what_is_said_of_the_full_layers(made) -> None:
-    config = huggingface.parse_config(raw_of(made, "gemma3", rope_scaling={"factor": 4.0}))
+    config = config_json.parse_config(raw_of(made, "gemma3", rope_scaling={"factor": 4.0}))
     assert [config.of_layer(layer).rope.factor for layer in range(4)] == [1.0, 1.0, 4.0, 1.0]
 
 
 def test_layers_of_smollm3_without_positions_have_the_windows(made) -> None:
     raw = raw_of(made, "smollm3 with windows", layer_types=None)
-    config = huggingface.parse_config(raw)
+    config = config_json.parse_config(raw)
     assert (config.sliding_window, config.windowed_layers) == (5, (1, 3))
-    assert huggingface.parse_config(raw | {"use_sliding_window": False}).windowed_layers == ()
+    assert config_json.parse_config(raw | {"use_sliding_window": False}).windowed_layers == ()
 
 
 REFUSALS = [
@@ -252,5 +252,5 @@ REFUSALS = [
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
 def test_what_cannot_be_taken_is_refused_in_a_line(made, name, changes, message) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
-        huggingface.parse_config(raw_of(made, name, **changes))
+        config_json.parse_config(raw_of(made, name, **changes))
     assert "\n" not in str(caught.value)

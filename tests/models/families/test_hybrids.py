@@ -16,7 +16,7 @@ import specjax
 from specjax.cli.main import main
 from specjax.decoding.state import PREFILL_CHUNK
 from specjax.drafters import Drafter, DraftModel, EarlyExit, PromptLookup
-from specjax.models import huggingface, products
+from specjax.models import config_json, products
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from specjax.sampling import Sampling
@@ -313,14 +313,14 @@ REFUSALS = [
 def test_what_cannot_be_taken_is_refused_in_a_line(made, changes, message) -> None:
     raw = json.loads((made("qwen3_5").directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match=message) as caught:
-        huggingface.parse_config(raw | changes)
+        config_json.parse_config(raw | changes)
     assert "\n" not in str(caught.value)
 
 
 def test_sizes_of_shared_experts_that_are_no_multiple_are_refused(made) -> None:
     raw = json.loads((made("qwen3_5_moe").directory / "config.json").read_text())
     with pytest.raises(CheckpointError, match="shared_expert_intermediate_size=13: must be a multiple"):
-        huggingface.parse_config(raw | {"shared_expert_intermediate_size": 13})
+        config_json.parse_config(raw | {"shared_expert_intermediate_size": 13})
 
 
 def test_a_missing_tensor_of_a_layer_with_a_state_is_named(made, tmp_path) -> None:

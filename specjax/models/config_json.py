@@ -1,0 +1,404 @@
+"""Read and write config.json: the fields of a checkpoint, and the `ModelConfig` that follows from them.
+
+Everything here runs on the host at the edge of the program, so every failure is a `CheckpointError` that names the file or
+the field, its value and what to do. What the model types differ in is said by `specjax.models.families`.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specjax.errors import InputError, did_you_mean
+from specjax.models import directories, parts
+from specjax.models.config import Activation, ModelConfig, Rope
+from specjax.models.families import FAMILIES, REFUSED, Family
+from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
+from specjax.models.fields import (
+    CheckpointError,
+    Field,
+    check_fields,
+    flag,
+    mapping,
+    number,
+    read_json,
+    show,
+    text,
+    texts,
+    whole,
+)
+from specjax.models.narrow import published
+from specjax.models.parts import Layers
+
+SUPPORTED = FAMILIES.keys()
+"""The model types that can be loaded."""
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_TOKEN = whole(0, 9_999_999, default=None)
+_TOKENS = Field(
+    "a token id from 0 to 9,999,999, or a list of them",
+    lambda value: all(map(_TOKEN.accepts, value if type(value) is list else [value])),
+    default=None,
+)
+
+
+_ACTIVATIONS: dict[str, Activation] = {  # Hugging Face's name -> ours; the first of ours is written
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+# What every family's config.json may say. The bounds are far beyond any model, and small enough to compute with.
+_FIELDS: dict[str, Field] = {
+    "vocab_size": whole(1, 10_000_000),
+    "hidden_size": whole(1, 1_000_000),
+    "intermediate_size": whole(1, 10_000_000),
+    "num_hidden_layers": whole(1, 10_000),
+    "num_attention_heads": whole(1, 100_000),
+    "num_key_value_heads": whole(1, 100_000, default=None),
+    "head_dim": whole(2, 100_000, default=None),
+    "max_position_embeddings": whole(1, 1_000_000_000),
+    "rms_norm_eps": number(1e-12, 0.1, default=1e-6),
+    "hidden_act": text(*_ACTIVATIONS, default="silu"),
+    "tie_word_embeddings": flag(default=None),
+    "attention_bias": flag(default=None),
+    "mlp_bias": flag(default=None),
+    "rope_theta": number(2, 1e12, default=None),
+    "rope_scaling": mapping(default=None),
+    "rope_parameters": mapping(default=None),
+    "partial_rotary_factor": number(0.01, 1, default=None),
+    "original_max_position_embeddings": whole(1, 1_000_000_000, default=None),
+    "sliding_window": whole(1, 1_000_000_000, default=None),
+    "use_sliding_window": flag(default=None),
+    "max_window_layers": whole(0, 10_000, default=28),
+    "layer_types": texts(default=None),
+    "num_nextn_predict_layers": whole(0, 1000, default=None),
+    "bos_token_id": _TOKEN,
+    "eos_token_id": _TOKENS,
+    "pad_token_id": whole(-1, 9_999_999, default=None),
+    "dtype": text(*_DTYPES, default=None),
+    "torch_dtype": text(*_DTYPES, default=None),
+    "quantization_config": mapping(default=None),
+}
+_GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read config.json (and the end-of-sequence ids of generation_config.json).
+
+    Raises:
+        CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
+    """
+    directories.check(directory)
+    path = directory / "config.json"
+    config = parse_config(read_json(path), str(path))
+    generation = directory / "generation_config.json"
+    if not generation.exists():
+        return config
+    eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
+    return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+
+
+_PART: dict[str, Field] = {
+    "specjax_layers": Field(
+        "two whole numbers, the first layer and the one after the last",
+        lambda value: type(value) is list and len(value) == 2 and all(type(one) is int for one in value),
+        default=None,
+    ),
+    "specjax_part_of": Field(
+        "the fingerprint of the whole target, 32 hexadecimal digits",
+        lambda value: type(value) is str and re.fullmatch("[0-9a-f]{32}", value) is not None,
+        default="",
+    ),
+}
+
+
+def read_part(directory: Path) -> tuple[Layers, str] | None:
+    """Return the layers of a part of a target, and the fingerprint of the whole; None where the checkpoint is whole.
+
+    Raises:
+        CheckpointError: config.json cannot be read, or says something else there.
+    """
+    path = directory / "config.json"
+    raw = read_json(path)
+    fields = check_fields(raw, _PART, str(path))
+    if fields["specjax_layers"] is None:
+        return None
+    (first, last), count = fields["specjax_layers"], parse_config(raw, str(path)).num_layers
+    if not fields["specjax_part_of"] or not 0 <= first <= last <= count or (first == last and last != count):
+        raise CheckpointError(
+            f"{path}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of the "
+            f"{count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
+        )
+    return (first, last), fields["specjax_part_of"]
+
+
+def check_whole(directory: Path) -> None:
+    """Refuse, with an InputError, a checkpoint that is a part of a target. No weights are read."""
+    if (part := read_part(directory)) is not None:
+        raise parts.refusal(str(directory), part[0], read_config(directory).num_layers)
+
+
+def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
+    """Return the `ModelConfig` of the fields of a config.json; ``source`` names it in errors. Raises `CheckpointError`."""
+    family = family_of(raw, source)
+    try:
+        fields = check_fields(family.complete(raw), {**_FIELDS, **family.fields}, source)
+        published.check_config(fields["quantization_config"], source)
+        fields["layer_types"] = _layer_types(fields, family)
+        own = family.parse(fields)
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        if fields["head_dim"] is None and "head_dim" not in own and hidden % heads:
+            raise InputError(f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}: give head_dim")
+        return ModelConfig(**_parse_common(fields, family, source) | own)
+    except InputError as error:
+        said = str(error).removeprefix(f"{source}: ").removeprefix("config.json: ")
+        raise CheckpointError(f"{source}: {_with_path(said, raw, family)}") from None
+
+
+def _with_path(said: str, raw: Mapping[str, Any], family: Family) -> str:
+    """What an error says of a field, with the path to the field where it lies in an object of the file."""
+    if family.nested is None or not isinstance(raw.get(family.nested), dict):
+        return said
+    name = re.match("[a-z0-9_]*", said)
+    if name is None or name[0] not in {*_FIELDS, *family.fields}:
+        return f"{family.nested}: {said}"
+    return said if name[0] in family.said_of_whole(raw) else f"{family.nested}.{said}"
+
+
+def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+    """Read the `ModelConfig` of a drafter's layers; arguments and errors are those of `parse_config`.
+
+    A drafter never ends a text, so nobody reads its ``bos_token_id`` and ``eos_token_id``. Published drafters have those of
+    their target there, which may lie beyond a vocabulary of their own; such ids are left out, and not refused.
+    """
+    size = raw.get("vocab_size")
+    if type(size) is not int:
+        return parse_config(dict(raw), source)
+
+    def within(token: Any) -> bool:
+        return type(token) is not int or token < size  # what is no number is refused as everywhere
+
+    bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
+    own: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
+    if isinstance(eos, list):
+        own["eos_token_id"] = [token for token in eos if within(token)]
+    elif not within(eos):
+        own["eos_token_id"] = None
+    return parse_config({**raw, **own}, source)
+
+
+def family_of(raw: dict[str, Any], source: str) -> Family:
+    """Return the family that a config.json names.
+
+    Args:
+        raw: the fields of the file.
+        source: the file's name, for errors.
+
+    Raises:
+        CheckpointError: ``model_type`` is missing, unknown, or of a kind that is refused.
+    """
+    asked = raw.get("model_type")
+    if type(asked) is str and asked in REFUSED:
+        raise CheckpointError(
+            f"{source}: model_type={asked!r} is not supported: {REFUSED[asked]}: give a model of one of the types "
+            f"{', '.join(SUPPORTED)}"
+        )
+    if type(asked) is str and asked not in SUPPORTED:
+        raise CheckpointError(
+            f"{source}: model_type={asked!r}: must be one of {', '.join(SUPPORTED)}{did_you_mean(asked, SUPPORTED)}"
+        )
+    return FAMILIES[check_fields(raw, {"model_type": text(*SUPPORTED)}, source)["model_type"]].of_file(raw)
+
+
+def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that follow from the fields of config.json in one way for all families."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    rope = Rope() if family.ropes_by_kind else parse_rope(fields, family.theta, family.turns_parts)
+    max_positions = fields["max_position_embeddings"]
+    if rope.kind == "yarn" and rope.original_max_positions is not None:
+        # Qwen's model cards turn YaRN on without raising max_position_embeddings.
+        max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
+    windows = _parse_windows(fields, family, max_positions, source)
+    eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
+    if (bos := fields["bos_token_id"]) is not None:
+        _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
+    biases = {switch: bool(fields[name]) for name, switches in family.biases.items() for switch in switches}
+    return {
+        "model_type": family.model_type,
+        "vocab_size": fields["vocab_size"],
+        "hidden_size": hidden,
+        "intermediate_size": fields["intermediate_size"],
+        "num_layers": fields["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": fields["num_key_value_heads"] or heads,
+        "head_dim": fields["head_dim"] or hidden // heads,
+        "max_positions": max_positions,
+        "norm_eps": fields["rms_norm_eps"],
+        "activation": _ACTIVATIONS[fields["hidden_act"]],
+        "rope": rope,
+        "tie_embeddings": bool(fields["tie_word_embeddings"]),
+        "bos_token_id": bos,
+        "eos_token_ids": eos,
+        **family.switches,
+        **biases,
+        **windows,
+    }
+
+
+def with_switches(config: ModelConfig, names: Collection[str], prefix: str) -> ModelConfig:
+    """Return ``config`` with the biases and norms that a layer's tensors have, ``names`` that begin with ``prefix``.
+
+    Drafters' config.json often says nothing of them, or repeats what the target's says.
+
+    Raises:
+        CheckpointError: the layer has latent attention or experts, or is one of several kinds.
+    """
+    if config.mla is not None or config.moe is not None or config.layers or config.linear_layers:
+        raise CheckpointError(
+            f"model_type={config.model_type!r}: the layers of such a drafter have ordinary attention and one MLP: give one "
+            "whose config.json is that of a dense model"
+        )
+    return replace(
+        config,
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in names,
+        output_bias=f"{prefix}self_attn.o_proj.bias" in names,
+        mlp_bias=f"{prefix}mlp.gate_proj.bias" in names,
+        qk_norm=f"{prefix}self_attn.q_norm.weight" in names,
+        tie_embeddings=False,
+        sliding_window=None,  # a drafter's layers read the whole text
+        windowed_layers=(),
+    )
+
+
+def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> None:
+    if token >= vocab_size:
+        raise CheckpointError(f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}")
+
+
+def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
+    tokens = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for token in tokens:
+        _check_vocabulary("eos_token_id", token, vocab_size, source)
+    return tokens
+
+
+def _parse_windows(fields: dict[str, Any], family: Family, max_positions: int, source: str) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say which layers see only the newest tokens, and how many of these.
+
+    Where any layers may have a window these are named by ``layer_types``, in older files by ``max_window_layers``: those from
+    that number on. Elsewhere a window is one of all layers, whatever ``layer_types`` says.
+    """
+    window, layers = fields["sliding_window"], fields["num_hidden_layers"]
+    kinds = None if family.windows == "all" else fields["layer_types"]  # transformers does not read it in such models
+    if family.windows == "none" or (family.window_switch and not fields[family.window_switch]):
+        window = None
+    if kinds is not None:
+        windowed = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+        if windowed and window is None:
+            raise CheckpointError(
+                f"{source}: layer_types has 'sliding_attention', but no sliding_window is in use: a model_type with windows "
+                "needs its size, and Qwen's use_sliding_window, too"
+            )
+    else:
+        windowed = tuple(range(fields["max_window_layers"] if family.windows == "any" else 0, layers))
+    if window is None or not windowed or (window >= max_positions and not family.whole_every):
+        return {}
+    return {"sliding_window": window, "windowed_layers": windowed}
+
+
+def _layer_types(fields: dict[str, Any], family: Family) -> list[str] | None:
+    """The kind of each layer, by ``layer_types`` or by the family's pattern; None: neither says."""
+    kinds, layers = fields["layer_types"], fields["num_hidden_layers"]
+    if kinds is None and family.whole_every:
+        every = fields.get("sliding_window_pattern") or family.whole_every
+        kinds = [FULL if (layer + 1) % every == 0 else WINDOWED for layer in range(layers)]
+    if others := sorted(set(kinds or ()) - set(family.kinds)):
+        raise CheckpointError(f"layer_types has {show(others[0])}: only {' and '.join(map(repr, family.kinds))} are supported")
+    if kinds is not None and len(kinds) != layers:
+        raise CheckpointError(f"layer_types names {len(kinds)} layers of num_hidden_layers={layers}: name each")
+    return kinds
+
+
+def format_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the fields of config.json; `parse_config` reads them back to an equal `ModelConfig`.
+
+    Raises:
+        CheckpointError: the layers differ, or have windows, as those of a model of this type cannot.
+    """
+    family = FAMILIES[config.model_type]
+    _check_windows(config, family)
+    raw = {
+        "architectures": [family.architecture],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": next(name for name, activation in _ACTIVATIONS.items() if activation == config.activation),
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) if len(config.eos_token_ids) != 1 else config.eos_token_ids[0],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }
+    raw |= {name: getattr(config, switches[0]) for name, switches in family.biases.items()}
+    raw |= _format_windows(config, family)
+    if not family.ropes_by_kind:
+        rope = format_rope(config.rope)
+        scaling = None if config.rope.kind == "default" else {k: v for k, v in rope.items() if k != "rope_theta"}
+        # Both spellings: readers before transformers 5 know only the first two.
+        raw |= {"rope_theta": config.rope.theta, "rope_scaling": scaling, "rope_parameters": rope}
+    raw |= family.format(config)
+    return _check_said(config, raw)
+
+
+def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
+    """``raw``, from which ``config`` can be read again: what a file cannot say would be lost without a word. Biases and norms
+    of heads are told by the tensors (`with_switches`)."""
+    elsewhere = ("max_positions", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
+    read = parse_config(raw, "config.json")
+    wanted = config if config.windowed_layers else replace(config, sliding_window=None)
+    if config.rope.original_max_positions is None:  # of kinds that do not read it
+        wanted = replace(wanted, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
+    if config.rope.turned != read.rope.turned:
+        raise CheckpointError(
+            f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: of a {config.model_type} transformers "
+            "does not read it"
+        )
+    for field in fields_of(ModelConfig):
+        if (value := getattr(wanted, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
+            raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot say this")
+    return raw
+
+
+def _check_windows(config: ModelConfig, family: Family) -> None:
+    windows = len(config.windowed_layers)
+    if windows and not (family.windows == "any" or (family.windows == "all" and windows == config.num_layers)):
+        those = "all of its layers have one, or none" if family.windows == "all" else "its layers have none"
+        raise CheckpointError(
+            f"windowed_layers={config.windowed_layers}: a {config.model_type} checkpoint cannot say this: {those}"
+        )
+
+
+def _format_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """The fields of config.json that `_parse_windows` reads."""
+    raw: dict[str, Any] = {}
+    if family.windows != "none":
+        raw["sliding_window"] = config.sliding_window
+    if family.window_switch:
+        raw[family.window_switch] = bool(config.windowed_layers)
+    if family.windows == "any":
+        kinds = (FULL, WINDOWED)
+        raw["layer_types"] = [kinds[i in config.windowed_layers] for i in range(config.num_layers)]
+    return raw

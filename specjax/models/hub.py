@@ -1,0 +1,59 @@
+"""Find a checkpoint: a directory here, a repository on Hugging Face's hub, or one that comes with specjax."""
+
+from pathlib import Path
+
+from specjax.assets import embedded
+from specjax.models import checkpoint, directories
+from specjax.models.fields import CheckpointError, show
+
+
+def locate(path: str | Path, weights: bool = True) -> Path:
+    """Return the local directory of a checkpoint: ``path`` itself, or the hub's snapshot of the repository of that id.
+
+    "embedded" is the target that comes with specjax, "embedded:draft" its draft model.
+
+    Args:
+        path: a directory, a hub id of the form owner/name, or the name of an embedded checkpoint.
+        weights: False asks the hub for the small files only: enough to check a checkpoint before it is fetched.
+
+    Raises:
+        CheckpointError: ``path`` is neither a directory nor a repository that the hub gives.
+        InputError: there is no such embedded checkpoint.
+
+    Examples:
+        >>> from specjax.models import hub
+        >>> hub.locate("embedded").name
+        'target'
+    """
+    kind, _, which = str(path).partition(":")
+    if kind == "embedded":
+        return embedded(which or "target")
+    name = str(path)
+    try:
+        directory = Path(path).expanduser()
+        if directory.is_dir():
+            return directory
+        is_file = directory.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
+        raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
+    if is_file:
+        directories.check_file(directory)
+    if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.model", "*.jinja", "*.txt"] + ["*.safetensors"] * weights
+
+    def fetch(patterns: list[str]) -> Path:  # "consolidated" is a second copy of the weights, in another layout
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["consolidated*", "original/*"]))
+
+    try:
+        directory = fetch(patterns)
+        if weights and not any(directory.glob("*.safetensors")):
+            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS, *checkpoint.MEDUSA_WEIGHTS])
+        return directory
+    except Exception as error:  # the hub's client raises a dozen unrelated types
+        raise CheckpointError(
+            f"{name!r} is not a directory here, and the hub did not give it ({type(error).__name__}): "
+            "check the spelling, the network, and for gated models the login"
+        ) from error
