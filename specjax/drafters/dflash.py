@@ -19,9 +19,10 @@ from specjax import sharding
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
+from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
 from specjax.drafters.eagle3_checkpoint import are_different_tokens
-from specjax.drafters.expansion import Vocabulary, expand_by_depth
+from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape

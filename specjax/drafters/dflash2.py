@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
+from specjax.drafters.candidates import Candidates, CandidateTokens, offered_by
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig
-from specjax.drafters.expansion import Candidates, CandidateTokens, Frontier, expand, offered_by
+from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape

@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from specjax import text
 from specjax.drafters.base import Committed, Drafter, DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
-from specjax.drafters.expansion import Frontier, Vocabulary, expand, read_nodes
+from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.expansion import Frontier, expand, read_nodes
 from specjax.drafters.shared_vocabulary import Asked, SharedVocabulary, share
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import Chain, DraftShape

@@ -15,9 +15,10 @@ from flax import struct
 
 from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
+from specjax.drafters.candidates import CandidateTokens, offered_by
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig, Markov
-from specjax.drafters.expansion import CandidateTokens, Frontier, expand, offered_by
+from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape

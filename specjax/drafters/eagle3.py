@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters import eagle3_checkpoint
 from specjax.drafters.base import DraftingReads
+from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.eagle3_checkpoint import Eagle3Config
-from specjax.drafters.expansion import Vocabulary
 from specjax.drafters.features import FeatureDrafter, FeatureState
 from specjax.drafters.trained import Stored, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree

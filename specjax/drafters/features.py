@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.drafters.base import RemoteFeatures, check_mesh, newest_of
-from specjax.drafters.expansion import Frontier, Vocabulary, expand
+from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape

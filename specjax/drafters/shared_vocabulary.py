@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from specjax import progress, text, vocabularies
-from specjax.drafters.expansion import Vocabulary
+from specjax.drafters.candidates import Vocabulary
 from specjax.errors import InputError
 from specjax.models.config import ModelConfig
 from specjax.vocabularies import VocabularyTokens

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from specjax.decoding.verification import verify
-from specjax.drafters import expansion
+from specjax.drafters import candidates
 from specjax.drafts.draft import Draft, Verdict
 from specjax.sampling import RowSampling, Sampling, position_keys, position_noise, split_keys
 from tests.decoding import power
@@ -203,7 +203,7 @@ def test_drawn_siblings_have_the_outcomes_that_the_papers_say() -> None:
 
 @partial(jax.jit, static_argnames="count")
 def children(logits: jax.Array, count: int, settings: RowSampling, keys: jax.Array):
-    return expansion._children(logits, count, settings, keys)
+    return candidates._children(logits, count, settings, keys)
 
 
 # --- noise -----------------------------------------------------------------------------------------------------------

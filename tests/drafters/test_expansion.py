@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import expansion
+from specjax.drafters import candidates, expansion
 from specjax.drafters.expansion import expand, expand_by_depth
 from specjax.drafts import tree
 from specjax.drafts.published import EAGLE_TREE, MEDUSA_TREE
@@ -273,7 +273,7 @@ def test_coupled_children_are_those_that_truncation_leaves_and_then_the_next_lik
     logits = np.random.default_rng(0).normal(size=(rows, V)).astype(np.float32) * 2
     keys, sampling = jax.random.split(jax.random.key(0), rows), Sampling(temperature=0.8, **cut).rows(rows, "coupled")
     shape = StaticTree(tuple((rank,) for rank in range(count)))
-    offered = expansion.offered_by(shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None)
+    offered = candidates.offered_by(shape, jnp.asarray(logits)[:, None], jnp.zeros((), int), sampling, keys, None)
     noisy = logits / 0.8 + np.asarray(position_noise(keys, V))
     is_kept = np.asarray(probabilities(jnp.asarray(logits), sampling)) > 0
     assert (is_kept.sum(axis=1) < count).all() == bool(cut)
@@ -397,8 +397,8 @@ def test_a_vocabulary_of_its_own_is_the_targets_without_the_rest(how) -> None:
     whole = jnp.full((rows, 1, V), -1e9).at[..., ids].set(logits)
     keys, shape = jax.random.split(jax.random.key(0), rows), SampledTree((3,)) if how == "drawn" else StaticTree(((0,), (1,)))
     sampling = Sampling(0.0 if how == "greedy" else 1.0).rows(rows, "coupled" if how == "coupled" else "independent")
-    vocabulary = expansion.Vocabulary(jnp.asarray(ids), size=V)
-    few, every = (expansion.offered_by(shape, x, jnp.zeros((), int), sampling, keys, v)
+    vocabulary = candidates.Vocabulary(jnp.asarray(ids), size=V)
+    few, every = (candidates.offered_by(shape, x, jnp.zeros((), int), sampling, keys, v)
                   for x, v in ((logits, vocabulary), (whole, None)))  # fmt: skip
     assert np.isin(few.tokens, ids).all()
     if how == "drawn":

@@ -304,7 +304,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="siblings-noise-slightly-too-small",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old='noise = jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), jnp.float32, mode="high"))(keys)',
         new='noise = 0.98 * jax.vmap(lambda key: jax.random.gumbel(key, (nodes, vocab), jnp.float32, mode="high"))(keys)',
         tests=("tests/decoding/test_power.py::test_two_siblings_are_drawn_without_replacement_with_noise_of_the_right_size",),
@@ -312,7 +312,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="coupled-children-ignore-the-order-behind-truncation",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old="logits = perturbed(logits, sampling, noise, beyond=_BEHIND_ALL)",
         new="logits = perturbed(logits, sampling, noise)",
         tests=(
@@ -694,7 +694,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="siblings-drawn-with-replacement",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old="scores, tokens = likeliest(jnp.where(greedy, logits, jnp.log(q) + noise), count)",
         new="scores, tokens = likeliest(jnp.where(greedy, logits, jnp.log(q) + noise), 1); scores, tokens = (jnp.repeat(x, count, -1) for x in (scores, tokens))",
         tests=("tests/drafters/test_expansion.py::test_drawn_siblings_are_a_draw_without_replacement",),
@@ -702,7 +702,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="draft-vocabulary-names-its-own-ids",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old="return self.ids[tokens]",
         new="return tokens",
         tests=("tests/drafters/test_expansion.py::test_a_vocabulary_of_its_own_is_the_targets_without_the_rest[greedy]",),
@@ -710,7 +710,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="draft-vocabulary-noise-of-other-tokens",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old="return jnp.take(numbers, self.ids, axis=-1)",
         new="return numbers[..., : self.ids.shape[0]]",
         tests=("tests/drafters/test_expansion.py::test_a_vocabulary_of_its_own_is_the_targets_without_the_rest[coupled]",),
@@ -718,7 +718,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="draft-vocabulary-q-of-other-tokens",
-        file="specjax/drafters/expansion.py",
+        file="specjax/drafters/candidates.py",
         old="return jnp.zeros((*q.shape[:-1], self.size), q.dtype).at[..., self.ids].set(q, unique_indices=True)",
         new="return jnp.zeros((*q.shape[:-1], self.size), q.dtype).at[..., : q.shape[-1]].set(q, unique_indices=True)",
         tests=("tests/drafters/test_expansion.py::test_a_vocabulary_of_its_own_is_the_targets_without_the_rest[drawn]",),

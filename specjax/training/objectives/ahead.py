@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool
 
-from specjax.drafters.expansion import Vocabulary
+from specjax.drafters.candidates import Vocabulary
 from specjax.evaluation.metrics import overlap
 from specjax.models.transformer import Output
 from specjax.shape_checks import shape_checked
