@@ -107,7 +107,8 @@ class Generate:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens}: must be at least 1")
         self.column, self.copy, self._stop = column, copy, stop
-        params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens)
+        stated = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_new_tokens": max_new_tokens}
+        params = SamplingParams.of(None, stated)
         devices = None if mesh == (1, 1) else make_mesh(*mesh)
         generator = pipeline.load(
             target,
@@ -158,7 +159,9 @@ class Generate:
         """Return the columns of a row that has an answer."""
         columns = {"answer": answer.text, REGENERATED_FROM: row.origin, "left_out": ""}
         if not row.is_chat:
-            return columns | self._writer.text_record(prompt, answer)
+            record = self._writer.text_record(prompt, answer)
+            text = record.pop("text")
+            return columns | record | {"text": text}  # where the column of those that are left out is
         messages = [*row.prompt, {"role": "assistant", "content": answer.text}]
         return columns | self._writer.tokens_record([(prompt, answer.tokens)], is_chat=True) | {"messages": messages}
 

@@ -134,7 +134,8 @@ class Sampling:
     """The distribution that tokens are drawn from: each parameter is one number, or one number for each row of a batch.
 
     `specjax.SamplingParams` adds what else one request asks for. On the device, the parameters of all rows are a `RowSampling`.
-    A new parameter is a field here with a recipe in this module, a field of `RowSampling`, and its place in the distribution.
+    A new parameter is a field here with a recipe in this module, a field of `RowSampling`, and its place in the distribution;
+    and a field of HTTP's requests, where clients may ask for it.
 
     The logits are divided by ``temperature`` (0: argmax), then restricted to the ``top_k`` most probable tokens (0: no
     limit), then to the smallest set of most probable tokens whose mass reaches ``top_p``, then to tokens at least ``min_p``
@@ -184,7 +185,7 @@ class Sampling:
             Sampling(temperature=0, top_k=0, top_p=1.0, min_p=0.0)
         """
         stated = {name: value for name, value in stated.items() if value is not None}
-        merged = replace(self, **stated)
+        merged = Sampling(**{name: getattr(self, name) for name in SAMPLING_NAMES} | stated)
         if np.any(np.asarray(merged.temperature) != 0):
             return merged
         return replace(Sampling(temperature=merged.temperature), **stated)

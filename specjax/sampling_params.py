@@ -1,6 +1,7 @@
 """What one request asks of its text, as one object from the HTTP field to the row on the device."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,9 +57,10 @@ class SamplingParams(Sampling):
         check_size("top_k", self.top_k)
         check_size("temperature", self.temperature, float(np.finfo(np.float32).max))
         self.by_row(1)
-        for name in ("max_new_tokens", "min_new_tokens"):
-            _check_count(name, getattr(self, name))
+        _check_count("max_new_tokens", self.max_new_tokens, "at least 1; with echo, 0 reads the prompt alone")
+        _check_count("min_new_tokens", self.min_new_tokens, "at least 0")
         check_seed(self.seed)
+        object.__setattr__(self, "seed", int(self.seed))
         if self.eos_token_ids is not None:
             object.__setattr__(self, "eos_token_ids", tuple(check_ids(self.eos_token_ids)))
 
@@ -69,7 +71,7 @@ class SamplingParams(Sampling):
         stated: Mapping[str, Any],
         *,
         defaults: Sampling | None = None,
-        function: str = "submit",
+        function: Callable[..., Any] | None = None,
     ) -> "SamplingParams":
         """Return the parameters of a call that takes an object, or its fields by name.
 
@@ -77,7 +79,7 @@ class SamplingParams(Sampling):
             params: the call's object. It is complete: no defaults stand for anything in it.
             stated: the fields that the call gives by name. They win over those of ``params``.
             defaults: the distribution's parameters where the call has no object and states none; None is greedy.
-            function: the name of the call, for errors.
+            function: the one that is called, whose other arguments errors name, too.
 
         Raises:
             InputError: there is no such field, or its value cannot be used.
@@ -88,13 +90,15 @@ class SamplingParams(Sampling):
             20
             >>> specjax.SamplingParams.of(None, {"temp": 0.5})
             Traceback (most recent call last):
-            specjax.errors.InputError: temp=0.5: submit has no argument of that name; did you mean temperature?
+            specjax.errors.InputError: temp=0.5: SamplingParams has no argument of that name; did you mean temperature?
         """
-        check_options(function, stated, cls)
+        if params is not None and not isinstance(params, cls):
+            raise InputError(f"params={params!r}: give specjax.SamplingParams(...), or its fields by name")
+        if stated:
+            others = () if function is None else inspect.signature(function).parameters
+            check_options(function.__name__ if function else cls.__name__, stated, cls, *others)
         if params is not None:
-            if not isinstance(params, cls):
-                raise InputError(f"params={params!r}: give specjax.SamplingParams(...), or its fields by name")
-            return replace(params, **stated)
+            return replace(params, **stated) if stated else params
         of_distribution = {name: stated[name] for name in SAMPLING_NAMES if name in stated}
         others = {name: value for name, value in stated.items() if name not in of_distribution}
         return cls(**vars((defaults or GREEDY).with_explicit(**of_distribution)), **others)
@@ -102,9 +106,9 @@ class SamplingParams(Sampling):
     def options(self) -> GenerationOptions:
         """Return the options of a batch of one row."""
         return GenerationOptions(
-            max_new_tokens=max(self.max_new_tokens, 1),  # where a prompt is only read there is one, which is not computed
+            max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
-            sampling=self,
+            sampling=self.with_explicit(),
             eos_token_ids=self.eos_token_ids,
         )
 
@@ -113,17 +117,15 @@ class SamplingParams(Sampling):
         return make_key(self.seed)
 
 
-def _check_count(name: str, value: Any) -> None:
-    """Refuse, with an InputError, what is no number of tokens."""
-    if not is_whole(value):
-        raise InputError(f"{name}={value}: must be a whole number")
-    if value < 0:
-        raise InputError(f"{name}={value}: must be at least 0")
+def _check_count(name: str, value: Any, bounds: str) -> None:
+    """Refuse, with an InputError that names the ``bounds``, what is no number of tokens."""
+    if not is_whole(value) or value < 0:
+        raise InputError(f"{name}={value}: must be {'' if is_whole(value) else 'a whole number, '}{bounds}")
 
 
 def _one_number(name: str, value: Any) -> Any:
     """Return a number as Python has it. Refuses, with an InputError, what is none, and several."""
     numbers = one_or_each(name, value)
-    if numbers.ndim:
+    if numbers.size != 1:
         raise InputError(f"{name}={value}: give one number")
     return numbers.item()

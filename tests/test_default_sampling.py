@@ -385,4 +385,7 @@ def test_an_engine_reads_none_for_a_client(generate) -> None:
     with Engine(generate, **sizes, clients=ClientDrafts()) as engine:
         row = engine.open_row([5, 6, 7], max_new_tokens=4, listener=lambda event: None)
         assert row.settings["sampling"] == GREEDY.of_row()
+        stated = engine.open_row([5, 6, 7], max_new_tokens=4, temperature=0.9, listener=lambda event: None)
+        assert stated.settings["sampling"] == Sampling(temperature=0.9).of_row()
+        stated.close()
         row.close()

@@ -13,6 +13,7 @@ from flax import struct
 
 import specjax
 from specjax.drafters import Draft, Drafter
+from specjax.drafters.base import _OLD_METHODS
 from specjax.training.contract import StudentInputs
 
 
@@ -30,6 +31,24 @@ def test_each_class_name_stands_for_one_class() -> None:
     trees = (ast.parse(path.read_text()) for path in Path(specjax.__file__).parent.rglob("*.py"))
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("old", _OLD_METHODS)
+def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_of_ours(old: str) -> None:
+    new = _OLD_METHODS[old]
+
+    def mine(self, *arguments): ...
+
+    def other(self, *arguments): ...
+
+    mixin = type("Mixin", (), {old: mine})
+    for bases, values in (((Drafter,), {old: mine}), ((specjax.Eagle3,), {old: mine}), ((mixin, Drafter), {})):
+        with pytest.warns(DeprecationWarning, match=f"{old} has a new name: call it {new}"):
+            made = type("Made", bases, values)
+        assert getattr(made, new) is mine
+    assert getattr(type("Made", (Drafter,), {new: mine}), old) is mine
+    both = type("Made", (Drafter,), {old: mine, new: other})  # whoever has both means both
+    assert (getattr(both, old), getattr(both, new)) == (mine, other)
 
 
 def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:

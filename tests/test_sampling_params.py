@@ -18,6 +18,7 @@ from specjax.sampling import GREEDY, SAMPLING_NAMES, RowSampling
         ({"temperature": "hot"}, "temperature='hot': must be a number"),
         ({"temperature": 1e39}, r"temperature=1e\+39: must be at most"),
         ({"temperature": (0.0, 1.0)}, r"temperature=\(0.0, 1.0\): give one number"),
+        ({"seed": 2**63}, "seed=9223372036854775808: must be"),
         ({"top_k": 1.5}, "top_k=1.5: must be a whole number"),
         ({"top_k": 2**40}, "top_k=1099511627776: must be at most 2147483647"),
         ({"top_p": 0}, r"top_p=0: must be in \(0, 1\]"),
@@ -26,7 +27,7 @@ from specjax.sampling import GREEDY, SAMPLING_NAMES, RowSampling
         ({"seed": True}, "seed=True: must be a whole number"),
         ({"max_new_tokens": "5"}, "max_new_tokens='5': must be a number"),
         ({"max_new_tokens": 2**40}, "max_new_tokens=1099511627776: must be at most"),
-        ({"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: must be at least 1; with echo, 0 reads the prompt alone"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5: must be a whole number"),
         ({"min_new_tokens": -1}, "min_new_tokens=-1: must be at least 0"),
         ({"eos_token_ids": "a"}, "eos_token_ids='a': give a sequence of ids"),
@@ -66,8 +67,7 @@ def test_a_calls_fields_go_over_its_object_and_defaults_stand_only_without_one()
         temperature=0.7, top_k=20
     )
     assert SamplingParams.of(None, {"temperature": 0}, defaults=defaults) == SamplingParams()
-    assert SamplingParams.of(params, {}, defaults=defaults) is not defaults
-    assert SamplingParams.of(params, {}, defaults=defaults) == params
+    assert SamplingParams.of(params, {}, defaults=defaults) is params
     assert SamplingParams.of(params, {"seed": 4}) == replace(params, seed=4)
     assert SamplingParams.of(None, {}) == SamplingParams(**vars(GREEDY))
 
@@ -76,7 +76,17 @@ def test_what_is_no_object_and_no_field_is_refused() -> None:
     with pytest.raises(InputError, match=r"params=.*: give specjax.SamplingParams"):
         SamplingParams.of(Sampling(), {})  # pyright: ignore[reportArgumentType]
     with pytest.raises(InputError, match=r"max_tokens=8: submit has no argument of that name; did you mean max_new_tokens\?"):
-        SamplingParams.of(None, {"max_tokens": 8})
+        SamplingParams.of(None, {"max_tokens": 8}, function=specjax.serving.Engine.submit)
+    with pytest.raises(InputError, match=r"stops='x': submit has no argument of that name; did you mean stop\?"):
+        SamplingParams.of(None, {"stops": "x"}, function=specjax.serving.Engine.submit)
+
+
+def test_a_batch_takes_the_distribution_alone() -> None:
+    """The other parameters of a request would be left out without a word."""
+    with pytest.raises(InputError, match=r"sampling=.*give settings"):
+        specjax.decoding.GenerationOptions(sampling=SamplingParams(max_new_tokens=8))
+    assert SamplingParams(temperature=0.5, seed=3).options().sampling == Sampling(temperature=0.5)
+    assert type(SamplingParams(temperature=0.5).with_explicit(top_k=3)) is Sampling
 
 
 def test_an_engine_gives_the_same_text_for_the_object_and_for_its_fields() -> None:

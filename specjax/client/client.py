@@ -104,7 +104,7 @@ class Client:
             InputError: an argument cannot be used; names it, its value and what to give instead.
         """
         config = self.device.target.config
-        params = SamplingParams.of(params, stated, function="stream")
+        params = SamplingParams.of(params, stated, function=self.stream)
         check_params(params)
         params.options().check(config, 1)
         stop = text.check_stop(stop)
@@ -144,10 +144,12 @@ class Client:
         self.report = writer.report
         return writer
 
-    def generate(self, prompt: str | text.Messages | Sequence[int], **options: Any) -> TextReport:
-        """The whole text. Arguments as of `stream`."""
+    def generate(
+        self, prompt: str | text.Messages | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> TextReport:
+        """Return the whole text. Arguments as of `stream`."""
         check_options("generate", options, self.stream, *(field.name for field in fields(SamplingParams)))
-        writer = self.stream(prompt, **options)
+        writer = self.stream(prompt, params, **options)
         for _ in writer:
             pass
         return writer.report

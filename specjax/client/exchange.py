@@ -376,7 +376,8 @@ class Exchange:
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
         """From `snapshot`. Raises `msgspec.ValidationError` where it is none."""
-        fields = msgspec.convert(snapshot["request"], dict[str, Any])
-        params = {ours: fields.pop(theirs) for theirs, ours in _WIRE_NAMES.items() if theirs in fields}
-        request = msgspec.convert({**fields, "params": params}, ExchangeRequest)
+        stored = msgspec.convert(snapshot["request"], dict[str, Any])
+        names = {theirs: ours for theirs, ours in _WIRE_NAMES.items() if theirs in stored or theirs == "limit"}
+        params = {ours: stored.pop(theirs) for theirs, ours in names.items()}
+        request = msgspec.convert({**stored, "params": params}, ExchangeRequest)
         return cls(request, msgspec.convert(snapshot["committed"], list[int]))

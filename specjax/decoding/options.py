@@ -55,7 +55,7 @@ class GenerationOptions:
         """Refuse values of the wrong type. What depends on the target and the number of rows is checked by `check`."""
         one_or_each("max_new_tokens", self.max_new_tokens)
         one_or_each("min_new_tokens", self.min_new_tokens)
-        if not isinstance(self.sampling, Sampling):
+        if type(self.sampling) is not Sampling:  # the other parameters of a request would be left out
             raise InputError(f"sampling={self.sampling!r}: give settings, such as specjax.Sampling(temperature=0.7)")
         if self.key is not None:
             as_key(self.key)

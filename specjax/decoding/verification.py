@@ -380,7 +380,8 @@ RULES: dict[Rule, VerificationRule] = {
     "block": VerificationRule(partial(independent, judge_chain=block), takes_trees=False),
     "rejection": VerificationRule(partial(independent, judge_chain=rejection), takes_trees=False),
 }
-"""Every rule by the name that users give it. A new one is an entry here, and its name in `specjax.sampling.Rule`."""
+"""Every rule by the name that users give it. A new one is an entry here, and its name in `specjax.sampling.Rule`. Drafters know
+whether numbers belong to positions by `specjax.sampling.RowSampling.coupled`, for they lie below this module."""
 
 
 def _residual(ratio: jax.Array, p: Distributions, q: jax.Array, drafted: jax.Array, node: jax.Array) -> jax.Array:

@@ -1,13 +1,13 @@
 """A drafter that was trained for a small target, at work on an inflated copy of it."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters.base import Committed, Drafter
+from specjax.drafters.base import Committed, Drafter, DraftingReads
 from specjax.drafters.wrapper import Wrapper
 from specjax.drafts.draft import Draft, Verdict
 from specjax.drafts.shapes import DraftShape
@@ -62,6 +62,7 @@ class OnInflated(Wrapper[Any]):
     inner: Any
     original: Target
     draft: DraftShape | int = struct.field(pytree_node=False)
+    grows_trees: ClassVar[bool] = True
 
     @classmethod
     def of(cls, inner: Drafter, small: Target) -> "OnInflated":
@@ -78,10 +79,6 @@ class OnInflated(Wrapper[Any]):
 
     def with_own(self, state: Any, own: Any) -> Any:
         return own
-
-    @property
-    def drafts_elsewhere(self) -> bool:
-        return False  # its target is not all there
 
     def taps(self, config: ModelConfig) -> tuple[int, ...]:
         return self.inner.taps(self.original.config)  # inflation adds layers behind the others
@@ -121,6 +118,9 @@ class OnInflated(Wrapper[Any]):
 
     def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
         return super().update(self._narrow(target), state, draft, verdict, self._narrowed(committed))
+
+    def drafting_reads(self, target: Target, state: Any = (), cache: Any = ()) -> DraftingReads:
+        return DraftingReads()  # not known: it runs layers of the inflated target
 
     def _narrow(self, target: Target) -> Target:
         return _Narrow(self.original.params, self.original.config, self.original.mesh, inflated=target)

@@ -217,12 +217,15 @@ class Drafter(OneLine, Generic[State]):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let a method that is defined under its old name serve under the new one, with a warning; and the other way round."""
         super().__init_subclass__(**options)
+        own: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):  # those that are drafters have been looked at
+            if base is cls or not issubclass(base, Drafter):
+                own |= vars(base)
         for old, new in _OLD_METHODS.items():
-            own = vars(cls)
             if old in own and new not in own:
                 warnings.warn(f"{cls.__name__}.{old} has a new name: call it {new}", DeprecationWarning, stacklevel=2)
                 setattr(cls, new, own[old])
-            elif new in own:
+            elif new in own and old not in own:
                 setattr(cls, old, own[new])  # for a subclass that asks for `super()` by the old name
 
     def __post_init__(self) -> None:

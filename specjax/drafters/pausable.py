@@ -1,7 +1,7 @@
 """Drafting that may be left out for a while, at no cost, and taken up again.
 
 Under load plain decoding is often faster than any draft. A drafter that only proposed nothing would still read every committed
-token, as each needs the one before. Here it is not run at all: what it is pending is kept, and it catches up in one call.
+token, as each needs the one before. Here it is not run at all: what is pending is kept, and it catches up in one call.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling
 
 ROOM = 64
-"""Committed tokens a row that a paused drafter may be pending."""
+"""Committed tokens of a row that may be pending for a paused drafter."""
 
 
 @struct.dataclass
@@ -54,7 +54,7 @@ class Pausable(Wrapper[PausableState]):
     """Another drafter, which drafts, or is paused. Both have one state, so that a text may be begun with one of them and go on
     with the other.
 
-    Before a paused drafter drafts again, and before it is pending more than `ROOM` tokens, call `catch_up`.
+    Before a paused drafter drafts again, and before more than `ROOM` tokens are pending, call `catch_up`.
 
     Attributes:
         drafter: the other.
@@ -123,7 +123,7 @@ class Pausable(Wrapper[PausableState]):
         return replace(state, pending=PendingTokens(output=output, count=pending.count + committed.count))
 
     def catch_up(self, target: Target, state: PausableState, tokens: jax.Array, cache: KVCache | PagedCache) -> PausableState:
-        """The state once the drafter has been told all that it was pending.
+        """The state once the drafter has been told all that was pending.
 
         Args:
             target: the target model.

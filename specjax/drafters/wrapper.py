@@ -78,7 +78,8 @@ class Wrapper(Drafter[State]):
 
     @property
     def drafts_elsewhere(self) -> bool:
-        return self.wrapped.drafts_elsewhere
+        """Whether it can draft on another machine: no, unless a subclass says that its own part can."""
+        return False
 
     def fingerprint(self) -> str:
         return self.wrapped.fingerprint()

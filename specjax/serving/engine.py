@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -178,7 +179,7 @@ class Engine:
         self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
         self._counted = copies_of(Stats.zeros(rows, self._depth))  # what each row's text had counted after the newest call
         self._total = Totals(drafted_at=[0] * self._depth, accepted_at=[0] * self._depth)
-        self._debt = 0.0  # seconds that catching up took, not charged yet
+        self._uncharged = 0.0  # seconds that catching up took
         self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
         self._counts = {"read": 0, "shared": 0, "calls": 0}
         self._handles: dict[Request, Handle] = {}
@@ -241,7 +242,7 @@ class Engine:
             QueueFullError: too many requests wait.
             EngineError: the engine has failed; its error is the cause.
         """
-        params = SamplingParams.of(params, stated, defaults=self.default_sampling)
+        params = SamplingParams.of(params, stated, defaults=self.default_sampling, function=self.submit)
         if isinstance(prompt, jax.Array):
             prompt = np.asarray(prompt).tolist()
         if not isinstance(prompt, Sequence | np.ndarray):
@@ -250,7 +251,8 @@ class Engine:
             raise InputError("prompt: an engine without a tokenizer takes token ids, and no stop strings; give tokenizer=...")
         self._check_wanted(params, logprobs, echo, spans)
         tokens, expected = self.encode(prompt), self.encode_prediction(prediction)
-        settings = self._config.settings(params, len(tokens), choice=choice, key=key, expected=expected)
+        drawn = params if params.max_new_tokens else replace(params, max_new_tokens=1)  # one that is not computed
+        settings = self._config.settings(drawn, len(tokens), choice=choice, key=key, expected=expected)
         stop = text.check_stop(stop)
         growing = None
         if self.tokenizer is not None:
@@ -309,7 +311,7 @@ class Engine:
             raise InputError("open_row: this engine has no programs for drafts of clients; give Engine(clients=ClientDrafts())")
         tokens = self.encode(tokens)
         length = len(tokens) if prompt_length is None else prompt_length
-        params = SamplingParams.of(params, stated, function="open_row")
+        params = SamplingParams.of(params, stated, function=self.open_row)
         settings = self._config.settings(params, length)
         with self._wake:
             self._check_open()
@@ -492,9 +494,9 @@ class Engine:
         reads = self._device.sizes.read_widths
         if not (is_ready("read", self.chunk, True, False) and is_ready("decode", self.rows, self._device.reporting, True)):
             needs.append("logprobs")
-        has_teller = self._device.remote_drafter is not None
+        tells_remote_drafters = self._device.remote_drafter is not None
         if not all(is_ready("verify", width) for width in self.widths) or (
-            has_teller and not all(is_ready("read", width, False, True) for width in reads)
+            tells_remote_drafters and not all(is_ready("read", width, False, True) for width in reads)
         ):
             needs.append("clients")
         return needs
@@ -666,8 +668,8 @@ class Engine:
         was_late = progress.done.is_ready()  # then nobody knows how long before the device was done  # pyright: ignore[reportAttributeAccessIssue]
         progress = jax.device_get(progress)
         seconds = time.perf_counter() - started
-        if pauses and nothing_compiles:  # what it owes is a part of its price
-            seconds, self._debt = seconds + self._debt, 0.0
+        if pauses and nothing_compiles:  # catching up is a part of its price
+            seconds, self._uncharged = seconds + self._uncharged, 0.0
         # Another program reports log-probabilities: its seconds are not the draft's.
         known = None if logprobs or not nothing_compiles else seconds
         return self._take(progress, snapshot, (width, number), known, is_upper_bound=was_late)
@@ -706,7 +708,7 @@ class Engine:
         self._device.catch_up(table)
         self._device.wait()
         if nothing_compiles:
-            self._debt += time.perf_counter() - started
+            self._uncharged += time.perf_counter() - started
         self._pending = 0
 
     def _compact(self, width: int) -> np.ndarray | None:

@@ -146,7 +146,7 @@ class PagePool:
         prefix = known[key]
         prefix.prefix_state, prefix.last_used = prefix_state, self._now()
         self._hold(prefix)
-        self._drop_borders()
+        self._drop_prefix_states()
         return prefix
 
     def forget_prefixes(self) -> None:
@@ -175,7 +175,7 @@ class PagePool:
             if prefix.holders != holders[id(prefix)]:
                 raise RuntimeError(f"prefixes: {holders[id(prefix)]} rows hold one that counts {prefix.holders} holders")
 
-    def _drop_borders(self) -> None:
+    def _drop_prefix_states(self) -> None:
         """Those that were made or gone on from longest ago, as many as there are too many. Of a text's chunks the last one's
         is the newest, and is what the text's next turn needs."""
         if self._prefix_states is None:

@@ -120,7 +120,7 @@ class _RowHolder:
     """What a request that has a row holds.
 
     Attributes:
-        request: it.
+        request: whose row it is.
         read: tokens of its prompt that are committed; None: its first piece has not been given out.
         prefixes: chunks that it shares.
         pages: its own, after those.

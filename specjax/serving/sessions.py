@@ -424,6 +424,7 @@ class Sessions:
         if before is not None:  # over a connection that was lost: nobody knows its session
             self._end(before)
         try:
+            goes = self._who_goes(connection.counted_as)
             session = _Session(
                 self._make_id(),
                 connection.owner,
@@ -435,7 +436,6 @@ class Sessions:
                 nonce=asked.nonce,
                 connection=connection,
             )
-            goes = self._who_goes(connection.counted_as)
             self._read(session, asked.known)
         except InputError as error:
             code = "full" if isinstance(error, QueueFullError) else "invalid"

@@ -4,6 +4,7 @@ import pytest
 
 import specjax
 from specjax.client import Client, ProvisionalEvent, connect
+from specjax.errors import InputError
 from tests.conftest import tiny_target
 
 
@@ -16,6 +17,20 @@ def test_a_drafter_that_has_nothing_to_offer_ends_the_text(looking_up) -> None:
     """Or it would be asked for ever."""
     assert not list(looking_up.stream([5, 3, 1], max_new_tokens=4, is_offline=True))
     assert looking_up.report.finish_reason == "offline"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+        ({"min_new_tokens": 3}, "min_new_tokens=3: a client cannot ask its server for this"),
+        ({"stops": "x"}, r"stops='x': stream has no argument of that name; did you mean stop\?"),
+    ],
+)
+def test_what_no_text_can_be_asked_with_is_refused_at_once(looking_up, values, message, tmp_path) -> None:
+    with pytest.raises(InputError, match=message):
+        looking_up.stream([5, 3, 1], is_offline=True, journal=tmp_path / "text.json", **values)
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_writes_as_far_as_it_is_asked_to(looking_up) -> None:

@@ -46,7 +46,9 @@ def test_it_drafts_what_is_drafted_beside_the_target(target, name: str, shape) -
     drawn = set()
     for temperature, seed in ((0.0, 0), (1.0, 1), (1.0, 2), (0.6, 3)):
         params = SamplingParams(temperature=temperature, top_k=7 if seed == 3 else 0, seed=seed)
-        options = decoding.GenerationOptions(max_new_tokens=16, sampling=params, key=make_key(seed), rule="coupled")
+        options = decoding.GenerationOptions(
+            max_new_tokens=16, sampling=params.with_explicit(), key=make_key(seed), rule="coupled"
+        )
         _, state = decoding.start(target, drafter, np.array([PROMPT]), options=options, capacity=CAPACITY, mixed=True)
         draft, _ = propose_step(target, drafter, state)
         valid = np.ones(draft.tokens.shape, bool) if draft.valid is None else np.asarray(draft.valid)

@@ -66,7 +66,7 @@ def test_q_is_the_models_own_distribution_after_every_step(target, kind) -> None
 
 
 @struct.dataclass
-class OnlyAbsorbs(DraftModel):
+class OnlyAppends(DraftModel):
     """Is told of every step by `append_committed` alone."""
 
     def update(self, target, state, draft, verdict, committed):
@@ -74,7 +74,7 @@ class OnlyAbsorbs(DraftModel):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [DraftModel, OnlyAbsorbs])
+@pytest.mark.parametrize("kind", [DraftModel, OnlyAppends])
 @pytest.mark.parametrize("model", ["the target itself", "like the target"])
 def test_steps_with_drafts_of_its_own_and_without_mix(target, model, kind) -> None:
     """Before every draft the model has read the text: after full acceptance too, and after roots alone and drafts that come

@@ -379,7 +379,7 @@ def test_in_a_chat_special_tokens_that_both_have_are_read_and_drafted(temperatur
 @pytest.mark.thorough
 @pytest.mark.skipif(not (SHARED / "stories260k").is_dir(), reason="needs ../shared/data")
 def test_trained_models_of_different_tokenizers() -> None:
-    """Python source by byte-level BPE, drafted for by a remote_drafter of stories with SentencePiece."""
+    """Python source by byte-level BPE, drafted for by a model of stories with SentencePiece."""
     plain = specjax.load("embedded")
     with pytest.warns(UserWarning, match="drafting with 376 tokens that both have: 89% of the drafter's 422"):
         drafted = specjax.load("embedded", str(SHARED / "stories260k"), draft="chain:3")

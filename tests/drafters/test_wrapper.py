@@ -59,7 +59,7 @@ def parameters(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_the_hooks_are_those_of_the_guide() -> None:
+def test_the_base_has_every_hook() -> None:
     assert {"check", "taps", "reads", "start", "append_committed", "propose", "update", "max_positions"} < set(HOOKS)
     assert set(METHODS) >= RETURN_STATES | RETURN_STATE_FIRST | RETURN_STATE_SECOND
     assert all(name in vars(Wrapper) for name in HOOKS), "a hook that the base of wrappers does not pass on"
@@ -67,7 +67,9 @@ def test_the_hooks_are_those_of_the_guide() -> None:
 
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_a_property_is_the_wrapped_drafters(name: str) -> None:
-    assert getattr(Plain(Recorder()), name) == f"the {name}"
+    # What the wrapper adds would be missing where the other drafter drafts elsewhere.
+    expected = False if name == "drafts_elsewhere" else f"the {name}"
+    assert getattr(Plain(Recorder()), name) == expected
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "start"])

@@ -112,10 +112,10 @@ def test_all_that_nobody_holds_is_forgotten_at_once() -> None:
     assert sorted(pool.take(4) or []) == sorted(set(range(5)) - set(held.pages))
 
 
-# --- prefix_states ----------------------------------------------------------------------------------------------------------
+# --- prefix states ----------------------------------------------------------------------------------------------------------
 
 
-def has_borders(*prefixes: Prefix) -> list[bool]:
+def has_states(*prefixes: Prefix) -> list[bool]:
     return [prefix.prefix_state is not DROPPED for prefix in prefixes]
 
 
@@ -125,8 +125,8 @@ def test_as_many_borders_are_kept_as_there_is_room_for(most) -> None:
     made: list[Prefix] = []
     for token in range(20):
         made.append(registered(pool, [token, 0, 0]))
-        assert sum(has_borders(*made)) == min(len(made), most)
-    assert has_borders(*made) == [False] * (20 - most) + [True] * most
+        assert sum(has_states(*made)) == min(len(made), most)
+    assert has_states(*made) == [False] * (20 - most) + [True] * most
 
 
 def test_a_chain_ends_with_a_border() -> None:
@@ -134,12 +134,12 @@ def test_a_chain_ends_with_a_border() -> None:
     first = registered(pool, [1, 2, 3])
     second = registered(pool, [3, 4, 5], above=first)
     third = registered(pool, [5, 6, 7], above=second)
-    assert has_borders(first, second, third) == [False, True, True]
+    assert has_states(first, second, third) == [False, True, True]
     assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == [first, second, third]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == []  # from the end of the first nobody can go on
     # Who reads the first chunk anew brings its prefix state back, and that of the next one goes, which was made longest ago.
     assert registered(pool, [1, 2, 3]) is first
-    assert has_borders(first, second, third) == [True, False, True]
+    assert has_states(first, second, third) == [True, False, True]
     assert pool.find([1, 2, 3, 4, 9], CHUNK, most=4) == [first]
 
 
@@ -150,10 +150,10 @@ def test_the_border_that_a_text_went_on_from_last_stays() -> None:
     second = registered(pool, [3, 4, 5], above=first)
     pool.go_on_from([first, second])
     other = registered(pool, [9, 9, 9])
-    assert has_borders(first, second, other) == [False, True, True]
+    assert has_states(first, second, other) == [False, True, True]
     pool.go_on_from([first, second])
     another = registered(pool, [8, 8, 8])
-    assert has_borders(first, second, other, another) == [False, True, False, True]
+    assert has_states(first, second, other, another) == [False, True, False, True]
 
 
 def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
@@ -165,5 +165,5 @@ def test_of_a_text_that_ended_the_last_border_outlives_the_others() -> None:
     for prefix in chain[::-1]:
         pool.let_go(prefix)
     others = [registered(pool, [token, 0, 0]) for token in (7, 8)]
-    assert has_borders(*chain, *others) == [False, False, True, True, True]
+    assert has_states(*chain, *others) == [False, False, True, True, True]
     assert pool.find([1, 2, 3, 4, 5, 6, 7], CHUNK, most=6) == chain

@@ -257,7 +257,7 @@ def test_the_newest_gives_way_and_is_read_again_with_its_tokens() -> None:
 
 
 def test_who_gave_way_is_the_head_of_the_line_again() -> None:
-    """A later expectation would fit into what is left, and does not pass it."""
+    """A later request would fit into what is left, and does not pass it."""
     scheduled = scheduler(pages=8)
     scheduled.submit([1] * 5, most=9)
     new = scheduled.submit([2] * 5, most=4)
@@ -849,7 +849,7 @@ def test_two_clients_that_take_turns_with_one_row_both_come_to_their_ends() -> N
         for client in clients:
             made.has_drafted(client)
     assert turns[:3] == [*clients, requests[0]]
-    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one expectation.
+    # Nobody passes anybody: between two turns of one client there is one of the other, and at least one request.
     for client in clients:
         places = [place for place, request in enumerate(turns) if request is client]
         assert len(places) == 5

@@ -55,7 +55,7 @@ def thoroughly(cases, often):
 
 @pytest.mark.full
 def test_what_a_drafter_reads_of_a_document_is_as_of_the_document_alone(hybrid) -> None:
-    """Longer than the chunks in which states are carried on, with prefix states within them and at one."""
+    """Longer than the chunks in which states are carried on, with borders of documents within them and at one."""
     lengths = [30, 34, 3, 83]
     text = np.random.default_rng(5).integers(0, zoo.VOCABULARY, sum(lengths) + 1)
     documents = [part.tolist() for part in np.split(text, np.cumsum(lengths)[:-1])]

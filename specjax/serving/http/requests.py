@@ -224,12 +224,14 @@ _MOST = 2**31 - 1
 _LARGEST = 3.4028234663852886e38  # a float32 has to hold it
 
 _Tokens = Annotated[int, Meta(ge=0, le=_MOST)]
-_SomeTokens = Annotated[int, Meta(ge=1, le=_MOST)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class _TextFields(msgspec.Struct, kw_only=True):
-    """The parameters that completions and chats have in common, each with its type and its bounds. null is as if left out."""
+    """The parameters that completions and chats have in common, each with its type and its bounds.
+
+    null is as if left out, but for the model. Of the two names of the limit only one counts: its bounds are checked then.
+    """
 
     model: str | UnsetType = UNSET
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -246,6 +248,8 @@ class _TextFields(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     add_special_tokens: bool | None = None
     prediction: _Prediction | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
@@ -254,8 +258,6 @@ class _CompletionFields(_TextFields, kw_only=True):
     """The parameters of ``/v1/completions``."""
 
     prompt: str | list[int | str | list[int]] | UnsetType = UNSET
-    max_tokens: _Tokens | None = None
-    max_completion_tokens: _Tokens | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -264,8 +266,6 @@ class _ChatFields(_TextFields, kw_only=True):
     """The parameters of ``/v1/chat/completions``."""
 
     messages: list[_ChatMessage] | UnsetType = UNSET
-    max_tokens: _SomeTokens | None = None
-    max_completion_tokens: _SomeTokens | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -378,7 +378,7 @@ def read_completion(body: bytes, limits: Limits) -> TextRequest:
     prompts = _prompts(fields.prompt, limits)
     logprobs = None if fields.logprobs is None else _likeliest("logprobs", fields.logprobs, limits)
     echo = bool(fields.echo)
-    name, max_tokens = _max_tokens(fields)
+    name, max_tokens = _max_tokens(fields, least=0)
     max_tokens = 16 if max_tokens is None else max_tokens
     if max_tokens == 0 and not echo:
         raise RequestError(400, f"{name}=0: only with echo, for the prompt's own logprobs; give at least 1", param=name)
@@ -427,7 +427,7 @@ def read_chat(body: bytes, limits: Limits) -> TextRequest:
         limits,
         is_chat=True,
         prompts=prompts,
-        max_tokens=_max_tokens(fields)[1],
+        max_tokens=_max_tokens(fields, least=1)[1],
         logprobs=logprobs,
         chat_template_kwargs=settings,
         ignored=(*ignored, *unread),
@@ -491,17 +491,24 @@ def _read(body: bytes, kind: type[Fields], limits: Limits) -> tuple[Fields, tupl
         else:
             ignored.append(name)
     _check_counts(raw, limits)
+    model = _value("model", raw["model"], types["model"]) if "model" in raw else UNSET
+    _check_model(model, limits, may_be_left_out=not is_text)
     fields = kind(**{name: _value(name, raw[name], types[name]) for name in types if name in raw})
     for name, inner_kind in _OBJECTS.items():
         if getattr(fields, name, None) is not None:
             ignored += [f"{name}.{inner}" for inner in _NAMES.decode(raw[name]) if inner not in inner_kind.__struct_fields__]
-    model = limits.names[0] if fields.model is UNSET and not is_text else fields.model
+    return fields, tuple(ignored)
+
+
+def _check_model(model: Any, limits: Limits, *, may_be_left_out: bool) -> None:
+    """Refuse a request for another model, before anything else in it is looked at."""
     if model is UNSET:
+        if may_be_left_out:
+            return
         raise RequestError(400, f"model: missing; give {limits.names[0]!r}", param="model")
     if model not in limits.names:
         message = f"model={_shown(model)}: not served here; the model is {limits.names[0]!r}"
         raise RequestError(404, message, param="model", code="model_not_found")
-    return fields, tuple(ignored)
 
 
 @cache
@@ -625,7 +632,6 @@ def _request(
         )
     if fields.best_of not in (None, n):
         raise RequestError(400, f"best_of={fields.best_of}: not supported; leave it out, or give n={n}", param="best_of")
-    sampling = _sampling(fields, limits)
     min_tokens = _or(fields.min_tokens, 0)
     if max_tokens is not None and min_tokens > max_tokens:
         raise RequestError(400, f"min_tokens={min_tokens}: more than max_tokens={max_tokens}", param="min_tokens")
@@ -635,13 +641,19 @@ def _request(
     options = fields.stream_options or _StreamOptions()
     seed = None if fields.seed is None else fields.seed & (2**63 - 1)  # -1 is 2**63 - 1, -2 is 2**63 - 2 and so on
     stop, ends = _stop(fields.stop), _ends(fields, limits)
+    try:
+        params = SamplingParams(
+            **vars(_sampling(fields, limits)), max_new_tokens=_MOST, min_new_tokens=min_tokens, eos_token_ids=ends
+        )
+    except InputError as error:  # of the defaults: what a request states has its bounds
+        raise RequestError(400, str(error)) from None
     return TextRequest(
         model=str(fields.model),
         prompts=prompts,
         n=n,
         max_tokens=max_tokens,
         seed=seed,
-        params=SamplingParams(**vars(sampling), max_new_tokens=_MOST, min_new_tokens=min_tokens, eos_token_ids=ends),
+        params=params,
         stop=stop,
         prediction=_prediction(fields.prediction, limits),
         stream=stream,
@@ -655,7 +667,7 @@ def _request(
 
 def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     """Return the distribution's parameters: what the request states, and the defaults."""
-    stated = {name: getattr(fields, name) for name in SAMPLING_NAMES}
+    stated = {name: getattr(fields, name, None) for name in SAMPLING_NAMES}
     if stated["top_k"] == -1:
         stated["top_k"] = 0
     if stated["top_p"] == 0:
@@ -663,11 +675,18 @@ def _sampling(fields: _TextFields, limits: Limits) -> Sampling:
     return limits.default_sampling.with_explicit(**stated)
 
 
-def _max_tokens(fields: _CompletionFields | _ChatFields) -> tuple[str, int | None]:
+def _max_tokens(fields: _TextFields, least: int) -> tuple[str, int | None]:
     """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
-    if fields.max_completion_tokens is not None:
-        return "max_completion_tokens", fields.max_completion_tokens
-    return "max_tokens", fields.max_tokens
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    count = getattr(fields, name)
+    return name, None if count is None else _whole(name, count, least, _MOST)
+
+
+def _whole(name: str, value: int, least: int, most: int) -> int:
+    """Return a whole number that is within bounds which its field does not know."""
+    if not least <= value <= most:
+        raise RequestError(400, f"{name}={_shown(value)}: must be from {least} to {most}", param=name)
+    return value
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -678,9 +697,7 @@ def _likeliest(name: str, count: int, limits: Limits) -> int:
     """Return the checked number of likeliest tokens whose log-probabilities are asked for."""
     if limits.max_logprobs < 1:
         raise RequestError(400, "logprobs: this server gives none (--max-logprobs 0); leave it out", param="logprobs")
-    if not 0 <= count <= limits.max_logprobs:
-        raise RequestError(400, f"{name}={_shown(count)}: must be from 0 to {limits.max_logprobs}", param=name)
-    return count
+    return _whole(name, count, 0, limits.max_logprobs)
 
 
 def _stop(given: str | list[str] | None) -> tuple[str, ...]:

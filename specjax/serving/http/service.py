@@ -30,20 +30,16 @@ from specjax.text import encode_continuation
 MOST_LOGPROBS = 500_000
 """Log-probabilities of an answer, those of likeliest tokens among them: some 50 MB."""
 
-
 IGNORED_HEADER = "X-Specjax-Ignored"
 """Of an answer: the parameters of the request that are not known, the first eight."""
 
-
 MOST_NAMES_LOGGED = 256
 """Unknown parameters that the log names, each once. A client may make up any number of them."""
-
 
 _LOG = logging.getLogger(__name__)
 
 
 _HEADER_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
-
 
 Result = TypeVar("Result")
 

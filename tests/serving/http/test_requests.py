@@ -168,6 +168,7 @@ def test_the_newer_name_of_the_limit_wins() -> None:
     for kind in READERS:
         assert read(kind, max_tokens=5).max_tokens == 5
         assert read(kind, max_tokens=5, max_completion_tokens=7).max_tokens == 7
+        assert read(kind, max_tokens=-1, max_completion_tokens=7).max_tokens == 7  # the other is not read
         assert refusal(kind, max_completion_tokens=0).param == "max_completion_tokens"
 
 
@@ -400,6 +401,7 @@ def test_what_the_server_was_not_started_for() -> None:
 def test_another_model_is_not_found() -> None:
     error = refusal(model="gpt-4o")
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
+    assert refusal(model="gpt-4o", n=0).status == 404  # nothing else is said about another model
     assert read(model="other").model == "other"
     with pytest.raises(RequestError, match="missing"):
         read_completion(b'{"prompt": "a"}', LIMITS)
