@@ -129,7 +129,7 @@ def test_a_wrong_one_is_found(places, monkeypatch, wrong) -> None:
         request = drawn_request(1)
         place = places("draft model")
         expected = reference(place.engine, request)
-        other = replace(request, seed=request.seed + 1, temperature=1.0)
+        other = replace(request, params=replace(request.params, seed=request.params.seed + 1, temperature=1.0))
         with pytest.raises(AssertionError, match="is no beginning of"):
             run(place.engine, place.device, place.terms, other, 1, Faults(), expected)
     else:

@@ -421,6 +421,11 @@ def scaled(factor: float) -> tuple[Any, str, Callable[[Any], Any]]:
     return jax.random, "uniform", change
 
 
+def noise_of_the_next_position(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
+    """Draws each token with the numbers that belong to the position below."""
+    return CHECKS["coupled"](draft, logits, sampling, jnp.roll(keys, -1, axis=0))
+
+
 def ratio_on_chosen(draft: Draft, logits: jax.Array, sampling: RowSampling, keys: jax.Array) -> Verdict:
     """Divides by the drafter's own probability of tokens that it chose."""
     q = probabilities(jnp.asarray(Q_TABLES["unlike"])[draft.tokens], sampling)
@@ -485,15 +490,7 @@ MUTANTS = {
     "one number judges all siblings": patched(
         "verify", Case(), (verification, "_fold_in", lambda real: lambda keys, number: keys)
     ),
-    "noise of the next position": patched(
-        "coupled",
-        Case(),
-        (
-            verification,
-            "coupled",
-            lambda real: lambda draft, logits, sampling, keys: real(draft, logits, sampling, jnp.roll(keys, -1, axis=0)),
-        ),
-    ),
+    "noise of the next position": Mutant("coupled", Case(), noise_of_the_next_position),
     "divides by q of chosen tokens": Mutant("verify", Case(), ratio_on_chosen),
     "drops what ends a draft": Mutant("full block", Case(), dropping),
 }

@@ -12,7 +12,7 @@ from specjax.drafters import Eagle3, MixtureOfAttentions
 @pytest.mark.full
 def test_a_client_drafts_with_a_part_what_it_drafts_with_the_whole(target) -> None:
     """With Mixture of Attentions that runs the target's last layer, and with EAGLE-3, which runs none."""
-    count, settings = target.config.num_layers, Settings.of(specjax.Sampling(temperature=0.0), seed=0)
+    count, settings = target.config.num_layers, Settings.of(specjax.SamplingParams())
     key, texts = jax.random.key(1), ([5, 3, 1], [3, 1, 2])
     drafters = (MixtureOfAttentions.init(target, key, tli=1), Eagle3.init(target, key, taps=(0, 1)))
     for drafter, first in zip(drafters, (count - 1, count), strict=True):
