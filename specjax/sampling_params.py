@@ -126,6 +126,6 @@ def _check_count(name: str, value: Any, bounds: str) -> None:
 def _one_number(name: str, value: Any) -> Any:
     """Return a number as Python has it. Refuses, with an InputError, what is none, and several."""
     numbers = one_or_each(name, value)
-    if numbers.size != 1:
+    if numbers.size != 1 or (numbers.ndim and name not in SAMPLING_NAMES):  # of the distribution's a batch of one is one
         raise InputError(f"{name}={value}: give one number")
     return numbers.item()

@@ -45,6 +45,7 @@ def test_numbers_are_pythons_own_so_that_equal_parameters_are_equal() -> None:
     )
     assert params == SamplingParams(temperature=0.5, top_k=3, max_new_tokens=7, eos_token_ids=(2,))
     assert hash(params) == hash(replace(params))
+    assert SamplingParams(temperature=[0.5], eos_token_ids=[[2]]) == SamplingParams(temperature=0.5, eos_token_ids=(2,))
     assert type(params.temperature) is float and type(params.top_k) is int
 
 

@@ -163,9 +163,10 @@ def check_ids(ids: Any) -> list[int]:
         >>> check_ids((2, 7))
         [2, 7]
     """
-    if _is_sequence(ids) and any(map(_is_sequence, ids)):
-        raise InputError(f"eos_token_ids={ids}: give ids, such as (2,)")
-    return _rows_of_ids(ids)[0]
+    rows = _rows_of_ids(ids)
+    if len(rows) != 1:
+        raise InputError(f"eos_token_ids={ids}: give the ids of one text, such as (2,)")
+    return rows[0]
 
 
 def _is_sequence(value: Any) -> bool:
