@@ -150,7 +150,7 @@ def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
         "demo": (("demo", "--repeats", "1000"), ""),
         "evaluate": (evaluate, ""),
         "lossless": (("evaluate", *pair, "--lossless", "--draws", "1000000"), ""),
-        "regenerate": ((*regenerate, "--max-new-tokens", "500"), "; the same command continues the run"),
+        "regenerate": ((*regenerate, "--max-new-tokens", "500", "--copies", "200"), "; the same command continues the run"),
         "plan measure": (("plan", "measure", *pair, "--prompts", str(prompts), "--longest", "60"), ""),
         "serve": (("serve", *pair, "--port", "0", "--warm", "--rows", "32"), ""),
     }
