@@ -50,6 +50,9 @@ def one_or_each(name: str, value: Any) -> np.ndarray:
 LARGEST = 2**31 - 1
 """The largest number that the device's int32 arrays hold."""
 
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+"""The largest number that the device's float32 arrays hold."""
+
 
 def check_size(name: str, value: Any, most: float = LARGEST) -> None:
     """Refuse numbers that the arrays on the device cannot hold.

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax import decoding, text
-from specjax.arguments import LARGEST, check_size
+from specjax.arguments import LARGEST
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Drafter
 from specjax.drafters.registry import load_drafter
@@ -31,6 +31,7 @@ from specjax.processes import meet
 from specjax.progress import say
 from specjax.reprs import OneLine
 from specjax.sampling import GREEDY, SAMPLING_NAMES, Rule, Sampling, make_key
+from specjax.sampling_params import check_sizes
 from specjax.sharding import spans_processes
 from specjax.templates import Messages, Settings, with_template
 from specjax.text import GrowingText
@@ -342,9 +343,7 @@ def settings(
     """
     check_options("settings", sampling, settings, *SAMPLING_NAMES)
     parameters = replace(GREEDY, **sampling)
-    check_size("max_new_tokens", max_new_tokens)
-    check_size("top_k", parameters.top_k)
-    check_size("temperature", parameters.temperature, float(np.finfo(np.float32).max))
+    check_sizes(max_new_tokens, parameters)
     return GenerationOptions(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,

@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from specjax.arguments import check_size, is_whole, one_or_each
+from specjax.arguments import LARGEST_FLOAT, check_size, is_whole, one_or_each
 from specjax.decoding.options import GenerationOptions, check_ids
 from specjax.errors import InputError, check_options
 from specjax.sampling import GREEDY, SAMPLING_NAMES, Sampling, check_seed, make_key
@@ -53,9 +51,7 @@ class SamplingParams(Sampling):
         """Check every parameter, and keep plain numbers of Python: so that equal parameters are equal objects."""
         for name in (*SAMPLING_NAMES, "max_new_tokens", "min_new_tokens"):
             object.__setattr__(self, name, _one_number(name, getattr(self, name)))
-        check_size("max_new_tokens", self.max_new_tokens)
-        check_size("top_k", self.top_k)
-        check_size("temperature", self.temperature, float(np.finfo(np.float32).max))
+        check_sizes(self.max_new_tokens, self)
         self.by_row(1)
         _check_count("max_new_tokens", self.max_new_tokens, "at least 1; with echo, 0 reads the prompt alone")
         _check_count("min_new_tokens", self.min_new_tokens, "at least 0")
@@ -115,6 +111,20 @@ class SamplingParams(Sampling):
     def make_key(self) -> Any:
         """Return the random key of the seed."""
         return make_key(self.seed)
+
+
+def check_sizes(max_new_tokens: Any, sampling: Sampling) -> None:
+    """Refuse, with an InputError, numbers of a request or a batch that the arrays on the device cannot hold.
+
+    Examples:
+        >>> from specjax.sampling_params import check_sizes
+        >>> check_sizes(8, specjax.Sampling(top_k=2**40))
+        Traceback (most recent call last):
+        specjax.errors.InputError: top_k=1099511627776: must be at most 2147483647
+    """
+    check_size("max_new_tokens", max_new_tokens)
+    check_size("top_k", sampling.top_k)
+    check_size("temperature", sampling.temperature, LARGEST_FLOAT)
 
 
 def _check_count(name: str, value: Any, bounds: str) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from specjax.arguments import LARGEST, LARGEST_FLOAT
 from specjax.errors import InputError
 from specjax.sampling import SAMPLING_NAMES, Sampling
 from specjax.sampling_params import SamplingParams
@@ -220,10 +221,7 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-_MOST = 2**31 - 1
-_LARGEST = 3.4028234663852886e38  # a float32 has to hold it
-
-_Tokens = Annotated[int, Meta(ge=0, le=_MOST)]
+_Tokens = Annotated[int, Meta(ge=0, le=LARGEST)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -237,9 +235,9 @@ class _TextFields(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     best_of: int | None = None
     min_tokens: _Tokens | None = None
-    temperature: Annotated[float, Meta(ge=0, le=_LARGEST)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST_FLOAT)] | None = None
     top_p: _Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_MOST, description=f"from 0 to {_MOST}")] | None = None  # -1 is 0, as in vLLM
+    top_k: Annotated[int, Meta(ge=-1, le=LARGEST, description=f"from 0 to {LARGEST}")] | None = None  # -1 is 0, as in vLLM
     min_p: _Share | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1, description="from -2**63 to 2**63 - 1")] | None = None
     stop: str | list[str] | None = None
@@ -643,7 +641,7 @@ def _request(
     stop, ends = _stop(fields.stop), _ends(fields, limits)
     try:
         params = SamplingParams(
-            **vars(_sampling(fields, limits)), max_new_tokens=_MOST, min_new_tokens=min_tokens, eos_token_ids=ends
+            **vars(_sampling(fields, limits)), max_new_tokens=LARGEST, min_new_tokens=min_tokens, eos_token_ids=ends
         )
     except InputError as error:  # of the defaults: what a request states has its bounds
         raise RequestError(400, str(error)) from None
@@ -679,7 +677,7 @@ def _max_tokens(fields: _TextFields, least: int) -> tuple[str, int | None]:
     """Return how many tokens are asked for, None: it is not said; and under which of two names. The newer one goes first."""
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     count = getattr(fields, name)
-    return name, None if count is None else _whole(name, count, least, _MOST)
+    return name, None if count is None else _whole(name, count, least, LARGEST)
 
 
 def _whole(name: str, value: int, least: int, most: int) -> int:
