@@ -136,8 +136,8 @@ def measure(generator: pipeline.TextGenerator, rows: int, config: EngineHostConf
     with Engine(generator, rows=rows, widths=(rows,), drafts=("chain:3",), capacity=1024) as engine:
         device = None
         if not config.real:
-            device = InstantDevice(engine._device, token=engine.encode("x")[-1])
-            engine._device = device  # pyright: ignore[reportAttributeAccessIssue]
+            device = InstantDevice(engine._loop.device, token=engine.encode("x")[-1])
+            engine._loop.device = device  # pyright: ignore[reportAttributeAccessIssue]
         runs = [_run_texts(engine, device, config) for _ in range(config.repeats + 1)]
     return runs[1:]  # the first compiles what submissions need
 

@@ -13,7 +13,7 @@ import pytest
 
 from specjax import processes
 from specjax.errors import InputError
-from specjax.processes import Member, ProcessPlace
+from specjax.processes import Member, ProcessPlace, rendezvous
 from tests import three_processes
 from tests.processes import ends_all, free_port, wait
 from tests.processes import processes as started
@@ -96,7 +96,7 @@ def meet(*members: Member, count: int, seconds: float = 30.0, strangers: int = 0
     found: list = [None] * len(members)
 
     def run(place: int, member: Member) -> None:
-        way = processes._gather if place == 0 else processes._report
+        way = rendezvous.gather if place == 0 else rendezvous.report
         try:
             found[place], links = way(ProcessPlace(address, count, member.number), member, seconds)
             for link in links.values():
@@ -150,17 +150,17 @@ def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> Non
     address = free_address()
     place = ProcessPlace(address, 3, 0)
     rosters: list = []
-    first = threading.Thread(target=lambda: rosters.append(processes._gather(place, member(0), 60.0)[0]))
+    first = threading.Thread(target=lambda: rosters.append(rendezvous.gather(place, member(0), 60.0)[0]))
     first.start()
     earlier = None
     while earlier is None:
         with contextlib.suppress(ConnectionRefusedError):
             earlier = socket.create_connection(("localhost", int(address.split(":")[1])))
-    processes._Link(earlier).send(processes._HELLO, json.dumps(vars(member(1))).encode())
+    rendezvous.Link(earlier).send(rendezvous._HELLO, json.dumps(vars(member(1))).encode())
     time.sleep(0.5)  # it is heard
     earlier.close()
     again = Member(1, 3, "host-1", 999, "specjax 1")
-    others = [threading.Thread(target=processes._report, args=(place, each, 60.0)) for each in (again, member(2))]
+    others = [threading.Thread(target=rendezvous.report, args=(place, each, 60.0)) for each in (again, member(2))]
     for thread in others:
         thread.start()
     for thread in (first, *others):
@@ -180,7 +180,7 @@ def test_what_is_no_process_0_is_named() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(InputError, match=f"{address}: (what listens there|process 0 ended)"):
-            processes._report(ProcessPlace(address, 2, 1), member(1, 2), 5.0)
+            rendezvous.report(ProcessPlace(address, 2, 1), member(1, 2), 5.0)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_all_hear_why_they_cannot_begin(others, says) -> None:
 
 def test_a_first_process_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"localhost:\d+: after 0.3 s nothing answers there"):
-        processes._report(ProcessPlace(free_address(), 2, 1), member(1, 2), 0.3)
+        rendezvous.report(ProcessPlace(free_address(), 2, 1), member(1, 2), 0.3)
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(InputError, match=f"{address}: cannot listen at port"):
-            processes._gather(ProcessPlace(address, 2, 0), member(0, 2), 1.0)
+            rendezvous.gather(ProcessPlace(address, 2, 0), member(0, 2), 1.0)
 
 
 @pytest.mark.full

@@ -8,10 +8,9 @@ Everything here is compiled for a number of rows and a shape of draft: whatever 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +19,26 @@ from flax import struct
 from jax.typing import ArrayLike
 
 from specjax.decoding.few_rows import by_rows
-from specjax.decoding.loop import advance, run_steps
+from specjax.decoding.loop import run_steps
+from specjax.decoding.row_arrays import (
+    HostOrDevice,
+    first_rows,
+    map_rows,
+    put_first,
+    put_rows,
+    retire,
+    to_pages,
+    with_table,
+    without_pools,
+)
 from specjax.decoding.state import DecodeState, place_rows
 from specjax.decoding.stats import Logprobs, Stats
-from specjax.drafters.base import Committed, Drafter, NoDraft, start_drafter
+from specjax.drafters.base import Committed, Drafter, start_drafter
 from specjax.drafters.pausable import Pausable
 from specjax.drafters.with_prediction import WithPrediction
-from specjax.drafts.draft import Draft, Verdict
-from specjax.drafts.shapes import DraftShape
 from specjax.models.cache import KVCache, PagedCache, by_group, groups_of
-from specjax.models.config import ModelConfig
 from specjax.models.transformer import States, Target
 from specjax.sampling import GREEDY
-
-Tree = TypeVar("Tree")
-
-HostOrDevice = jax.Array | np.ndarray
-"""An array that the host makes for every call."""
 
 
 @struct.dataclass
@@ -161,16 +163,6 @@ def empty(
     return place_rows(state, target)
 
 
-def to_pages(tree: Tree, pages: int, page: int, target: Target) -> Tree:
-    """``tree`` with a `PagedCache` for every `KVCache`, those of drafters among them; they are empty. Other caches, and all
-    else, stay as they are."""
-
-    def one(node: Any) -> Any:
-        return PagedCache.like(node, pages=pages, page=page, mesh=target.mesh) if isinstance(node, KVCache) else node
-
-    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, KVCache))
-
-
 @struct.dataclass
 class PrefixState:
     """What is known at the end of a chunk of a prompt beside its pages, for a text that goes on from there.
@@ -194,7 +186,7 @@ def empty_prefix_state(target: Target, drafter: Drafter, *, capacity: int, pages
     def make(target: Target, drafter: Drafter) -> PrefixState:
         groups = groups_of(target.mesh)
         own = to_pages(drafter.start(target, groups, capacity), pages, page, target)
-        return PrefixState(target.new_cache(groups, capacity).states, _without_pools(drafter.to_prefix_state(own)))
+        return PrefixState(target.new_cache(groups, capacity).states, without_pools(drafter.to_prefix_state(own)))
 
     return make(target, drafter)
 
@@ -265,7 +257,7 @@ def admit(
     own = drafter.from_prefix_state(fresh, kept.drafter)
     if isinstance(drafter, WithPrediction) and text.prediction is not None:
         own = drafter.predict(own, *(jnp.asarray(leaf, jnp.int32)[None] for leaf in (text.prediction, text.predicted)))
-    one = replace(one, cache=replace(one.cache, states=kept.states), drafter=_without_pools(own))
+    one = replace(one, cache=replace(one.cache, states=kept.states), drafter=without_pools(own))
     return put_rows(state, one, lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), row, 0))
 
 
@@ -354,7 +346,7 @@ def read_chunk(
     cache = part.cache.append(new, counts, after=output.hidden)
     committed = Committed(tokens=tokens, following=following, output=output, entries=new, count=counts, cache=cache)
     own = drafter.append_committed(target, part.drafter, committed)
-    prefix_state = PrefixState(cache.states, _without_pools(drafter.to_prefix_state(own)))
+    prefix_state = PrefixState(cache.states, without_pools(drafter.to_prefix_state(own)))
     own = _prompts_read(target, drafter, own, part.tokens, cache, is_last)
     part = replace(part, cache=cache, drafter=own, done=part.done & ~is_last)
     said = None if logprobs is None else _read_logprobs(target, output.hidden, following, logprobs)
@@ -395,10 +387,10 @@ def _prompts_read(
     """The drafter's state, of which the rows have been told that are at the end of their prompts."""
     if type(drafter).prompts_read is Drafter.prompts_read:
         return own
-    small, treedef = jax.tree.flatten(_without_pools(own))
+    small, treedef = jax.tree.flatten(without_pools(own))
 
     def told() -> list[jax.Array]:
-        after = jax.tree.leaves(_without_pools(drafter.prompts_read(target, own, tokens, cache)))
+        after = jax.tree.leaves(without_pools(drafter.prompts_read(target, own, tokens, cache)))
         return [jnp.where(is_last.reshape(-1, *(1,) * (new.ndim - 1)), new, old) for new, old in zip(after, small, strict=True)]
 
     after = jax.tree.unflatten(treedef, jax.lax.cond(jnp.any(is_last), told, lambda: small))
@@ -477,8 +469,8 @@ def decode_rows(
     state = retire(with_table(state, table), free)
     starts, most_tokens = state.lengths, most_steps * (drafter.draft_shape.depth + 1)
     said = None if logprobs is None else Logprobs.zeros(width, most_tokens, logprobs)
-    part, said = run_steps(target, drafter, _first_rows(state, width), max_steps, until_any_done, said)
-    state = put_rows(state, part, _put_first)
+    part, said = run_steps(target, drafter, first_rows(state, width), max_steps, until_any_done, said)
+    state = put_rows(state, part, put_first)
     matched = state.drafter.matched if isinstance(drafter, WithPrediction) else None
     emitted = jnp.minimum(starts[:, None] + jnp.arange(most_tokens), state.tokens.shape[1] - 1)
     progress = Progress(
@@ -495,150 +487,16 @@ def decode_rows(
     return place_rows(state, target), progress
 
 
-@struct.dataclass
-class VerifiedRows:
-    """What became of the drafts of W rows.
-
-    Attributes:
-        path: ``[W, D+1]`` the nodes of the accepted path, the root first.
-        tokens: ``[W, D+1]`` what was emitted.
-        count: ``[W]`` how many of both count; 0 where no row was asked for.
-        accepted: ``[W]`` how many of the emitted tokens were drafted.
-        done: ``[W]`` bool, the text is over.
-        failed: ``[W]`` bool, because the target's logits after the last of the tokens were none.
-        told: of each node of the path, what `Drafter.remote_inputs` gives, ``[W, D+1, …]``.
-    """
-
-    path: jax.Array
-    tokens: jax.Array
-    count: jax.Array
-    accepted: jax.Array
-    done: jax.Array
-    failed: jax.Array
-    told: dict[str, jax.Array]
-
-
-@struct.dataclass
-class _Elsewhere(Drafter[Any]):
-    """Stands where a drafter would that is on another machine: its state, after a verdict, is what that one is to be told."""
-
-    remote_drafter: Drafter
-
-    @property
-    def draft(self) -> DraftShape:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return NoDraft().draft
-
-    def taps(self, config: ModelConfig) -> tuple[int, ...]:
-        return self.remote_drafter.taps(config)
-
-    def update(self, target: Target, state: Any, draft: Draft, verdict: Verdict, committed: Committed) -> Any:
-        return self.remote_drafter.remote_inputs(target, committed.output, committed.entries)
-
-
-def nodes_of_call(tokens: HostOrDevice, **_: Any) -> int:
-    """How many nodes the target reads in the pass of `verify_rows`."""
-    return math.prod(tokens.shape)
-
-
-@by_rows(nodes_of_call, models=("target", "remote_drafter"), static_argnames="depth", donate_argnames="state")
-def verify_rows(
-    target: Target,
-    remote_drafter: Drafter,
-    state: DecodeState,
-    table: HostOrDevice,
-    rows: HostOrDevice,
-    tokens: HostOrDevice,
-    parents: HostOrDevice,
-    valid: HostOrDevice,
-    *,
-    depth: int,
-) -> tuple[DecodeState, VerifiedRows]:
-    """One pass of the target over drafts that were made elsewhere, for some rows. Not on a mesh that splits rows.
-
-    The rows are done, as far as `decode_rows` goes, before and afterwards. Other rows, and what a drafter here keeps, stay as
-    they are.
-
-    Args:
-        target: the target.
-        remote_drafter: the drafter that drafts elsewhere, or one like it: its ``taps`` and `Drafter.remote_inputs` are used.
-        state: of `empty`, whose drafts may be as deep; donated.
-        table: ``[B, n]`` the pages of all rows, with room for what is emitted: up to depth + 1 tokens a row.
-        rows: ``[W]`` whose prompts have been read, each once; B where none is asked for.
-        tokens: ``[W, N]`` of each node; whatever stands there, the root is the row's newest token.
-        parents: ``[W, N]`` of each node the number of its parent, which is smaller; -1 for the root.
-        valid: ``[W, N]`` bool, which of the nodes are there.
-        depth: D, of the deepest node that there may be.
-
-    Returns:
-        The state, and what became of the drafts.
-
-    Examples:
-        >>> from specjax.decoding import rows
-        >>> from specjax.drafters import NoDraft
-        >>> drafter = NoDraft()
-        >>> sizes = {"capacity": 32, "pages": 16, "page": 8}
-        >>> state = rows.empty(target, drafter, rows=4, depth=2, **sizes)
-        >>> prefix_state = rows.empty_prefix_state(target, drafter, **sizes)
-        >>> text = rows.Text(
-        ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
-        ...     length=np.int32(6),
-        ...     limit=np.int32(14),
-        ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
-        ...     sampling=specjax.sampling.GREEDY.of_row(),
-        ... )
-        >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)
-        >>> state = rows.admit(target, drafter, state, row, text, start, prefix_state, group)
-        >>> table = np.full((4, 4), 16, np.int32)  # 16: no page
-        >>> table[1, :2] = 3, 7
-        >>> row, count, is_last = np.array([1]), np.array([5]), np.array([False])
-        >>> state, _, _, _ = rows.read_chunk(
-        ...     target, drafter, state, table, row, count, is_last, width=8
-        ... )
-        >>> first, second = plain.tokens[0, 6:8]
-        >>> wrong = (first + 1) % 11
-        >>> tokens = np.array([[7, wrong, first, second]], np.int32)
-        >>> parents, valid = np.array([[-1, 0, 0, 2]], np.int32), np.ones((1, 4), bool)
-        >>> state, checked = rows.verify_rows(
-        ...     target, drafter, state, table, row, tokens, parents, valid, depth=2
-        ... )
-        >>> checked.path.tolist(), checked.count.tolist()  # and one token of the target's own
-        ([[0, 2, 3]], [3])
-    """
-    numbers, batch = jnp.asarray(rows), state.lengths.shape[0]
-    state = with_table(state, table)
-    # A number out of range is no row's: it takes the last one, of which nothing is kept.
-    part = map_rows(lambda leaf: leaf.at[numbers].get(mode="clip"), replace(state, drafter=()))
-    part = replace(part, done=numbers >= batch)
-    draft = Draft.of_tree(
-        jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
-    )
-    after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
-    places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
-    checked = VerifiedRows(
-        path=info.path[:, : depth + 1],
-        tokens=jnp.take_along_axis(after.tokens, places, axis=1),
-        count=info.emitted,
-        accepted=info.accepted,
-        done=after.done,
-        failed=after.failed,
-        told=after.drafter,
-    )
-    after = replace(after, drafter=(), done=jnp.ones_like(after.done))
-    kept = put_rows(replace(state, drafter=()), after, lambda leaf, new: leaf.at[numbers].set(new, mode="drop"))
-    return place_rows(replace(kept, drafter=state.drafter), target), checked
-
-
 @partial(jax.jit, static_argnames="width", donate_argnames="state")
 def catch_up(
     target: Target, drafter: Pausable | WithPrediction, state: DecodeState, table: HostOrDevice, *, width: int
 ) -> DecodeState:
     """Tell the drafter of the tokens that it has yet to read, in the first ``width`` rows. The state is donated."""
     state = with_table(state, table)
-    part = _first_rows(state, width)
+    part = first_rows(state, width)
     own = drafter.catch_up(target, part.drafter, part.tokens, part.cache)
     part = replace(part, drafter=own)
-    state = put_rows(state, part, _put_first)
+    state = put_rows(state, part, put_first)
     return place_rows(state, target)
 
 
@@ -646,63 +504,3 @@ def catch_up(
 def rearrange(state: DecodeState, order: HostOrDevice) -> DecodeState:
     """The state in whose row i is what was in row ``order[i]``: ``order [B]`` is a permutation. Pages stay where they are."""
     return map_rows(lambda leaf: leaf[order], state)
-
-
-def retire(state: DecodeState, mask: HostOrDevice) -> DecodeState:
-    """The state with the rows of ``mask [B]`` free: they are done, and nothing of theirs is read any more."""
-
-    def forget(node: Any) -> Any:
-        return replace(node, length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node
-
-    state = jax.tree.map(forget, state, is_leaf=_is_paged)
-    return replace(state, done=state.done | mask, lengths=jnp.where(mask, 1, state.lengths))
-
-
-def with_table(state: Tree, table: HostOrDevice) -> Tree:
-    """``state`` with these pages for its rows, in all of its caches."""
-    return jax.tree.map(lambda node: node.with_table(jnp.asarray(table)) if _is_paged(node) else node, state, is_leaf=_is_paged)
-
-
-def map_rows(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
-    """``function`` of every array that has the row axis first. Pools have none, and pass whole."""
-
-    def one(node: Any) -> Any:
-        if not _is_paged(node):
-            return function(node)
-        return replace(node, **jax.tree.map(function, _of_rows(node)))
-
-    return jax.tree.map(one, tree, is_leaf=_is_paged)
-
-
-def _of_rows(cache: PagedCache) -> dict[str, Any]:
-    """What of a cache has a row axis."""
-    return {"table": cache.table, "length": cache.length, "states": cache.states}
-
-
-def put_rows(tree: Tree, part: Tree, put: Callable[[jax.Array, jax.Array], jax.Array]) -> Tree:
-    """``tree`` with ``put(leaf, new)`` for every array that has the row axis first, ``new`` being that of ``part``. Pools are
-    those of ``part``, which has been working on them; where it has none, they stay."""
-
-    def one(node: Any, new: Any) -> Any:
-        if not _is_paged(node):
-            return put(node, new)
-        return replace(node, layers=new.layers or node.layers, **jax.tree.map(put, _of_rows(node), _of_rows(new)))
-
-    return jax.tree.map(one, tree, part, is_leaf=_is_paged)
-
-
-def _without_pools(tree: Tree) -> Tree:
-    return jax.tree.map(lambda node: replace(node, layers=()) if _is_paged(node) else node, tree, is_leaf=_is_paged)
-
-
-def _is_paged(node: Any) -> bool:
-    return isinstance(node, PagedCache)
-
-
-def _first_rows(state: DecodeState, width: int) -> DecodeState:
-    return map_rows(lambda leaf: leaf[:width], state)
-
-
-def _put_first(leaf: jax.Array, new: jax.Array) -> jax.Array:
-    """``leaf`` with ``new`` as its first rows."""
-    return jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=0)

@@ -21,7 +21,7 @@ from specjax.lowering import abstract, hlo
 from specjax.lowering.topologies import compiler_options
 from specjax.models.attention import BLOCK, LOOP, block_width
 from specjax.models.transformer import Target
-from specjax.planning.roofline import attention_work, product_work
+from specjax.planning.work import attention_work, product_work
 from specjax.progress import waiting
 from specjax.sampling import Sampling
 

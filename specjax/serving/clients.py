@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from specjax.decoding import rows as device_rows
+from specjax.decoding import remote_drafts
 from specjax.drafts import tree
 from specjax.errors import InputError, LogitsError
 from specjax.serving.device import EngineDevice
@@ -405,7 +405,7 @@ class Clients:
         self,
         row: ClientRow,
         draft: tuple[np.ndarray, np.ndarray],
-        checked: device_rows.VerifiedRows,
+        checked: remote_drafts.VerifiedRows,
         place: int,
         seconds: float,
     ) -> None:

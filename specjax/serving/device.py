@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from specjax import sharding, wire
+from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter, NoDraft, WithPrediction
 from specjax.drafters.base import shapes_told
@@ -239,11 +240,11 @@ class EngineDevice:
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> device_rows.VerifiedRows:
-        """`specjax.decoding.rows.verify_rows`; of each row's draft the ``tokens [n]`` and ``parents [n]``."""
+    ) -> remote_drafts.VerifiedRows:
+        """`specjax.decoding.remote_drafts.verify_rows`; of each row's draft the ``tokens [n]`` and ``parents [n]``."""
         width = next(width for width in self.sizes.widths if width >= len(rows))
         given = self._of_verify(table, width, rows, drafts)
-        self.state, checked = device_rows.verify_rows(*given, depth=self._clients.depth)
+        self.state, checked = remote_drafts.verify_rows(*given, depth=self._clients.depth)
         return sharding.everywhere(checked, self.target.mesh)
 
     def decode(
@@ -331,7 +332,7 @@ class EngineDevice:
 
         def verify(stage: int, width: int) -> EngineProgram:
             def lower() -> Any:
-                return device_rows.verify_rows.lower(*self._of_verify(table, width, [], []), depth=self._clients.depth)
+                return remote_drafts.verify_rows.lower(*self._of_verify(table, width, [], []), depth=self._clients.depth)
 
             return EngineProgram("verify", (width,), stage, lower)
 
@@ -401,7 +402,7 @@ class EngineDevice:
     def _of_verify(
         self, table: np.ndarray, width: int, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
     ) -> tuple[Any, ...]:
-        """What `specjax.decoding.rows.verify_rows` is given, for ``width`` rows."""
+        """What `specjax.decoding.remote_drafts.verify_rows` is given, for ``width`` rows."""
         numbers = np.full(width, self.sizes.rows, np.int32)
         numbers[: len(rows)] = rows
         tokens = np.zeros((width, self._clients.nodes), np.int32)

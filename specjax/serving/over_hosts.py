@@ -14,6 +14,7 @@ import jax
 import msgspec
 import numpy as np
 
+from specjax.decoding import remote_drafts
 from specjax.decoding import rows as device_rows
 from specjax.drafters import Drafter
 from specjax.models.transformer import Target
@@ -170,7 +171,7 @@ class LeadingDevice(EngineDevice):
 
     def verify(
         self, table: np.ndarray, rows: Sequence[int], drafts: Sequence[tuple[np.ndarray, np.ndarray]]
-    ) -> device_rows.VerifiedRows:
+    ) -> remote_drafts.VerifiedRows:
         """As `EngineDevice.verify`."""
         packed = [(HostArray.of(tokens), HostArray.of(parents)) for tokens, parents in drafts]
         self._tell(Verify(HostArray.of(table), list(rows), packed))

@@ -170,11 +170,11 @@ class Server:
     def _is_busy(self) -> bool:
         """Whether the engine has something to do. Who waits for a row that nobody gives up is not waited for."""
         engine = self._engine
-        with engine._wake:
-            states = [request.state for request in engine._clients.rows]
-            is_given_up = any(request.away is not None for request in engine._clients.rows if request.state == "held")
-            has_row = engine._scheduler.occupied < engine.rows or is_given_up
-            return engine._clients.has_work or "reading" in states or ("waiting" in states and has_row)
+        with engine._loop.wake:
+            states = [request.state for request in engine._loop.clients.rows]
+            is_given_up = any(request.away is not None for request in engine._loop.clients.rows if request.state == "held")
+            has_row = engine._loop.scheduler.occupied < engine.rows or is_given_up
+            return engine._loop.clients.has_work or "reading" in states or ("waiting" in states and has_row)
 
     def receive(self, link: "SimulatedLink", frame: bytes) -> None:
         """A frame has come: whatever follows from it comes a little later."""

@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax import Sampling, sharding
-from specjax.decoding import rows
+from specjax.decoding import remote_drafts, row_arrays, rows
 from specjax.drafters import (
     MTP,
     CompressedCache,
@@ -204,7 +204,7 @@ def row_of(progress, row: int) -> list[int]:
 
 def own_state(host: Host, row: int) -> list[np.ndarray]:
     """What the drafter knows in a row: its caches as far as they are filled, and all else. What lies beyond has no meaning."""
-    own = rows.with_table(host.state.drafter.own, jnp.asarray(host.table))
+    own = row_arrays.with_table(host.state.drafter.own, jnp.asarray(host.table))
     found = []
 
     def one(node) -> None:
@@ -335,7 +335,7 @@ def test_drafts_from_elsewhere_are_verified_in_some_rows_and_others_stay_as_they
         given = np.array([*asked, *[ROWS] * (3 - len(asked))], np.int32), tokens
         parents = np.tile(np.array([-1, 0, 1, 2, 0, 0], np.int32), (3, 1))
         valid = np.tile(np.arange(6) < 5, (3, 1))
-        host.state, checked = rows.verify_rows(
+        host.state, checked = remote_drafts.verify_rows(
             TARGET, remote_drafter, host.state, host.table, *given, parents, valid, depth=depth
         )
         assert checked.count[len(asked) :].tolist() == [0] * (3 - len(asked))
@@ -581,10 +581,10 @@ def test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs() -
     state = rows.empty(TARGET, PromptLookup(draft=2), rows=ROWS, capacity=CAPACITY, pages=8, page=PAGE)
     committed = jnp.array([5, 9, 2, 7])
     state = replace(state, lengths=committed + 1, done=jnp.zeros(ROWS, bool), cache=replace(state.cache, length=committed))
-    retired = rows.retire(state, np.array([False, True, False, True]))
+    retired = row_arrays.retire(state, np.array([False, True, False, True]))
     assert retired.done.tolist() == [False, True, False, True]
     assert retired.lengths.tolist() == [6, 1, 3, 1] and retired.cache.length.tolist() == [5, 0, 2, 0]
     table = np.arange(ROWS * 6).reshape(ROWS, 6)
-    moved = rows.rearrange(rows.with_table(retired, table), np.array([2, 0, 3, 1]))
+    moved = rows.rearrange(row_arrays.with_table(retired, table), np.array([2, 0, 3, 1]))
     assert moved.lengths.tolist() == [3, 6, 1, 1] and moved.cache.length.tolist() == [2, 5, 0, 0]
     np.testing.assert_array_equal(moved.cache.table, table[[2, 0, 3, 1]])

@@ -608,7 +608,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="retired-rows-are-read",
-        file="specjax/decoding/rows.py",
+        file="specjax/decoding/row_arrays.py",
         old="return replace(node, length=jnp.where(mask, 0, node.length)) if isinstance(node, PagedCache) else node",
         new="return node",
         tests=("tests/decoding/test_rows.py::test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs",),
@@ -616,7 +616,7 @@ CATALOGUE = (
     ),
     Mutant(
         name="rearranged-rows-lose-their-lengths",
-        file="specjax/decoding/rows.py",
+        file="specjax/decoding/row_arrays.py",
         old='return {"table": cache.table, "length": cache.length, "states": cache.states}',
         new='return {"table": cache.table, "states": cache.states}',
         tests=("tests/decoding/test_rows.py::test_retired_rows_are_done_and_rearranged_rows_take_along_what_is_theirs",),

@@ -10,7 +10,7 @@ from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.models.published import PUBLISHED
-from specjax.planning import roofline, theory
+from specjax.planning import roofline, theory, work
 from specjax.planning.roofline import Pair, Trained
 from specjax.sharding import make_mesh
 from tests.conftest import LAYERED, tiny_config
@@ -36,28 +36,28 @@ CACHE_BYTES = 2 * 2 * 2 * 16 * 2  # layers, key and value, heads, their size, by
 
 def test_work_by_hand() -> None:
     assert WEIGHTS == 186_880
-    products = roofline.product_work(SHAPE, rows=12)
+    products = work.product_work(SHAPE, rows=12)
     assert (products.flops, products.bytes) == (2 * WEIGHTS * 12, 2 * WEIGHTS)
-    attention = roofline.attention_work(SHAPE, batch=3, tokens=4, context=100)
+    attention = work.attention_work(SHAPE, batch=3, tokens=4, context=100)
     assert (attention.flops, attention.bytes) == (4 * 3 * 4 * 100 * 4 * 16 * 2, 3 * 100 * CACHE_BYTES)
-    assert roofline.cache_bytes(SHAPE) == CACHE_BYTES
+    assert work.cache_bytes(SHAPE) == CACHE_BYTES
 
 
 def test_a_tied_head_is_multiplied_and_biases_and_norms_are_not() -> None:
     other = replace(SHAPE, tie_embeddings=True, qkv_bias=True, qk_norm=True)
-    assert roofline.product_work(other, rows=12) == roofline.product_work(SHAPE, rows=12)
+    assert work.product_work(other, rows=12) == work.product_work(SHAPE, rows=12)
 
 
 def test_experts_and_latents_by_hand() -> None:
     """DeepSeek-V3: 37 billion parameters for a token (its report's abstract), and 512 + 64 numbers in each layer's cache."""
     config = PUBLISHED["deepseek-v3"]
-    one, many = roofline.product_work(config, rows=1), roofline.product_work(config, rows=10_000)
+    one, many = work.product_work(config, rows=1), work.product_work(config, rows=10_000)
     experts = 58 * 256 * 3 * 7168 * 2048
     assert one.flops / 2 == pytest.approx(37e9, rel=0.02)
     assert many.flops == pytest.approx(10_000 * one.flops)
     assert (one.bytes, many.bytes) == pytest.approx((one.flops, 2 * (one.flops / 2 + experts * 31 / 32)))
-    assert roofline.cache_bytes(config) == 61 * (512 + 64) * 2
-    attention = roofline.attention_work(config, batch=1, tokens=3, context=100)
+    assert work.cache_bytes(config) == 61 * (512 + 64) * 2
+    attention = work.attention_work(config, batch=1, tokens=3, context=100)
     assert (attention.flops, attention.bytes) == (2 * 3 * 100 * 128 * (512 + 64 + 512) * 61, 100 * 61 * 576 * 2)
 
 
@@ -65,27 +65,27 @@ def test_layers_that_differ_by_hand() -> None:
     """Layers 2 and 3 store nothing, and read what layers 0 and 1 do: 2 x 2 heads of 4, of the 5 newest tokens, and 2 x 1
     head of 8."""
     config = tiny_config(**LAYERED["sharing"])
-    assert roofline.cache_bytes(config) == (16 + 16) * 2
-    attention = roofline.attention_work(config, batch=3, tokens=4, context=100)
+    assert work.cache_bytes(config) == (16 + 16) * 2
+    attention = work.attention_work(config, batch=3, tokens=4, context=100)
     products = 5 * (4 * 2 * 4 + 2 * 2 * 4) + 100 * (4 * 2 * 8 + 4 * 2 * 8)
     assert (attention.flops, attention.bytes) == (2 * 3 * 4 * products, 3 * 2 * (5 * 16 + 100 * 16) * 2)
 
 
 def test_forward_time_by_hand() -> None:
     """Four tokens: the products wait for arithmetic (4.49 ms), attention for memory (0.77 ms). One token: both for memory."""
-    assert roofline.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8)
-    assert roofline.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(5.25312e-3)
-    assert roofline.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(2 * WEIGHTS / 1e8 + 3 * 100 * CACHE_BYTES / 1e8)
-    assert roofline.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(4.5056e-3)
-    eight_bits = roofline.forward_time(SHAPE, TOY, 3, 1, 100, weight_bytes=1, kv_bytes=1)
+    assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(2 * WEIGHTS * 12 / 1e9 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert work.forward_time(SHAPE, TOY, 3, 4, 100) == pytest.approx(5.25312e-3)
+    assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(2 * WEIGHTS / 1e8 + 3 * 100 * CACHE_BYTES / 1e8)
+    assert work.forward_time(SHAPE, TOY, 3, 1, 100) == pytest.approx(4.5056e-3)
+    eight_bits = work.forward_time(SHAPE, TOY, 3, 1, 100, weight_bytes=1, kv_bytes=1)
     assert eight_bits == pytest.approx(4.5056e-3 / 2)
-    many = roofline.forward_time(SHAPE, TOY, 3, 40, 100)  # enough queries a key for arithmetic to hold attention up
+    many = work.forward_time(SHAPE, TOY, 3, 40, 100)  # enough queries a key for arithmetic to hold attention up
     assert many == pytest.approx((2 * WEIGHTS * 120 + 4 * 3 * 40 * 100 * 4 * 16 * 2) / 1e9)
 
 
 def test_a_known_model_on_a_known_chip() -> None:
     """Llama-3.1-8B on an H100: 15.0 GB of weights and 0.13 GB of cache at 3.35 TB/s."""
-    assert roofline.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx((15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4)
+    assert work.forward_time(LLAMA, CHIPS["h100"], 1, 1, 1024) == pytest.approx((15.009e9 + 0.1342e9) / 3.35e12, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", CHIPS)
@@ -258,8 +258,8 @@ def test_best_cache_is_the_best_of_all() -> None:
 
 FAULTS = [
     (lambda: find_chip("h900"), "chip='h900': not a chip known here; known are h100, a100, tpu-v4"),
-    (lambda: roofline.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
-    (lambda: roofline.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
+    (lambda: work.forward_time(LLAMA, TOY, 0, 1, 1), "batch=0"),
+    (lambda: work.forward_time(LLAMA, TOY, 1, 0, 1), "tokens=0"),
     (lambda: SELF.target_time(1, 0), "context=0"),
     (lambda: Pair(LLAMA, TOY, draft_cache=0), "draft_cache=0"),
     (lambda: Pair(LLAMA, TOY, selection=1.5), "selection=1.5"),
@@ -278,24 +278,24 @@ def test_bad_input_is_named(call, message) -> None:
 
 def test_embeddings_that_are_looked_up_are_not_read() -> None:
     config = PUBLISHED["gemma-4-e2b"]
-    read = roofline.product_work(config, rows=1, weight_bytes=1.0).bytes
+    read = work.product_work(config, rows=1, weight_bytes=1.0).bytes
     assert read / 1e9 == pytest.approx(2.28, rel=0.01)  # of the 4.63 that it has
-    of_experts = roofline.product_work(PUBLISHED["gpt-oss-20b"], rows=1, weight_bytes=1.0).bytes
+    of_experts = work.product_work(PUBLISHED["gpt-oss-20b"], rows=1, weight_bytes=1.0).bytes
     assert of_experts / 1e9 == pytest.approx(3.6, rel=0.01)  # its model card's active parameters, which have the head
 
 
 def test_layers_with_a_window_read_no_more_than_that() -> None:
     config, context = PUBLISHED["gpt-oss-20b"], 8192
-    work = roofline.attention_work(config, batch=3, tokens=1, context=context, kv_bytes=1.0)
+    attention = work.attention_work(config, batch=3, tokens=1, context=context, kv_bytes=1.0)
     entry = 2 * 8 * 64
-    assert work.bytes == 3 * entry * 12 * (context + 128)
-    assert work.flops == 3 * 4 * 64 * 64 * 12 * (context + 128)
+    assert attention.bytes == 3 * entry * 12 * (context + 128)
+    assert attention.flops == 3 * 4 * 64 * 64 * 12 * (context + 128)
 
 
 def test_layers_that_share_entries_read_them_and_keep_none() -> None:
     config, context = PUBLISHED["gemma-4-e2b"], 8192
-    assert roofline.cache_bytes(config, 1.0) == 2 * (12 * 256 + 3 * 512)
-    assert roofline.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (28 * 256 * 512 + 7 * 512 * context)
+    assert work.cache_bytes(config, 1.0) == 2 * (12 * 256 + 3 * 512)
+    assert work.attention_work(config, 1, 1, context, 1.0).bytes == 2 * (28 * 256 * 512 + 7 * 512 * context)
 
 
 # --- drafters that are trained for their target ------------------------------------------------------------------------

@@ -389,7 +389,7 @@ def test_what_a_client_is_told_is_computed_whoever_read_it_before(drafting, targ
 def test_all_drafts_that_wait_are_verified_in_one_call(plain) -> None:
     clients = [Client(plain, Request(PROMPT, 8, WARM, seed=seed)).ready() for seed in range(2)]
     before = plain.statistics.clients
-    with plain._wake:  # the engine sees neither before both are there
+    with plain._loop.wake:  # the engine sees neither before both are there
         for client in clients:
             client.send(client.root())
     for client in clients:
@@ -404,7 +404,7 @@ def test_who_waits_has_the_row_of_who_is_away_for_the_longest(plain, target) -> 
     waiting = request.submit(plain)
     wait_until(lambda: plain.statistics.waiting == 1)
     assert plain.statistics.clients.rows == 2  # both are here: it waits
-    with plain._wake:
+    with plain._loop.wake:
         second.row.is_away = True
         first.row.is_away = True
     assert isinstance(second.hear(), RowDropped)
@@ -473,13 +473,13 @@ def test_clients_and_requests_take_turns(target) -> None:
 @pytest.mark.parametrize(("seconds", "share"), [(0.0, 1), (1e6, 4)], ids=["idle", "drafting"])
 def test_only_a_client_that_drafts_makes_calls_shorter(target, seconds, share) -> None:
     with plain_engine(target, client_idle_seconds=seconds) as engine:
-        steps, decode = [], engine._device.decode
+        steps, decode = [], engine._loop.device.decode
 
         def noting(number: int, table: Any, free: Any, count: int, *rest: Any) -> Any:
             steps.append(count)
             return decode(number, table, free, count, *rest)
 
-        engine._device.decode = noting
+        engine._loop.device.decode = noting
         client = Client(engine, Request(PROMPT, 8)).ready()
         Request((3, 1), 12).submit(engine).result(PATIENCE)
         assert set(steps) == {engine.steps // share}
@@ -490,12 +490,12 @@ def test_a_client_whose_draft_waits_for_a_row_is_closed(target) -> None:
     with plain_engine(target, client_idle_seconds=0.0) as engine:
         clients = [Client(engine, Request(PROMPT, 8, seed=seed)).ready() for seed in range(2)]
         request = Request((3, 1), 4)
-        with engine._wake:
+        with engine._loop.wake:
             handle = request.submit(engine)
-            engine._scheduler.can_go_on()  # a client's row is given away
+            engine._loop.scheduler.can_go_on()  # a client's row is given away
             (client,) = (client for client in clients if client.row.request.state == "suspended")
             client.send(client.root())
-            assert (client.row.request.state, engine._clients.has_work) == ("waiting", False)
+            assert (client.row.request.state, engine._loop.clients.has_work) == ("waiting", False)
             client.row.close()
         assert handle.result(PATIENCE).tokens == expected(target, request)
         for each in clients:
@@ -559,14 +559,14 @@ def test_a_running_text_that_needs_pages_has_those_of_a_client(target) -> None:
 
 def test_a_row_is_closed_while_its_draft_is_verified(plain) -> None:
     client = Client(plain, Request(PROMPT, 8)).ready()
-    verify, is_here, goes_on = plain._device.verify, threading.Event(), threading.Event()
+    verify, is_here, goes_on = plain._loop.device.verify, threading.Event(), threading.Event()
 
     def late(*given: Any) -> Any:
         is_here.set()
         goes_on.wait(PATIENCE)
         return verify(*given)
 
-    plain._device.verify = late
+    plain._loop.device.verify = late
     client.send(client.root())
     is_here.wait(PATIENCE)
     client.row.close()
@@ -588,7 +588,7 @@ def test_a_listener_that_fails_loses_its_row_and_nobody_else_does(plain, caplog)
 def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, where) -> None:
     first = Client(plain, Request(PROMPT, 8, seed=1)).ready()
     second = Client(plain, Request(PROMPT, 8, seed=2)).ready()
-    method = getattr(plain._clients, where, None)
+    method = getattr(plain._loop.clients, where, None)
 
     def fail_for_the_first(row: ClientRow, *given: Any) -> None:
         if row is first.row:
@@ -599,13 +599,13 @@ def test_a_row_whose_own_state_is_broken_is_dropped_alone(plain, monkeypatch, wh
     def fail(*_: Any) -> None:
         raise ValueError("no such token")
 
-    with plain._wake:
+    with plain._loop.wake:
         if where == "_take":
-            monkeypatch.setattr(plain._clients, "_take", fail_for_the_first)
+            monkeypatch.setattr(plain._loop.clients, "_take", fail_for_the_first)
             first.send(first.root())
         else:  # what it is to be told cannot be taken from what the device has read
             monkeypatch.setattr("specjax.serving.clients._told_of", fail)
-            plain._clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
+            plain._loop.clients._events.append((first.row, (None, {})))  # pyright: ignore[reportArgumentType]
         second.send(second.root())
     assert first.hear() == RowDropped("an error of the server; its log says more")
     assert isinstance(second.hear(), DraftVerified)
@@ -632,7 +632,7 @@ def test_an_engine_that_fails_drops_its_clients(target) -> None:
         def fail(*_: Any) -> None:
             raise RuntimeError("the device is gone")
 
-        engine._device.verify = fail
+        engine._loop.device.verify = fail
         client.send(client.root())
         assert client.hear() == RowDropped("the engine could not go on")
         with pytest.raises(EngineError):
@@ -677,12 +677,12 @@ def test_what_is_no_draft_is_refused(plain, tokens, parents, message) -> None:
 
 
 def test_drafts_come_one_at_a_time_and_not_too_soon(plain) -> None:
-    with plain._wake:
+    with plain._loop.wake:
         client = Client(plain, Request(PROMPT, 8))
         with pytest.raises(InputError, match="wait for RowReady"):
             client.send(client.root())
     client.ready()
-    with plain._wake:
+    with plain._loop.wake:
         client.send(client.root())
         with pytest.raises(InputError, match="one at a time"):
             client.row.verify(np.array([5]), np.array([-1]))

@@ -122,9 +122,9 @@ def check_text(target, request: Request, handle: Handle) -> None:
 def check_at_rest(engine: Engine) -> None:
     """Nobody has a row or a page, and no page is lost or there twice."""
     wait_until(lambda: is_idle(engine))
-    with engine._wake:
-        assert not engine._handles
-        statistics, scheduler = engine.statistics, engine._scheduler
+    with engine._loop.wake:
+        assert not engine._loop.handles
+        statistics, scheduler = engine.statistics, engine._loop.scheduler
         assert (statistics.waiting, statistics.running) == (0, 0)
         assert statistics.free_pages == statistics.pages
         assert (scheduler.table == scheduler._pools[0].total).all()
@@ -136,8 +136,8 @@ def check_at_rest(engine: Engine) -> None:
 
 def is_idle(engine: Engine) -> bool:
     """Whether the engine has nothing to do."""
-    with engine._wake:
-        return engine._scheduler.idle
+    with engine._loop.wake:
+        return engine._loop.scheduler.idle
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -173,13 +173,13 @@ class Gate:
     """Stands before an engine's decode calls, and lets them through one by one, or all."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._decode, self._allowed = engine, engine._decode, threading.Semaphore(0)
+        self._engine, self._decode, self._allowed = engine, engine._loop._decode, threading.Semaphore(0)
         self._is_open, self._is_here, self._passed = False, False, 0
-        engine._decode = self._pass
+        engine._loop._decode = self._pass
 
     def _pass(self) -> None:
-        with self._engine._wake:
-            runs = bool(self._engine._scheduler.running)
+        with self._engine._loop.wake:
+            runs = bool(self._engine._loop.scheduler.running)
         if not runs:  # there is nothing to decode
             self._decode()
             return
@@ -210,7 +210,7 @@ class Gate:
 
 def submit_together(engine: Engine, requests: Sequence[Request]) -> list[Handle]:
     """The engine sees none of them before all are there."""
-    with engine._wake:
+    with engine._loop.wake:
         return [request.submit(engine) for request in requests]
 
 
@@ -281,7 +281,7 @@ def check_schedules(target, engine: Engine, seeds: Sequence[int], count: int, mo
     for seed in seeds:
         random = np.random.default_rng((seed, 99))
         monkeypatch.setattr(engine, "steps", int(random.choice([1, 3, 8])))
-        monkeypatch.setattr(engine._choice, "choose", lambda *_, random=random, **__: int(random.integers(3)))
+        monkeypatch.setattr(engine._loop.choice, "choose", lambda *_, random=random, **__: int(random.integers(3)))
         ended += run_schedule(engine, seed, count)
         check_at_rest(engine)
     assert compilations() == before
@@ -425,18 +425,18 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
         gate.open()
         check_text(target, GREEDY, running)
     check_at_rest(plain)
-    read, handles = plain._read, []
+    read, handles = plain._loop._read, []
 
     def cancelled_first(*given, **named):
         handles[-1].cancel()
         return read(*given, **named)
 
-    plain._read = cancelled_first
-    with plain._wake:
+    plain._loop._read = cancelled_first
+    with plain._loop.wake:
         handles.append(long.submit(plain))
     wait_until(lambda: handles[0].finish_reason is not None)
     check_cancelled(target, long, handles[0])
-    plain._read = read
+    plain._loop._read = read
     check_at_rest(plain)
     check_text(target, long, long.submit(plain))
 
@@ -444,7 +444,7 @@ def test_it_is_cancelled_while_it_is_read(target, plain) -> None:
 def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(target, plain, monkeypatch) -> None:
     """The device takes its time: it has done what it was asked for when this test says so."""
     is_done, engine_waits, starts = threading.Semaphore(0), threading.Event(), []
-    read = plain._read
+    read = plain._loop._read
 
     class Mark:
         def block_until_ready(self) -> None:
@@ -455,8 +455,8 @@ def test_a_cancelled_prompt_keeps_the_device_for_no_more_than_it_is_at(target, p
         starts.extend(each.start for each in reads)
         return read(reads, *given, **named)
 
-    monkeypatch.setattr(plain, "_read", note_and_read)
-    monkeypatch.setattr(plain._device, "_mark", lambda lengths: Mark())
+    monkeypatch.setattr(plain._loop, "_read", note_and_read)
+    monkeypatch.setattr(plain._loop.device, "_mark", lambda lengths: Mark())
     whole = Request(tuple([3, 4] * 31), 2)
     handle = whole.submit(plain)
     assert engine_waits.wait(PATIENCE)
@@ -486,7 +486,7 @@ def test_it_is_cancelled_while_it_runs_and_after_the_end(target, plain) -> None:
         return decode_rows(*given, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        with plain._wake:
+        with plain._loop.wake:
             late.append(GREEDY.submit(plain))
             patch.setattr(specjax.decoding.rows, "decode_rows", cancelled_meanwhile)
         wait_until(lambda: late[0].finish_reason is not None)
@@ -715,7 +715,7 @@ def test_whoever_waits_learns_of_a_failure(target, where) -> None:
         def fail(*_, **named):
             raise ValueError("the device is gone")
 
-        setattr(engine, where, fail)
+        setattr(engine._loop, where, fail)
         handles = submit_together(engine, [GREEDY] * 3)
 
         async def read() -> None:
@@ -730,8 +730,8 @@ def test_whoever_waits_learns_of_a_failure(target, where) -> None:
         with pytest.raises(EngineError) as caught:
             GREEDY.submit(engine)
         assert str(caught.value.__cause__) == "the device is gone"
-        engine._thread.join(PATIENCE)
-        assert not engine._thread.is_alive()
+        engine._loop._thread.join(PATIENCE)
+        assert not engine._loop._thread.is_alive()
         handles[0].cancel()
         assert handles[0].finish_reason == "error"
         assert (engine.statistics.running, engine.statistics.waiting) == (0, 0)
@@ -746,10 +746,10 @@ def test_an_engine_that_fails_while_nobody_waits_says_so(target) -> None:
         def fail() -> bool:
             raise ValueError("the device is gone")
 
-        with engine._wake:
-            engine._scheduler.can_go_on = fail
-            engine._wake.notify_all()
-        engine._thread.join(PATIENCE)
+        with engine._loop.wake:
+            engine._loop.scheduler.can_go_on = fail
+            engine._loop.wake.notify_all()
+        engine._loop._thread.join(PATIENCE)
         assert (engine.state, str(engine.error)) == ("failed", "the device is gone")
         with pytest.raises(EngineError):
             GREEDY.submit(engine)
@@ -761,23 +761,23 @@ def test_whoever_waits_learns_of_a_failure_that_left_rows_and_pages_in_disorder(
     with plain_engine(target) as engine:
 
         def fail(*_) -> None:
-            engine._scheduler._pools[0]._free.clear()
-            engine._scheduler._rows[0].prefixes = [None]
+            engine._loop.scheduler._pools[0]._free.clear()
+            engine._loop.scheduler._rows[0].prefixes = [None]
             raise ValueError("the device is gone")
 
-        engine._take = fail
+        engine._loop._take = fail
         handles = submit_together(engine, [GREEDY] * 3)
         for handle in handles:
             with pytest.raises(EngineError):
                 handle.result(PATIENCE)
-        engine._thread.join(PATIENCE)
+        engine._loop._thread.join(PATIENCE)
         check_at_rest(engine)
 
 
 def test_what_it_has_counted_goes_beyond_32_bits(target, plain) -> None:
-    with plain._wake:
+    with plain._loop.wake:
         for name in ("generated", "drafted", "accepted"):
-            setattr(plain._total, name, 2**31 - 1)
+            setattr(plain._loop._total, name, 2**31 - 1)
     check_text(target, GREEDY, GREEDY.submit(plain))
     assert plain.statistics.generated == 2**31 - 1 + 16
     assert (plain.statistics.drafted, plain.statistics.accepted) == (2**31 - 1, 2**31 - 1)
@@ -785,10 +785,10 @@ def test_what_it_has_counted_goes_beyond_32_bits(target, plain) -> None:
 
 def test_a_use_of_the_scheduler_without_the_lock_is_found_out(plain, unguarded_uses) -> None:
     for name in ("cancel", "running", "table", "dropped"):
-        with plain._wake:
-            getattr(plain._scheduler, name)
+        with plain._loop.wake:
+            getattr(plain._loop.scheduler, name)
         with pytest.raises(AssertionError, match=f"Scheduler.{name} is used without the engine's lock"):
-            getattr(plain._scheduler, name)
+            getattr(plain._loop.scheduler, name)
     assert unguarded_uses == [f"Scheduler.{name} by MainThread" for name in ("cancel", "running", "table", "dropped")]
     unguarded_uses.clear()
 
@@ -813,7 +813,7 @@ def failing_for(request, method, place: int):
 
 def make_a_method_fail(name: str, place: int):
     def make(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(engine, name, failing_for(handle.request, getattr(engine, name), place))
+        patch.setattr(engine._loop, name, failing_for(handle.request, getattr(engine._loop, name), place))
 
     return make
 
@@ -823,7 +823,7 @@ def make_the_handle_fail(name: str):
 
 
 def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-    decode = engine._device.decode
+    decode = engine._loop.device.decode
 
     def lose(*given, **named):
         progress = decode(*given, **named)
@@ -831,23 +831,23 @@ def make_the_device_lose_tokens(engine: Engine, handle: Handle, patch: pytest.Mo
             return progress
         return progress.replace(lengths=progress.lengths.at[handle.request.row].set(1))
 
-    patch.setattr(engine._device, "decode", lose)
+    patch.setattr(engine._loop.device, "decode", lose)
 
 
 def forget_who_asked(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-    engine._handles.pop(handle.request)
+    engine._loop.handles.pop(handle.request)
     handle.end("error", ValueError("no such token"))  # a handle that the engine has lost learns of nothing
 
 
 def forget_who_asked_once_it_runs(engine: Engine, handle: Handle, patch: pytest.MonkeyPatch) -> None:
-    give_up = engine._give_up_orphans
+    give_up = engine._loop._give_up_orphans
 
     def forget_first() -> None:
-        if engine._handles.pop(handle.request, None):
+        if engine._loop.handles.pop(handle.request, None):
             handle.end("error", ValueError("no such token"))
         give_up()
 
-    patch.setattr(engine, "_give_up_orphans", forget_first)
+    patch.setattr(engine._loop, "_give_up_orphans", forget_first)
 
 
 FAULTS_OF_ONE_TEXT = {
@@ -864,7 +864,7 @@ FAULTS_OF_ONE_TEXT = {
 
 @pytest.mark.parametrize("fault", FAULTS_OF_ONE_TEXT)
 def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch, fault) -> None:
-    with plain._wake:
+    with plain._loop.wake:
         first, second, third = submit_together(plain, [GREEDY, DRAWN, GREEDY])
         FAULTS_OF_ONE_TEXT[fault](plain, first, monkeypatch)
     with pytest.raises(EngineError) as caught:
@@ -881,18 +881,18 @@ def test_a_text_whose_own_state_is_broken_ends_alone(target, plain, monkeypatch,
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_error_of_one_text_is_everybodys_where_pages_are_in_disorder(target, monkeypatch) -> None:
     with plain_engine(target) as engine:
-        with engine._wake:
+        with engine._loop.wake:
             first, second = submit_together(engine, [GREEDY, DRAWN])
 
             def fail_and_break(*_) -> None:
-                engine._scheduler._pools[0]._free.append(0)
+                engine._loop.scheduler._pools[0]._free.append(0)
                 fail()
 
             monkeypatch.setattr(first, "take_stats", fail_and_break)
         for handle, message in ((first, "this text could not go on"), (second, "the engine could not go on")):
             with pytest.raises(EngineError, match=message):
                 handle.result(PATIENCE)
-        engine._thread.join(PATIENCE)
+        engine._loop._thread.join(PATIENCE)
         assert engine.state == "failed"
         assert "pages: " in str(engine.error)
         check_at_rest(engine)
@@ -920,7 +920,7 @@ def test_an_ended_engine_holds_no_caches(target) -> None:
     with plain_engine(target) as engine:
         handle = GREEDY.submit(engine)
         handle.result(PATIENCE)
-    assert engine._device.state is None and engine._device._fresh is None
+    assert engine._loop.device.state is None and engine._loop.device._fresh is None
     handle.cancel()
     assert engine.statistics.free_pages == engine.statistics.pages
 
@@ -933,10 +933,10 @@ def test_closing_cancels_what_is_under_way(target) -> None:
         gate.let_through()
         closing = threading.Thread(target=engine.close)
         closing.start()
-        wait_until(lambda: engine._closing)
+        wait_until(lambda: engine._loop.closing)
         gate.open()
         closing.join(PATIENCE)
-    assert not closing.is_alive() and not engine._thread.is_alive()
+    assert not closing.is_alive() and not engine._loop._thread.is_alive()
     for handle in handles:
         check_cancelled(target, Request(GREEDY.prompt, MOST), handle)
     check_at_rest(engine)
@@ -978,8 +978,8 @@ def test_a_common_beginning_is_read_once_and_lies_once(target) -> None:
             handles = submit_together(engine, requests)
             while not all(handle.finish_reason for handle in handles):
                 gate.let_through()
-                with engine._wake:
-                    held = {int(page) for line in engine._scheduler.table for page in line if page < 12}
+                with engine._loop.wake:
+                    held = {int(page) for line in engine._loop.scheduler.table for page in line if page < 12}
                     most_held = max(most_held, len(held))
         for request, handle in zip(requests, handles, strict=True):
             check_text(target, request, handle)
@@ -1009,7 +1009,7 @@ def test_the_first_token_comes_soon_where_a_row_is_free(target, length) -> None:
 
 def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """While a long prompt is read shorter ones come: their turns are next, and every text is its request's."""
-    random, read, order = np.random.default_rng(6), engine._read, []
+    random, read, order = np.random.default_rng(6), engine._loop._read, []
     lengths = (LONGEST_PROMPT, 6, CHUNK + 2, 5)
     prompts = [tuple(random.integers(0, VOCABULARY, length).tolist()) for length in lengths]
     long, *shorter = (Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts))
@@ -1022,8 +1022,8 @@ def check_turns(target, engine: Engine, patch: pytest.MonkeyPatch) -> None:
             handles.extend(request.submit(engine) for request in shorter)
         return read(reads, *given, **named)
 
-    patch.setattr(engine, "_read", note_and_read)
-    with engine._wake:
+    patch.setattr(engine._loop, "_read", note_and_read)
+    with engine._loop.wake:
         handles.append(long.submit(engine))
     wait_until(lambda: len(handles) > len(shorter))
     for request, handle in zip([long, *shorter], handles, strict=True):
@@ -1055,7 +1055,7 @@ def test_texts_of_a_target_with_states_begin_alike_and_go_on_from_each_others_st
     prompts = [(*beginning, 5, i) for i in range(6)] + [(*beginning[:CHUNK], 7, i, i) for i in range(4)]
     requests = [Request(prompt, 12, {"temperature": 0.7 * (i % 2)}, seed=i) for i, prompt in enumerate(prompts)]
     with plain_engine(hybrid, drafter=specjax.PromptLookup(), drafts=("chain:3",)) as engine:
-        assert engine._device.most_prefix_states() is not None  # a state is larger than a chunk of this small model
+        assert engine._loop.device.most_prefix_states() is not None  # a state is larger than a chunk of this small model
         for handle in submit_together(engine, requests):
             handle.result(PATIENCE)
         handles = submit_together(engine, requests)  # in other rows, and now all find what the first ones read
@@ -1120,4 +1120,4 @@ def test_every_drafter_gives_the_same_texts(target, name) -> None:
     drafter, drafts = DRAFTERS[name](target, jax.random.key(5))
     with plain_engine(target, drafter=drafter, drafts=drafts) as engine:
         check_a_few(target, engine)
-        assert sum(engine._choice.decisions.values()) >= engine.statistics.decode_calls > 0
+        assert sum(engine._loop.choice.decisions.values()) >= engine.statistics.decode_calls > 0

@@ -12,6 +12,7 @@ import pytest
 import specjax
 from specjax.serving.device import EngineDevice
 from specjax.serving.engine import Engine
+from specjax.serving.engine_loop import EngineLoop
 from specjax.serving.handle import EngineError
 from specjax.serving.programs import EngineProgram, Programs
 from tests.conftest import compilations
@@ -79,23 +80,23 @@ def one_row(target) -> Iterator[Engine]:
 @pytest.mark.represents("texts that begin while programs are compiled")
 @pytest.mark.parametrize("settings", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypatch, settings) -> None:
-    engine, programs = one_row, one_row._programs
+    engine, programs = one_row, one_row._loop.programs
     chosen: list[tuple[int, ...]] = []
 
     def longest(width: int, predicted: float, ready: list[int], **_: object) -> int:
         chosen.append(tuple(ready))
         return max(ready)
 
-    monkeypatch.setattr(engine._choice, "choose", longest)
+    monkeypatch.setattr(engine._loop.choice, "choose", longest)
     whole = set(programs._ready)
     monkeypatch.setattr(programs, "_ready", whole)  # and back, however this ends
     first = {program for program in whole if program[:1] != ("decode",) or program[2] == 0}
     warm = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
-    monkeypatch.setattr(engine._choice, "choose", lambda *given, **named: min(given[2]))
+    monkeypatch.setattr(engine._loop.choice, "choose", lambda *given, **named: min(given[2]))
     plain = engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens
     assert plain == warm
-    monkeypatch.setattr(engine._choice, "choose", longest)
-    rows_and_choice = engine._choose
+    monkeypatch.setattr(engine._loop.choice, "choose", longest)
+    rows_and_choice = engine._loop._choose
     for place in range(MOST):
         chosen.clear()
 
@@ -105,7 +106,7 @@ def test_a_text_is_the_same_wherever_drafting_becomes_possible(one_row, monkeypa
             return rows_and_choice()
 
         programs._ready = set(first)
-        monkeypatch.setattr(engine, "_choose", choose)
+        monkeypatch.setattr(engine._loop, "_choose", choose)
         assert engine.submit(PROMPT, max_new_tokens=MOST, **settings).result(PATIENCE).tokens == warm
         assert chosen[:place] == [(0,)] * place
         assert set(chosen[place:]) == {(0, 1)}
@@ -116,15 +117,15 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
     sizes: dict[str, Any] = {**SIZES, "rows": 2, "widths": (1, 2), "steps": 1, "max_logprobs": 2}
     with Engine(target, drafter_of(target), drafts=(None, "chain:3"), warm=False, **sizes) as engine:
         occupied: list[int] = []
-        decode = engine._device.decode
+        decode = engine._loop.device.decode
 
         def decode_and_count(number: int, table, free, steps, until, width: int, logprobs: bool):
-            with engine._wake:
-                occupied.append(engine._scheduler.occupied)
-            assert engine._programs.is_ready("decode", width, number, logprobs)
+            with engine._loop.wake:
+                occupied.append(engine._loop.scheduler.occupied)
+            assert engine._loop.programs.is_ready("decode", width, number, logprobs)
             return decode(number, table, free, steps, until, width, logprobs)
 
-        engine._device.decode = decode_and_count  # pyright: ignore[reportAttributeAccessIssue]
+        engine._loop.device.decode = decode_and_count  # pyright: ignore[reportAttributeAccessIssue]
         before = engine.statistics
         assert 0 < before.compiled < before.programs
         with_logprobs = engine.submit(PROMPT, max_new_tokens=MOST, logprobs=1)
@@ -133,7 +134,7 @@ def test_rows_and_drafts_and_logprobs_wait_for_their_programs(target, gate) -> N
         assert results[0] == results[1]
         assert set(occupied) == {1}  # one after the other
         gate.compile_until("decode", 2, 0, False)
-        with engine._wake:
+        with engine._loop.wake:
             texts = [engine.submit(PROMPT, max_new_tokens=MOST) for _ in range(2)]
         assert [text.result(PATIENCE).tokens for text in texts] == results
         assert 2 in occupied
@@ -180,10 +181,10 @@ def test_the_thread_compiles_everything_and_its_error_is_the_engines(target, mon
         raise RuntimeError("no memory to compile with")
 
     monkeypatch.setattr(Programs, "compile_stage", lambda *_: None)
-    monkeypatch.setattr(Engine, "_programs_changed", lambda _: None)
+    monkeypatch.setattr(EngineLoop, "_programs_changed", lambda _: None)
     monkeypatch.setattr(EngineDevice, "_lower_decode", fail)
     with Engine(target, rows=2, widths=(1, 2), warm=False, **SIZES) as engine:
-        wait_until(lambda: engine._error is not None)
+        wait_until(lambda: engine._loop.error is not None)
         with pytest.raises(EngineError) as caught:
             engine.submit(PROMPT)
         assert "no memory" in str(caught.value.__cause__)
@@ -207,8 +208,8 @@ def test_closing_waits_for_no_program(target, gate) -> None:
         text = engine.submit(PROMPT, max_new_tokens=MOST)
         begun, may_end = threading.Event(), threading.Event()
         program = EngineProgram("made up", (), 9, lambda: begun.set() or may_end.wait(PATIENCE))
-        engine._programs._left.insert(0, program)
-        gate.start(engine._programs, lambda: None)
+        engine._loop.programs._left.insert(0, program)
+        gate.start(engine._loop.programs, lambda: None)
         assert begun.wait(PATIENCE)
         text.result(PATIENCE)
     assert engine.is_compiling

@@ -235,7 +235,7 @@ def test_an_engine_that_was_not_made_for_it_says_so() -> None:
 @pytest.mark.parametrize("most", [0, 4])
 def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeypatch, most) -> None:
     request = {"max_new_tokens": most, "logprobs": 2, "echo": True, "eos_token_ids": ()}
-    with engine._wake:
+    with engine._loop.wake:
         first, second = (engine.submit(PROMPT, **request) for _ in range(2))
 
         def fail(*_) -> None:
@@ -253,15 +253,15 @@ def test_a_prompt_whose_logprobs_cannot_be_handed_out_ends_alone(engine, monkeyp
 def test_who_asks_for_a_prompt_alone_is_answered_while_more_of_them_come(engine, monkeypatch) -> None:
     """Whenever a prompt is read the next one comes, until the first one is answered."""
     request = {"max_new_tokens": 0, "logprobs": 2, "echo": True}
-    read, handles = engine._read, []
+    read, handles = engine._loop._read, []
 
     def read_and_ask_again(*given, **named):
         if handles[0].finish_reason is None and len(handles) < 40:
             handles.append(engine.submit(PROMPT, **request))
         return read(*given, **named)
 
-    monkeypatch.setattr(engine, "_read", read_and_ask_again)
-    with engine._wake:
+    monkeypatch.setattr(engine._loop, "_read", read_and_ask_again)
+    with engine._loop.wake:
         handles.append(engine.submit(PROMPT, **request))
     for handle in handles:
         handle.result(PATIENCE)

@@ -14,7 +14,7 @@ from specjax.drafters.registry import METHODS, resolve
 from specjax.errors import InputError
 from specjax.lowering import abstract
 from specjax.models.config import ModelConfig
-from specjax.planning import roofline
+from specjax.planning import roofline, work
 from specjax.reports.speedups import draw_by_length_and_context
 from specjax.reports.tables import table_of_numbers
 from specjax.sharding import make_mesh
@@ -177,9 +177,9 @@ def _table(
 def _memory_line(name: str, model: ModelConfig) -> str:
     """What a row of a model with states takes."""
     return (
-        f"A row of the {name} takes {roofline.cache_bytes(model) / 1e3:.1f} KB for each token in its cache, "
-        f"{roofline.state_bytes(model) / 1e6:.1f} MB for its states however long the text is, and "
-        f"{roofline.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
+        f"A row of the {name} takes {work.cache_bytes(model) / 1e3:.1f} KB for each token in its cache, "
+        f"{work.state_bytes(model) / 1e6:.1f} MB for its states however long the text is, and "
+        f"{work.node_bytes(model) / 1e6:.2f} MB for each drafted token until it is verified."
     )
 
 

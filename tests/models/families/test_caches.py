@@ -9,7 +9,7 @@ import pytest
 
 from specjax.models.cache import PagedCache
 from specjax.models.transformer import Target
-from specjax.planning.roofline import cache_bytes
+from specjax.planning.work import cache_bytes
 from tests.models.families import zoo
 from tests.rounding import moved_by_last_bits
 

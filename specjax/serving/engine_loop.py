@@ -1,0 +1,571 @@
+"""The loop of the engine: one thread that reads prompts, decodes, and delivers texts, turn by turn.
+
+A turn reads at most a chunk of the waiting prompts, verifies the drafts of clients, and lets the running rows go on in one
+decode call. While the device works on that call, the texts of the call before are delivered.
+
+`EngineLoop.wake` is the lock: other threads submit and cancel requests at any time. The device's state belongs to this thread
+alone, and is used without the lock.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from specjax import processes, text
+from specjax.decoding import rows as device_rows
+from specjax.decoding.stats import Stats
+from specjax.drafters.pausable import ROOM
+from specjax.errors import InputError, LogitsError
+from specjax.models.cache import groups_of
+from specjax.serving.choice import Copies, DraftChoice
+from specjax.serving.clients import ClientRow, Clients
+from specjax.serving.config import EngineConfig
+from specjax.serving.device import EngineDevice, is_paused
+from specjax.serving.handle import EngineError, Handle, OutputOptions, RowProgress, token_logprobs
+from specjax.serving.programs import Programs
+from specjax.serving.scheduler import PrefillChunk, Request, Scheduler
+from specjax.serving.statistics import EngineStatistics, copies_of, difference
+from specjax.serving.totals import Totals
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """The thread of an `Engine`, and what it shares with the threads that call the engine.
+
+    Attributes:
+        device: free rows, and the programs for them.
+        scheduler: which request has which row and which pages.
+        programs: which of the device's programs are compiled.
+        choice: which drafts are fastest, by load.
+        clients: the rows of clients that draft elsewhere.
+        handles: who waits for which request.
+        wake: the lock of all of these. The thread sleeps on it until there is something to do.
+        closing: whether the thread is to end.
+        error: the error that the thread has ended with; None: it has not.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: EngineDevice,
+        scheduler: Scheduler,
+        together: processes.Processes | None,
+        *,
+        warm: bool,
+    ) -> None:
+        """Compile all programs, or those of a first request, and start the thread. Arguments as in `Engine`."""
+        self.device, self.sizes, self.scheduler = device, device.sizes, scheduler
+        self._config, self._together = config, together
+        self._groups = groups_of(config.target.mesh)
+        self.wake = threading.Condition(threading.RLock())
+        self.programs = Programs(device.programs(config.placeholder_settings()), self.wake)
+        seconds: dict[tuple[int, int], float] = {}
+        if warm or together is not None:
+            seconds = device.warm_up(config.placeholder_settings(), self.programs)
+        else:
+            self.programs.compile_stage(0, "compiling for the first request")
+        self.choice = DraftChoice(config.choices, seconds)
+        self._draft = str(config.choices[0] or "none")  # that was used last
+        self._admitted: list[Request | None] = [None] * self.sizes.rows  # whose text each row of the device has
+        self._undelivered: list[tuple[Handle, RowProgress]] = []
+        # Log-probabilities of prompts that are still on the device.
+        self._unread: list[tuple[Handle, PrefillChunk, int, Any]] = []
+        # What each row's text had counted after the newest call.
+        self._counted = copies_of(Stats.zeros(self.sizes.rows, device.depth))
+        self._total = Totals(drafted_at=[0] * device.depth, accepted_at=[0] * device.depth)
+        self._uncharged = 0.0  # seconds that catching up took
+        self._pending = 0  # tokens that a paused drafter has yet to read, at most, in any row
+        self._counts = {"read": 0, "shared": 0, "calls": 0}
+        self.handles: dict[Request, Handle] = {}
+        self.clients = Clients(device, scheduler, self.wake)
+        self.closing = False
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self._programs_changed()
+        self._thread.start()
+        if not self.programs.are_all_ready:
+            self.programs.start(self._programs_changed)
+
+    def submit(
+        self,
+        tokens: list[int],
+        max_new_tokens: int,
+        settings: dict[str, Any],
+        growing: text.GrowingText | None,
+        options: OutputOptions,
+        *,
+        cache_salt: str,
+    ) -> Handle:
+        """Let a request wait for a row. Arguments as `Engine.submit` has checked them.
+
+        Raises:
+            QueueFullError: too many requests wait.
+            EngineError, InputError: as `check_open`.
+        """
+        needs = None if options.logprobs is None else "logprobs"
+        shares = 0 if options.echo else None
+        with self.wake:
+            self.check_open()
+            request = self.scheduler.submit(tokens, max_new_tokens, shares=shares, needs=needs, salt=cache_salt)
+            handle = Handle(self._cancel, request, settings, growing, options)
+            self.handles[request] = handle
+            self.wake.notify_all()
+        return handle
+
+    def check_open(self) -> None:
+        """Raise `EngineError` where the engine has failed, and `InputError` where it is closed."""
+        if self.state == "failed":
+            raise EngineError("the engine could not go on") from self.error
+        if self.closing:
+            raise InputError("the engine is closed")
+
+    @property
+    def state(self) -> Literal["running", "failed", "closed"]:
+        """As `Engine.state`."""
+        if self.error is not None or not (self.closing or self._thread.is_alive()):
+            return "failed"
+        return "closed" if self.closing else "running"
+
+    def close(self) -> None:
+        """End the thread. Texts that are not finished are cancelled."""
+        with self.wake:
+            self.closing = True
+            self.wake.notify_all()
+        self.programs.stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def statistics(self) -> EngineStatistics:
+        """Return what the engine is doing, and what it has done."""
+        with self.wake:
+            scheduler = self.scheduler
+            return EngineStatistics(
+                waiting=scheduler.waiting,
+                running=len(scheduler.running),
+                free_pages=scheduler.free_pages,
+                pages=self.sizes.pages * self._groups,
+                prompt_tokens_read=self._counts["read"],
+                prompt_tokens_shared=self._counts["shared"],
+                preemptions=scheduler.preemptions,
+                decode_calls=self._counts["calls"],
+                generated=self._total.generated,
+                drafted_steps=self._total.drafted_steps,
+                drafted=self._total.drafted,
+                accepted=self._total.accepted,
+                accepted_at=tuple(self._total.accepted_at),
+                draft=self._draft,
+                drafts=self.choice.table(),
+                clients=self.clients.statistics,
+                compiled=self.programs.compiled,
+                programs=self.programs.total,
+            )
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self.wake:
+                    to_time = None
+                    while not (self._has_work() or self.closing):
+                        if self.programs.error is not None or (to_time := self._next_to_time()) is not None:
+                            break
+                        self.wake.wait(self._seconds_until_idle())
+                    if self.closing:
+                        break
+                    if self.programs.error is not None:
+                        raise self.programs.error
+                if to_time is not None:  # one at a time, so that a request waits for no more
+                    seconds = self.device.time_decoding(self._config.placeholder_settings(), *to_time)
+                    with self.wake:
+                        self.choice.seconds[to_time] = seconds
+                    self._pending = 0
+                    continue
+                has_read = self._read_prompts()
+                self.clients.verify()
+                if not self._decode():
+                    self._deliver(wait=not has_read)  # the device may go on with prompts meanwhile
+            self._deliver()
+        except _ClosedError:
+            pass
+        except BaseException as error:  # whoever waits must learn of it
+            with self.wake:
+                self.error = error
+            raise
+        finally:
+            self.programs.stop()
+            with self.wake:
+                handles = [*self.handles.values(), *(handle for handle, _ in self._undelivered)]
+                self.handles.clear()
+                # The caches are free, whoever still holds the engine or a handle.
+                self.scheduler.clear()
+            for handle in handles:
+                handle.end("error" if self.error else "cancelled", self.error)
+            self.clients.end("the engine could not go on" if self.error else "the engine is closed")
+            if self._together is not None and self.error is None:
+                self._together.end()  # after a failure the others wait, until whoever looks after this process ends it
+            self.device.release()
+
+    def _has_work(self) -> bool:
+        """Whether there is something to read, to decode, to verify or to hand out. With the lock."""
+        return self.scheduler.can_go_on() or self.clients.has_work or bool(self._undelivered or self._unread)
+
+    def _seconds_until_idle(self) -> float | None:
+        """How long the thread may sleep before somebody who waits can have an idle client's row. With the lock."""
+        seconds = self.scheduler.seconds_until_idle()
+        return None if seconds is None else min(seconds, threading.TIMEOUT_MAX)
+
+    def _programs_changed(self) -> None:
+        """Give out as many rows as there is a plain program for, and let those run whose programs are ready."""
+        ready = [width for width in self.sizes.widths if self.programs.is_ready("decode", width, self.device.plain, False)]
+        with self.wake:
+            self.scheduler.limit_rows(max(ready))
+            self.scheduler.hold_back(self._held_back())
+            self.wake.notify_all()
+
+    def _held_back(self) -> list[str]:
+        """What requests need that is not compiled yet."""
+        needs, is_ready, sizes = [], self.programs.is_ready, self.sizes
+        if not (is_ready("read", sizes.chunk, True, False) and is_ready("decode", sizes.rows, self.device.reporting, True)):
+            needs.append("logprobs")
+        tells_remote_drafters = self.device.remote_drafter is not None
+        if not all(is_ready("verify", width) for width in sizes.widths) or (
+            tells_remote_drafters and not all(is_ready("read", width, False, True) for width in sizes.read_widths)
+        ):
+            needs.append("clients")
+        return needs
+
+    def _next_to_time(self) -> tuple[int, int] | None:
+        """A number of rows and of a drafter whose seconds are not known, once nothing compiles and nobody has a row."""
+        if not self.programs.are_all_ready or self.scheduler.occupied or self.scheduler.waiting:
+            return None
+        numbers = range(len(self.device.drafters))
+        wanted = ((width, number) for number in numbers for width in self.device.widths_of(number))
+        return next((call for call in wanted if call not in self.choice.seconds), None)
+
+    def _cancel(self, request: Request) -> None:
+        with self.wake:
+            self.scheduler.cancel(request)
+            handle = self.handles.pop(request, None)
+            self.wake.notify_all()
+        if handle is not None:
+            handle.end("cancelled")
+
+    def _read_prompts(self) -> bool:
+        """Read a chunk's worth of prompts. Return whether there was any to read.
+
+        It is no more than that also where no text runs: whoever asked for a prompt alone has the answer in every turn.
+        """
+        left, has_read = self.sizes.chunk, False
+        while left >= self.sizes.read_widths[0]:
+            self.device.wait_for_reads()  # before anything is decided: a prompt may be cancelled meanwhile
+            with self.wake:
+                if self.closing:
+                    break
+                chosen = self._prepared(self.scheduler.next_reads(left))
+                table = self.scheduler.table.copy()
+            if not chosen:
+                break
+            has_read = True
+            reads = [read for read, _, _ in chosen]
+            for read, _, words in chosen:
+                if words is not None:
+                    self._admitted[read.row] = read.request
+                    for counts in vars(self._counted).values():
+                        counts[read.row] = 0
+                    self.device.admit(read.row, words, read.start, read.prefix_state)
+            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
+            prefix_state, said, told = self._read(reads, table, logprobs=bool(echoed))
+            self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
+            with self.wake:
+                for read, owner, _ in chosen:
+                    try:
+                        self._was_read(read, prefix_state, told)
+                    except Exception as error:  # this text's: the others go on
+                        self._give_up(read.request, owner, error)
+            left -= max(read.width for read in reads)
+        return has_read
+
+    def _prepared(
+        self, reads: Sequence[PrefillChunk]
+    ) -> list[tuple[PrefillChunk, Handle | ClientRow, device_rows.Text | None]]:
+        """Return the reads with their owners, and with the texts that are new on the device. With the lock."""
+        chosen = []
+        for read in reads:
+            owner = self.handles.get(read.request) or self.clients.rows.get(read.request)
+            try:
+                if owner is None:
+                    raise RuntimeError(f"request {read.request.number}: a prompt is to be read, and nobody has asked for it")
+                chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
+            except Exception as error:  # this text's: the others go on
+                self._give_up(read.request, owner, error)
+        return chosen
+
+    def _words(self, request: Request, owner: Handle | ClientRow) -> device_rows.Text:
+        """Return what the device is to know of a text that gets a row."""
+        tokens = np.zeros(self.sizes.capacity, np.int32)
+        tokens[: len(request.tokens)] = request.tokens
+        words = device_rows.Text(
+            tokens=tokens,
+            length=np.int32(len(request.tokens)),
+            limit=np.int32(request.limit),
+            **owner.settings,
+        )
+        if isinstance(owner, Handle):
+            owner.admitted()
+        return words
+
+    def _was_read(self, read: PrefillChunk, prefix_state: Any, told: dict[str, jax.Array]) -> None:
+        """Note that the device has been asked to read a piece of a prompt. With the lock."""
+        self._counts["read"] += read.count
+        self._counts["shared"] += read.start if read.is_first else 0
+        self.scheduler.was_read(read, (prefix_state, np.int32(self._group(read))))
+        self.clients.was_read(read, told)
+        if read.is_last and read.request.state == "done":  # it was to be read, and no more
+            self._undelivered.append((self.handles.pop(read.request), RowProgress(done=True)))
+
+    def _give_up(self, request: Request, owner: Handle | ClientRow | None, error: Exception) -> None:
+        """End one text with an ``error`` that is its own. The others go on. With the lock.
+
+        Raises:
+            RuntimeError: rows or pages contradict each other, so that no text can go on.
+        """
+        if isinstance(owner, ClientRow):
+            self.clients.give_up(owner, error)
+            return
+        _LOGGER.error("a text ends with an error; the others go on", exc_info=error)
+        self.handles.pop(request, None)
+        if owner is not None:
+            owner.end("error", error, f"this text could not go on{f': {error}' if isinstance(error, LogitsError) else ''}")
+        self.scheduler.cancel(request)
+        self.scheduler.check()
+
+    def _group(self, read: PrefillChunk) -> int:
+        return read.row // (self.sizes.rows // self._groups)
+
+    def _read(self, reads: Sequence[PrefillChunk], table: np.ndarray, logprobs: bool) -> tuple[Any, Any, dict[str, jax.Array]]:
+        of_group = {self._group(read): read for read in reads}
+        share = self.sizes.rows // self._groups
+        given = [of_group.get(group) for group in range(self._groups)]
+        for_client = any(read.request.is_client for read in reads)
+        width = max(read.width for read in reads)
+        if logprobs or not (for_client or self.programs.is_ready("read", width, False, False)):
+            width = self.sizes.chunk  # which is compiled first
+        return self.device.read(
+            table,
+            rows=[group * share if read is None else read.row for group, read in enumerate(given)],
+            counts=[0 if read is None else read.count for read in given],
+            # The device is to decode what has been read; not a client's.
+            is_last=[read is not None and read.is_last and not read.request.is_client for read in given],
+            width=width,
+            logprobs=logprobs,
+            for_client=for_client,
+        )
+
+    def _decode(self) -> bool:
+        """Let the running rows go on, in one call. Return False where none runs any more."""
+        scheduler = self.scheduler  # used under the lock alone, for a text may be cancelled at any moment
+        with self.wake:
+            self._give_up_orphans()
+            if not scheduler.running:
+                return False
+            width, number, logprobs = self._choose()
+            self._draft = str(self.choice.drafts[number] or "none")
+            drafter = self.device.drafters[number]
+            # Where a prompt is half read its owner waits, and a client that drafts may send its next draft at any time. Where
+            # there is neither, the call ends by itself when a row is free.
+            is_short = bool(scheduler.reading) or self.clients.are_drafting
+            steps = max(1, self.sizes.steps // 4) if is_short else self.sizes.steps
+            scheduler.reserve(steps * (drafter.draft_shape.depth + 1) + 1)
+            if not scheduler.running:
+                return False
+            order = self._compact(width)
+            requests = [scheduler.request_of(row) for row in range(self.sizes.rows)]
+            snapshot = {row: (requests[row], self.handles[requests[row]]) for row in scheduler.running}  # pyright: ignore[reportArgumentType]
+            # Also where another has a row, and is not on the device yet.
+            free = np.array([request is None or request is not self._admitted[row] for row, request in enumerate(requests)])
+            table, until_any_done = scheduler.table.copy(), scheduler.waiting > 0
+        if order is not None:
+            self.device.rearrange(order)
+        pauses = is_paused(drafter)
+        # The seconds of a draft are those of its own call: not of the prompts that the device is still reading.
+        if self.device.is_busy():
+            self._deliver()
+            self.device.wait()
+        if self._pending and (not pauses or self._pending + steps > ROOM):
+            self._catch_up(table)
+        nothing_compiles = self.programs.are_all_ready
+        started = time.perf_counter()
+        progress = self.device.decode(number, table, free, steps, until_any_done, width, logprobs)
+        self._pending += steps if pauses else 0
+        self._deliver()  # what the call before has come to, while the device is at this one
+        was_late = progress.done.is_ready()  # then nobody knows how long before the device was done  # pyright: ignore[reportAttributeAccessIssue]
+        progress = jax.device_get(progress)
+        seconds = time.perf_counter() - started
+        if pauses and nothing_compiles:  # catching up is a part of its price
+            seconds, self._uncharged = seconds + self._uncharged, 0.0
+        # Another program reports log-probabilities: its seconds are not the draft's.
+        known = None if logprobs or not nothing_compiles else seconds
+        return self._take(progress, snapshot, (width, number), known, is_upper_bound=was_late)
+
+    def _give_up_orphans(self) -> None:
+        """End texts that run and that nobody has asked for: none should. With the lock."""
+        for row in self.scheduler.running:
+            request = self.scheduler.request_of(row)
+            if request is not None and request not in self.handles:
+                self._give_up(request, None, RuntimeError(f"request {request.number}: it runs, and nobody has asked for it"))
+
+    def _choose(self) -> tuple[int, int, bool]:
+        """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
+        scheduler = self.scheduler
+        running = [self.handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
+        if any(handle.wanted.logprobs is not None for handle in running):
+            return self.sizes.rows, self.device.reporting, True
+        predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
+        copying, ready = len(self.device.drafters) - 1, self.programs.is_ready
+        if predicted:
+            width = next(each for each in self.device.widths_of(copying) if each >= len(running))
+            predicted *= ready("decode", width, copying, False)
+        if not predicted:
+            plain = self.device.plain
+            width = next(each for each in self.sizes.widths if each >= len(running) and ready("decode", each, plain, False))
+        numbers = [number for number in range(copying + 1) if ready("decode", width, number, False)]
+        is_measuring = self.programs.are_all_ready
+        return width, self.choice.choose(width, predicted, numbers, plain=self.device.plain, is_measuring=is_measuring), False
+
+    def _catch_up(self, table: np.ndarray) -> None:
+        """Give the paused drafter its pending tokens. Plain decoding, which made them pending, is charged with the seconds."""
+        if not self.programs.wait_for("catch_up"):
+            raise self.programs.error or _ClosedError
+        nothing_compiles = self.programs.are_all_ready
+        started = time.perf_counter()
+        self.device.catch_up(table)
+        self.device.wait()
+        if nothing_compiles:
+            self._uncharged += time.perf_counter() - started
+        self._pending = 0
+
+    def _compact(self, width: int) -> np.ndarray | None:
+        """How rows are to be rearranged so that the first ``width`` hold all that run; None: they do."""
+        running = self.scheduler.running
+        if max(running) < width:
+            return None
+        order = np.array([*running, *(row for row in range(self.sizes.rows) if row not in set(running))], np.int32)
+        self.scheduler.swap(order.tolist())
+        self._admitted = [self._admitted[row] for row in order]
+        self._counted = Stats(*(counts[order] for counts in vars(self._counted).values()))
+        return order
+
+    def _take(
+        self,
+        progress: device_rows.Progress,
+        snapshot: Mapping[int, Any],
+        call: tuple[int, int],
+        seconds: float | None,
+        is_upper_bound: bool,
+    ) -> bool:
+        """Note what a decode call has come to, and what it took. Return whether a text still runs."""
+        is_copying = isinstance(self.choice.drafts[call[1]], Copies)
+        with self.wake:
+            self._counts["calls"] += 1
+            rows, copying_rows = [], []
+            for row, (request, handle) in snapshot.items():
+                try:
+                    self._take_row(progress, row, request, handle)
+                except Exception as error:  # this text's: the others go on
+                    self._give_up(request, handle, error)
+                    continue
+                rows.append(row)
+                if handle.wanted.prediction:
+                    copying_rows.append(row)
+            # All rows at once: with many, a few operations for each would keep the device waiting.
+            new = difference(progress.stats, self._counted, rows)
+            measured = difference(progress.stats, self._counted, copying_rows) if is_copying else new
+            self._counted = copies_of(progress.stats)
+            self._total.add(new)
+            self.choice.record(
+                *call,
+                seconds=seconds,
+                is_upper_bound=is_upper_bound,
+                steps=int(new.steps.max(initial=0)),
+                row_steps=int(measured.steps.sum()),
+                emitted=int(measured.histogram.sum(axis=0) @ np.arange(self.device.depth + 2)),
+                accepted_at=measured.accepted_at.sum(axis=0),
+            )
+            return bool(self.scheduler.running)
+
+    def _take_row(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> None:
+        """Note what one row has come to. With the lock."""
+        matched = 0 if progress.matched is None else int(progress.matched[row])
+        handle.take_stats(Stats(*(counts[row : row + 1] for counts in vars(progress.stats).values())), matched)
+        if self.scheduler.request_of(row) is request:  # it was not cancelled meanwhile
+            news = self._news(progress, row, request, handle)
+            self.scheduler.decoded(row, news.tokens, news.done)
+            if news.done:
+                del self.handles[request]
+            self._undelivered.append((handle, news))
+
+    def _news(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
+        """Return what a row has come to beyond the tokens that its request has."""
+        start, length = len(request.tokens), int(progress.lengths[row])
+        if not start <= length <= request.limit:
+            raise RuntimeError(
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.limit}"
+            )
+        if progress.starts[row] != start:
+            raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
+        count = length - start
+        tokens, logprobs = progress.tokens[row, :count].tolist(), ()
+        if handle.wanted.logprobs is not None and progress.logprobs is not None:
+            said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
+            logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
+        error = LogitsError([row], [length]) if progress.failed[row] else None
+        if error is not None:
+            _LOGGER.error("request %d: %s; the others go on", request.number, error)
+        return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
+
+    def _deliver(self, wait: bool = True) -> None:
+        """Hand out tokens: they become text here, and their owners are told. Without ``wait`` only what is on the host."""
+        self.clients.deliver(wait)
+        while self._unread and (wait or self._unread[0][3].chosen.is_ready()):
+            handle, read, group, said = self._unread.pop(0)
+            try:
+                places = [np.asarray(each)[group] for each in vars(said).values()]
+                _check_said(read, places[0][: read.count])
+                tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
+                handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
+            except Exception as error:  # this text's: the others go on
+                with self.wake:
+                    self._give_up(read.request, handle, error)
+        reading = {handle for handle, *_ in self._unread}  # their prompts' log-probabilities come first
+        place = 0
+        while place < len(self._undelivered):
+            handle, news = self._undelivered[place]
+            if handle in reading:
+                place += 1
+                continue
+            try:
+                goes_on = handle.deliver(news)
+            except Exception as error:  # this text's: its tokens cannot be decoded, perhaps
+                goes_on = True  # or it has ended: there is no more to cancel
+                with self.wake:
+                    self._give_up(handle.request, handle, error)
+            del self._undelivered[place]
+            if not goes_on and not news.done:
+                with self.wake:
+                    self.scheduler.cancel(handle.request)
+                    self.handles.pop(handle.request, None)
+
+
+def _check_said(read: PrefillChunk, chosen: np.ndarray) -> None:
+    """Refuse log-probabilities of a prompt's tokens that are NaN: the target's logits were none."""
+    if np.isnan(chosen).any():
+        raise LogitsError([read.row], [read.start + 1 + int(np.argmax(np.isnan(chosen)))])
+
+
+class _ClosedError(Exception):
+    """The engine was closed while its thread waited for a program."""
