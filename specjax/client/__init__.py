@@ -1,4 +1,7 @@
-"""Drafting at the edge: a small drafter on this machine, its target on a server, and a text that is exactly the target's."""
+"""Drafting at the edge: a small drafter on this machine, and its target on a server.
+
+The committed text is exactly the target's own text.
+"""
 
 from specjax.client.client import Client, connect
 from specjax.client.events import CommittedEvent, ProvisionalEvent, RetractedEvent, TextEvent, TextReport

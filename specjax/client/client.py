@@ -1,4 +1,4 @@
-"""A client: a drafter on this machine, and its target on a server."""
+"""The client: a drafter on this machine, and its target on a server."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -30,20 +30,20 @@ from specjax.templates import Settings, with_template
 from specjax.wire.arrays import PRECISIONS, Precision
 
 DEPTHS = (2, 4, 8, 16)
-"""Depths of drafts that a client chooses among, where the shape of its drafts allows it."""
+"""The draft depths that a client chooses from, if the shape of its drafts allows them."""
 
 USUAL_CAPACITY = 4096
-"""Most tokens of a text, unless asked for otherwise."""
+"""The default maximum number of tokens of a text, prompt and output."""
 
 
 class Client:
-    """A drafter, and the way to a server that has its target. Made by `connect`.
+    """A drafter and the connection to a server that has its target. `connect` makes one.
 
     Attributes:
         device: the drafter, with the parts of the target that it needs.
-        tokenizer: None: prompts are token ids.
-        patience: how long it waits for what.
-        report: of the newest text.
+        tokenizer: the tokenizer; None if all prompts are token ids.
+        patience: the timeouts.
+        report: the report on the newest text.
 
     Examples:
         >>> from specjax.client import connect
@@ -66,8 +66,17 @@ class Client:
         precision: Precision = "float16",
         fingerprints: tuple[str, str] = ("", ""),
     ) -> None:
-        """``make_link`` gives a link of its own to each text. ``fingerprints`` are of target and drafter; the server refuses
-        others than its own, unless they are empty."""
+        """Make a client.
+
+        Args:
+            device: the drafter, with the parts of the target that it needs.
+            make_link: makes a new link for each text.
+            tokenizer: the tokenizer; None if all prompts are token ids.
+            patience: the timeouts.
+            precision: the format of the hidden states that the server sends.
+            fingerprints: the fingerprints of target and drafter. The server refuses fingerprints
+                that differ from its own; an empty one is not compared.
+        """
         self.device, self.tokenizer, self.patience = device, tokenizer, patience
         self.report = TextReport()
         self._make_link, self._fingerprints = make_link, fingerprints
@@ -84,24 +93,28 @@ class Client:
         is_offline: bool = False,
         **stated: Any,
     ) -> Writer | PrivateWriter:
-        """Write a text. Iterate over what is returned for its events; its ``report`` says what the text came to.
+        """Generate a text. Iterate over the returned writer for events; ``report`` has the result.
 
-        What is committed is exactly the target's text for these settings and this seed, whatever happens to the connection: the
-        text that `specjax.serving.Engine.submit` gives. What is provisional the drafter has written alone.
+        The committed text is exactly the target's text for these sampling parameters and this seed,
+        whatever happens to the connection. `specjax.serving.Engine.submit` gives the same text.
+        Provisional text comes from the drafter alone.
 
         Args:
             prompt: text, a chat, or token ids.
             params: the sampling parameters.
-            stop: a string, or several, before the first of which the text ends.
-            private: strings of the prompt that the server must not see. The drafter sees them. Nothing that follows is
-                verified: all of the text is provisional. See `specjax.client.private`.
-            journal: file in which the text is kept as far as it is committed. Where it is there, the text goes on from it.
-            is_offline: do not ask the server: the drafter writes all of the text, provisionally.
-            stated: the fields of `specjax.SamplingParams` by name, such as ``max_new_tokens=64``, in place of ``params`` or
-                over them.
+            stop: a string or several. The text ends before the first one that occurs.
+            private: strings of the prompt that the server must not see. The drafter sees them.
+                The output is not verified, so all of it is provisional. See
+                `specjax.client.private`.
+            journal: the file that stores the committed text. If it exists, the text continues
+                from it.
+            is_offline: whether to generate all of the text with the drafter, provisionally, and
+                never contact the server.
+            stated: fields of `specjax.SamplingParams` by name, such as ``max_new_tokens=64``. They
+                replace those of ``params``.
 
         Raises:
-            InputError: an argument cannot be used; names it, its value and what to give instead.
+            InputError: An argument is invalid. The message names it, its value and the remedy.
         """
         config = self.device.target.config
         params = SamplingParams.of(params, stated, function=self.stream)
@@ -109,14 +122,14 @@ class Client:
         params.options().check(config, 1)
         stop = text.check_stop(stop)
         if stop and self.tokenizer is None:
-            raise InputError("stop: a client without a tokenizer has no text to look for it in; give tokenizer=...")
+            raise InputError("stop: a client without a tokenizer has no text to search; give tokenizer=...")
         private = private if isinstance(private, str) else tuple(private)
         tokens = self.encode(prompt)
         room = self.device.capacity - params.max_new_tokens
         if len(tokens) > room:
             raise InputError(
                 f"prompt ({len(tokens)} tokens) plus max_new_tokens={params.max_new_tokens}: this client has room for "
-                f"{self.device.capacity}; shorten the prompt, ask for fewer, or give connect(capacity=...)"
+                f"{self.device.capacity}; shorten the prompt, lower max_new_tokens, or give connect(capacity=...)"
             )
         target, drafter = self._fingerprints
         request = ExchangeRequest(
@@ -126,28 +139,28 @@ class Client:
             drafter=drafter,
             precision=self._precision,
         )
-        given: dict[str, Any] = {"patience": self.patience, "tokenizer": self.tokenizer, "stop": stop}
+        options: dict[str, Any] = {"patience": self.patience, "tokenizer": self.tokenizer, "stop": stop}
         writer: Writer | PrivateWriter
         if private:
             if journal is not None or not isinstance(prompt, str):
-                raise InputError("private: give a prompt that is text, and no journal: nothing of this text is committed")
-            hidden = split(self.tokenizer, prompt, tokens, private)
-            writer = PrivateWriter(request, hidden, self.device, self._make_link(), is_offline=is_offline, **given)
+                raise InputError("private: give a prompt that is text, and no journal, since nothing is committed")
+            is_private = split(self.tokenizer, prompt, tokens, private)
+            writer = PrivateWriter(request, is_private, self.device, self._make_link(), is_offline=is_offline, **options)
         else:
-            kept = None if journal is None else Journal(Path(journal))
-            exchange = Exchange(request) if kept is None else kept.open(request)
-            if kept is not None:
-                kept.keep(exchange)  # what cannot be written is refused now
-            is_chat = not isinstance(prompt, str) and any(isinstance(each, Mapping) for each in prompt)
-            given |= {"journal": kept, "is_chat": is_chat}
-            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, **given)
+            store = None if journal is None else Journal(Path(journal))
+            exchange = Exchange(request) if store is None else store.open(request)
+            if store is not None:
+                store.keep(exchange)  # fail now, not after the first tokens, if the file cannot be written
+            is_chat = not isinstance(prompt, str) and any(isinstance(message, Mapping) for message in prompt)
+            options |= {"journal": store, "is_chat": is_chat}
+            writer = Writer(exchange, self.device, self._make_link(), is_offline=is_offline, **options)
         self.report = writer.report
         return writer
 
     def generate(
         self, prompt: str | text.Messages | Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> TextReport:
-        """Return the whole text. Arguments as of `stream`."""
+        """Generate a text and return its report. The arguments are those of `stream`."""
         check_options("generate", options, self.stream, *(field.name for field in fields(SamplingParams)))
         writer = self.stream(prompt, params, **options)
         for _ in writer:
@@ -155,9 +168,9 @@ class Client:
         return writer.report
 
     def encode(self, prompt: str | text.Messages | Sequence[int]) -> list[int]:
-        """The token ids of a prompt."""
+        """Return the token ids of a prompt."""
         vocabulary = self.device.target.config.vocab_size
-        if isinstance(prompt, str) or any(not isinstance(each, int | np.integer) for each in prompt):
+        if isinstance(prompt, str) or any(not isinstance(part, int | np.integer) for part in prompt):
             if self.tokenizer is None:
                 raise InputError("prompt: without a tokenizer give token ids; --target-parts of `specjax convert` has one")
             is_chat = not isinstance(prompt, str)
@@ -165,7 +178,7 @@ class Client:
         else:
             tokens = [int(token) for token in prompt]  # pyright: ignore[reportArgumentType]
         if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary:
-            raise InputError(f"prompt: must have at least one token, with ids from 0 to {vocabulary - 1}")
+            raise InputError(f"prompt: it must have at least one token, with ids from 0 to {vocabulary - 1}")
         return tokens
 
 
@@ -187,27 +200,34 @@ def connect(
     patience: Patience = Patience(),
     make_link: Callable[[], Link] | None = None,
 ) -> Client:
-    """A client of a server that was started with ``specjax serve --drafts``. It is connected when a text is asked for.
+    """Return a client of a server that was started with ``specjax serve --drafts``.
+
+    The client connects when it generates a text.
 
     Args:
-        server: ``ws://HOST:PORT``, or ``wss://HOST:PORT`` where the server has a certificate.
-        drafter: as `specjax.load` takes it: ``moa:DIRECTORY``, or one that is loaded.
-        target_parts: directory that ``specjax convert --client-parts`` has written; or a target.
-        api_key: the server's, where it asks for one.
-        certificate: file with the certificates to trust, in place of the system's.
-        draft: the shape of its drafts; the depth is chosen as the network asks for it. None: the drafter's own.
-        told: of Mixture of Attentions, what comes down; as the server was started. None: as the drafter has it.
-        precision: of the numbers that come down.
-        capacity: most tokens of a text; None: what the models have positions for, at most `USUAL_CAPACITY`.
-        dtype: of the params, as in `specjax.load`.
-        tokenizer: for a target that is loaded.
-        chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
-        chat_template_kwargs: what the template of every chat is given beside the messages, as in `specjax.load`.
-        patience: how long to wait for what.
-        make_link: of each text's way to the server, in place of a WebSocket.
+        server: ``ws://HOST:PORT``, or ``wss://HOST:PORT`` if the server has a certificate.
+        drafter: the drafter's name as in `specjax.load`, such as ``moa:DIRECTORY``, or a loaded
+            drafter.
+        target_parts: a directory that ``specjax convert --client-parts`` has written, or a target.
+        api_key: the server's API key, if it requires one.
+        certificate: a file with the certificates to trust, instead of the system's.
+        draft: the shape of the drafts; None for the drafter's own. The client adapts the depth to
+            the network.
+        told: the hidden states that a Mixture of Attentions drafter receives. It must match the
+            server's option. None for the drafter's own.
+        precision: the format of the hidden states that the server sends.
+        capacity: the maximum number of tokens of a text, prompt and output. None for the number of
+            positions of the models, at most `USUAL_CAPACITY`.
+        dtype: the type of the weights, as in `specjax.load`.
+        tokenizer: the tokenizer of a loaded target.
+        chat_template: a file with a Jinja chat template, instead of the tokenizer's own.
+        chat_template_kwargs: arguments of the chat template beside the messages, as in
+            `specjax.load`.
+        patience: the timeouts.
+        make_link: makes the connection of each text, instead of a WebSocket.
 
     Raises:
-        InputError: an argument cannot be used; names it, its value and what to give instead.
+        InputError: An argument is invalid. The message names it, its value and the remedy.
 
     Examples:
         >>> from specjax.client import connect
@@ -218,9 +238,9 @@ def connect(
         (4, ())
     """
     if precision not in PRECISIONS:
-        raise InputError(f"precision={precision!r}: must be {', '.join(PRECISIONS)}")
+        raise InputError(f"precision={precision!r}: it must be one of {', '.join(PRECISIONS)}")
     web_socket = partial(WebSocketLink, server, api_key, certificate)
-    web_socket()  # an address that is none is refused now
+    web_socket()  # raise now if the address is invalid
     if not isinstance(target_parts, Target):
         directory = hub.locate(target_parts)
         if tokenizer is None and text.has_tokenizer(directory):
@@ -229,46 +249,46 @@ def connect(
     if tokenizer is not None:
         tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
     elif chat_template or chat_template_kwargs:
-        raise InputError("chat_template: target_parts has no tokenizer for it; see --target-parts of `specjax convert`")
+        raise InputError("chat_template: target_parts has no tokenizer; see --target-parts of `specjax convert`")
     shape = None if draft is None else as_shape(draft)
     if isinstance(drafter, str):
-        own = load_drafter(drafter, shape, target_parts.config, dtype, tokenizer=tokenizer)
+        loaded = load_drafter(drafter, shape, target_parts.config, dtype, tokenizer=tokenizer)
     else:
-        own = drafter if shape is None else drafter.replace(draft=shape)  # pyright: ignore[reportAttributeAccessIssue]
+        loaded = drafter if shape is None else drafter.replace(draft=shape)  # pyright: ignore[reportAttributeAccessIssue]
     if told is not None:
-        own = with_told(own, told)
-    positions = [target_parts.config.max_positions, own.max_positions, capacity or USUAL_CAPACITY]
-    shapes = of_depths(own.draft_shape)
-    device = ClientDevice(target_parts, own, shapes, min(each for each in positions if each is not None))
+        loaded = with_told(loaded, told)
+    limits = [target_parts.config.max_positions, loaded.max_positions, capacity or USUAL_CAPACITY]
+    shapes = of_depths(loaded.draft_shape)
+    device = ClientDevice(target_parts, loaded, shapes, min(limit for limit in limits if limit is not None))
     return Client(
         device,
         web_socket if make_link is None else make_link,
         tokenizer=tokenizer,
         patience=patience,
         precision=precision,
-        fingerprints=(target_parts.fingerprint(), own.fingerprint()),
+        fingerprints=(target_parts.fingerprint(), loaded.fingerprint()),
     )
 
 
 def of_depths(shape: DraftShape) -> list[DraftShape]:
-    """``shape``, and the same shallower and deeper: what a client chooses among.
+    """Return the shape and its variants of all `DEPTHS` that it allows, by ascending depth.
 
     Examples:
         >>> from specjax.client.client import of_depths
-        >>> [each.depth for each in of_depths(specjax.Chain(5))]
+        >>> [shape.depth for shape in of_depths(specjax.Chain(5))]
         [2, 4, 5, 8, 16]
     """
-    made: dict[int, DraftShape] = {shape.depth: shape}
+    shapes: dict[int, DraftShape] = {shape.depth: shape}
     for depth in DEPTHS:
         if isinstance(shape, Chain):
-            made.setdefault(depth, replace(shape, length=depth))
+            shapes.setdefault(depth, replace(shape, length=depth))
         elif isinstance(shape, DynamicTree):
-            offered = shape.top_k + (depth - 1) * shape.top_k**2
-            nodes = min(shape.nodes, offered + 1)
+            candidates = shape.top_k + (depth - 1) * shape.top_k**2
+            nodes = min(shape.nodes, candidates + 1)  # with the root
             if depth < nodes:
-                made.setdefault(depth, replace(shape, depth=depth, nodes=nodes))
+                shapes.setdefault(depth, replace(shape, depth=depth, nodes=nodes))
         elif isinstance(shape, StaticTree) and depth < shape.depth:
-            made.setdefault(depth, StaticTree(tuple(path for path in shape.choices if len(path) <= depth)))
+            shapes.setdefault(depth, StaticTree(tuple(path for path in shape.choices if len(path) <= depth)))
         elif isinstance(shape, SampledTree) and depth < shape.depth:
-            made.setdefault(depth, SampledTree(shape.widths[:depth]))
-    return [made[depth] for depth in sorted(made)]
+            shapes.setdefault(depth, SampledTree(shape.widths[:depth]))
+    return [shapes[depth] for depth in sorted(shapes)]

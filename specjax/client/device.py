@@ -1,4 +1,7 @@
-"""What a client computes: what its drafter knows of the text, and drafts. Everything for one text, compiled for a few sizes."""
+"""The computations of a client: the drafter's state of one text, and drafts.
+
+Every function is compiled for a few sizes only.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,19 +24,19 @@ from specjax.sampling import RowSampling, position_keys
 from specjax.sampling_params import SamplingParams
 
 ALONE = 8
-"""Tokens that the drafter writes at a time while no answer comes."""
+"""The number of tokens that the drafter generates at a time while no answer comes."""
 
 WIDTHS = (8, 64)
-"""Numbers of tokens that are heard or assumed at once. More go by several calls."""
+"""The numbers of tokens that one compiled call appends. More tokens take several calls."""
 
 
 @struct.dataclass
 class Known:
-    """What a drafter knows of one text.
+    """A drafter's state of one text.
 
     Attributes:
-        drafter: its state.
-        cache: of the target's layers that it reads; None where it reads none.
+        drafter: the state of the drafter.
+        cache: the KV cache of the target layers that the drafter reads; None if it reads none.
     """
 
     drafter: Any
@@ -42,11 +45,11 @@ class Known:
 
 @struct.dataclass
 class Settings:
-    """How a text is drawn.
+    """The sampling parameters of one text.
 
     Attributes:
-        key: the text's random key.
-        sampling: of one row.
+        key: the random key of the text.
+        sampling: the sampling parameters of one row.
     """
 
     key: jax.Array
@@ -54,28 +57,32 @@ class Settings:
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Settings":
-        """Return what a server makes of the same parameters, so that both sides draw with the same random numbers."""
+        """Return the settings that a server derives from the same parameters.
+
+        So both sides draw with the same random numbers.
+        """
         return cls(key=jax.random.fold_in(params.make_key(), 0), sampling=params.rows_of_any_kind(1))
 
 
 class ClientDevice:
-    """A drafter with the parts of the target that it needs, and its programs.
+    """A drafter with the parts of the target that it needs, and its compiled functions.
 
     Attributes:
-        target: the parts.
-        drafter: with any draft.
-        shapes: drafts that can be asked for, by depth.
-        alone: the depth of the chain by which the drafter writes alone, as `propose` is given it: -1.
-        capacity: most tokens of a text, what is only assumed included.
-        hears: arrays that the drafter must be told of each token, with the shape of one token.
+        target: the parts of the target.
+        drafter: the drafter; `shapes` has its draft shapes.
+        shapes: the draft shapes that `propose` supports, by depth.
+        alone: a special depth for `propose`: the chain of `ALONE` tokens that the drafter generates
+            while no answer comes.
+        capacity: the maximum number of tokens of a text, with those of drafts.
+        hears: the hidden states that the drafter needs: name and shape of one token.
 
     Examples:
         >>> from specjax.client.device import ClientDevice, Settings
         >>> drafter = specjax.DraftModel.init(target, jax.random.key(1), num_layers=1)
         >>> device = ClientDevice(target, drafter, [specjax.Chain(3)], capacity=32)
-        >>> known = device.append_remote(device.start(), [5, 3], [3, 1], {})
+        >>> state = device.append_remote(device.start(), [5, 3], [3, 1], {})
         >>> settings = Settings.of(specjax.SamplingParams())
-        >>> tree = device.propose(known, root=1, length=3, settings=settings, depth=3)
+        >>> tree = device.propose(state, root=1, length=3, settings=settings, depth=3)
         >>> tree.root, tree.depth
         (1, 3)
     """
@@ -83,10 +90,10 @@ class ClientDevice:
     alone: ClassVar[int] = -1
 
     def __init__(self, target: Target, drafter: Drafter, shapes: Sequence[DraftShape], capacity: int) -> None:
-        """Nothing is compiled before `warm_up`, or the first call."""
+        """Prepare the functions. Each is compiled at its first call, or by `warm_up`."""
         if not drafter.drafts_elsewhere:
             raise InputError(
-                f"drafter: {type(drafter).__name__} needs the target itself while it drafts, which a client does not have: "
+                f"drafter: {type(drafter).__name__} needs the target itself while it drafts, which a client does not have; "
                 "give Mixture of Attentions, EAGLE, EAGLE-3, a draft model or prompt lookup"
             )
         drafter.check(target)
@@ -97,44 +104,54 @@ class ClientDevice:
         self.hears = shapes_told(drafter, target)
 
     def start(self) -> Known:
-        """Nothing is known."""
+        """Return the state of an empty text."""
         return _start(self.target, self.drafter, capacity=self.capacity)
 
     def append_remote(
-        self, known: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]
+        self, state: Known, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]
     ) -> Known:
-        """What is known after committed ``tokens``, with the token ``following`` each and what was told of them, ``[T, …]``."""
+        """Return the state after committed tokens whose hidden states the server has sent.
+
+        Args:
+            state: the state before.
+            tokens: ``[T]`` token ids.
+            following: ``[T]`` the token after each.
+            arrays: the hidden states by name, ``[T, …]`` each.
+        """
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
-            told = {name: _padded(array[piece], width) for name, array in arrays.items()}
+            padded_arrays = {name: _padded(array[piece], width) for name, array in arrays.items()}
             padded = _padded_tokens(tokens[piece], following[piece], width)
-            known = _append_remote(self.target, self.drafter, known, *padded, told)
-        return known
+            state = _append_remote(self.target, self.drafter, state, *padded, padded_arrays)
+        return state
 
-    def append_unverified(self, known: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
-        """What would be known after ``tokens`` of which nothing was told; see `Drafter.append_unverified`."""
+    def append_unverified(self, state: Known, tokens: Sequence[int], following: Sequence[int]) -> Known:
+        """Return the state after tokens without hidden states; see `Drafter.append_unverified`."""
         for start, width in _pieces(len(tokens)):
             piece = slice(start, start + width)
             padded = _padded_tokens(tokens[piece], following[piece], width)
-            known = _append_unverified(self.target, self.drafter, known, *padded)
-        return known
+            state = _append_unverified(self.target, self.drafter, state, *padded)
+        return state
 
-    def propose(self, known: Known, root: int, length: int, settings: Settings, depth: int) -> Tree:
-        """A draft of a ``depth`` that is among `shapes`, below the ``root`` of a text of ``length`` tokens."""
+    def propose(self, state: Known, root: int, length: int, settings: Settings, depth: int) -> Tree:
+        """Return a draft that follows a text of ``length`` tokens, the last of which is the root.
+
+        ``depth`` is a key of `shapes`, or `alone`.
+        """
         tokens, parents, valid = _propose(
-            self.target, self._drafters[depth], known, np.array([root], np.int32), np.int32(length), settings
+            self.target, self._drafters[depth], state, np.array([root], np.int32), np.int32(length), settings
         )
-        return Tree.of(*(np.asarray(each)[0] for each in (tokens, parents, valid)))
+        return Tree.of(*(np.asarray(array)[0] for array in (tokens, parents, valid)))
 
     def warm_up(self) -> None:
-        """Compile everything, with a bar."""
-        known, settings = self.start(), Settings.of(SamplingParams())
+        """Compile all functions, with a progress bar."""
+        state, settings = self.start(), Settings.of(SamplingParams())
         jobs: list[Any] = []
         for width in WIDTHS:
-            told = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}
-            jobs.append(partial(self.append_remote, known, [0] * width, [0] * width, told))
-            jobs.append(partial(self.append_unverified, known, [0] * width, [0] * width))
-        jobs += [partial(self.propose, known, 0, 1, settings, depth) for depth in self._drafters]
+            arrays = {name: np.zeros((width, *shape), np.float32) for name, shape in self.hears.items()}
+            jobs.append(partial(self.append_remote, state, [0] * width, [0] * width, arrays))
+            jobs.append(partial(self.append_unverified, state, [0] * width, [0] * width))
+        jobs += [partial(self.propose, state, 0, 1, settings, depth) for depth in self._drafters]
         for job in track(jobs, "compiling the drafter"):
             jax.block_until_ready(job())
 
@@ -144,7 +161,7 @@ def _with_draft(drafter: Drafter, shape: DraftShape) -> Drafter:
 
 
 def _pieces(count: int) -> list[tuple[int, int]]:
-    """Where each call begins, and the tokens that it is compiled for."""
+    """Return for each call where its tokens begin, and the width that it is compiled for."""
     pieces, start = [], 0
     while start < count:
         width = next((width for width in WIDTHS if width >= count - start), WIDTHS[-1])
@@ -154,15 +171,15 @@ def _pieces(count: int) -> list[tuple[int, int]]:
 
 
 def _padded(values: np.ndarray, width: int) -> np.ndarray:
-    """``values [T, …]`` with zeros, ``[1, width, …]``."""
+    """Pad ``[T, …]`` values with zeros to ``[1, width, …]``."""
     values = np.asarray(values)
     return np.pad(values, [(0, width - len(values)), *((0, 0),) * (values.ndim - 1)])[None]
 
 
 def _padded_tokens(tokens: Sequence[int], following: Sequence[int], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, following and count, as `_append_remote` and `_append_unverified` take them."""
-    padded, after = (_padded(np.array(each, np.int32), width) for each in (tokens, following))
-    return padded, after, np.array([len(tokens)], np.int32)
+    """Return tokens, following and count as `_append_remote` and `_append_unverified` take them."""
+    padded, padded_following = (_padded(np.array(ids, np.int32), width) for ids in (tokens, following))
+    return padded, padded_following, np.array([len(tokens)], np.int32)
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -176,44 +193,45 @@ def _start(target: Target, drafter: Drafter, *, capacity: int) -> Known:
 def _append_remote(
     target: Target,
     drafter: Drafter,
-    known: Known,
+    state: Known,
     tokens: jax.Array,
     following: jax.Array,
     count: jax.Array,
     arrays: dict[str, jax.Array],
 ) -> Known:
-    cache = known.cache
+    cache = state.cache
     if cache is not None:
         cache = cache.append(_as(cache, drafter.remote_entries(target, arrays)), count, after=count)
     return Known(
-        drafter=drafter.append_remote(target, known.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache
+        drafter=drafter.append_remote(target, state.drafter, RemoteFeatures(tokens, following, arrays, count)), cache=cache
     )
 
 
 @jax.jit
 def _append_unverified(
-    target: Target, drafter: Drafter, known: Known, tokens: jax.Array, following: jax.Array, count: jax.Array
+    target: Target, drafter: Drafter, state: Known, tokens: jax.Array, following: jax.Array, count: jax.Array
 ) -> Known:
-    state, entries = drafter.append_unverified(target, known.drafter, tokens, following, count, known.cache)
-    cache = known.cache
+    drafter_state, entries = drafter.append_unverified(target, state.drafter, tokens, following, count, state.cache)
+    cache = state.cache
     if cache is not None:
         cache = cache.append(_as(cache, entries), count, after=jax.tree.leaves(entries)[0][:, 0, 0])
-    return Known(drafter=state, cache=cache)
+    return Known(drafter=drafter_state, cache=cache)
 
 
 def _as(cache: KVCache, entries: Any) -> Any:
-    """``entries`` in the type of a ``cache``."""
+    """Convert entries to the types of a cache, which may be quantized."""
     return jax.tree.map(quantized_as, entries, cache.layers, is_leaf=is_part)
 
 
 @jax.jit
 def _propose(
-    target: Target, drafter: Drafter, known: Known, root: jax.Array, length: jax.Array, settings: Settings
+    target: Target, drafter: Drafter, state: Known, root: jax.Array, length: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens, parents and which nodes are there, ``[1, N]`` each. The first drafted token is number ``length`` of its text."""
+    """Return the tokens, the parents and the validity of a draft's nodes, ``[1, N]`` each."""
+    # The first drafted token has position `length`, and the same random key as in the server.
     keys = position_keys(settings.key[None], length + jnp.arange(drafter.draft_shape.depth)[:, None])
-    given = {} if known.cache is None else {"cache": known.cache}
-    draft, _ = drafter.propose(target, known.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **given)
+    cache = {} if state.cache is None else {"cache": state.cache}
+    draft, _ = drafter.propose(target, state.drafter, root, settings.sampling, keys, jnp.ones(1, bool), **cache)
     parents = jnp.broadcast_to(jnp.asarray(draft.parents, jnp.int32), draft.tokens.shape)
     valid = jnp.ones(draft.tokens.shape, bool) if draft.valid is None else draft.valid
     return draft.tokens, parents, valid

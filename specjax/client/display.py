@@ -1,4 +1,4 @@
-"""What is told of a text: committed tokens, provisional ones behind them, and which of those are taken back."""
+"""The events that a reader sees: committed tokens, provisional tokens, and retractions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from specjax.text import FinalChannel, GrowingText, TextStream, text_stream
 
 
 class Display:
-    """One text as its reader sees it: what is committed, and what is provisional behind it.
+    """A text as its reader sees it: the committed tokens, and the provisional tokens after them.
 
     Attributes:
         provisional: the provisional tokens, each with its text.
@@ -33,37 +33,42 @@ class Display:
         is_alone: bool = False,
         is_chat: bool = False,
     ) -> None:
-        """Behind a ``prompt``. Without a tokenizer there are tokens and no text.
+        """Start an empty text.
 
-        The text ends before the first ``stop`` string of what is committed; where nothing will be (``is_alone``), of what is
-        provisional. Of a chat's answer it is that of `specjax.text.FinalChannel`.
+        Args:
+            tokenizer: the tokenizer; None for events without text.
+            prompt: the token ids of the prompt.
+            stop: strings before the first of which the committed text ends.
+            is_alone: whether nothing will be committed. The provisional text then ends before the
+                first stop string.
+            is_chat: whether the text is the answer in a chat; see `specjax.text.FinalChannel`.
         """
         self._tokenizer, self._is_chat = tokenizer, is_chat
-        self._all = list(prompt)  # and what is committed
+        self._all = list(prompt)  # the prompt and the committed tokens
         self._prompt = len(prompt)
         self._growing = None if tokenizer is None else GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat)
         is_cut = is_alone and bool(stop) and tokenizer is not None
         self._alone = GrowingText(tokenizer, list(prompt), stop, is_chat=is_chat) if is_cut else None
-        self._stream: TextStream | FinalChannel | None = None  # of provisional tokens
+        self._stream: TextStream | FinalChannel | None = None  # decodes the provisional tokens
         self.provisional: list[tuple[int, str]] = []
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a stop string was found."""
+        """True if the text has reached a stop string."""
         return any(growing is not None and growing.stopped for growing in (self._growing, self._alone))
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Committed, up to a stop string."""
+        """The committed tokens up to a stop string."""
         return tuple(self._all[self._prompt :] if self._growing is None else self._growing.tokens)
 
     @property
     def text(self) -> str:
-        """Of the committed tokens."""
+        """The text of the committed tokens."""
         return "" if self._growing is None else "".join(self._growing.pieces)
 
     def show(self, tokens: Sequence[int]) -> list[TextEvent]:
-        """Further provisional ``tokens``, one event each, up to a stop string."""
+        """Append provisional tokens up to a stop string, and return one event for each."""
         events: list[TextEvent] = []
         for token in tokens:
             if self._alone is not None and self._alone.stopped:
@@ -77,36 +82,41 @@ class Display:
             text = self._alone.push([token])
         elif self._tokenizer is not None:
             if self._stream is None:
-                known = [*self._all, *(token for token, _ in self.provisional)]
-                self._stream = text_stream(self._tokenizer, known, self._is_chat)
+                shown = [*self._all, *(token for token, _ in self.provisional)]
+                self._stream = text_stream(self._tokenizer, shown, self._is_chat)
             text = self._stream.push([token])
         self.provisional.append((token, text))
         return ProvisionalEvent((token,), text)
 
     def commit(self, tokens: Sequence[int], *, is_last: bool = False) -> list[TextEvent]:
-        """``tokens`` are committed, with which the text may be over. Provisional ones that differ are taken back first."""
+        """Append committed tokens, and return the events.
+
+        Provisional tokens that differ from them are retracted first. ``is_last`` says that the text
+        ends with these tokens.
+        """
         new, text = self._grow(tokens, is_last=is_last)
         shown = [token for token, _ in self.provisional]
-        same = next(
-            (place for place, (one, other) in enumerate(zip(shown, new, strict=False)) if one != other),
+        confirmed = next(
+            (index for index, (before, after) in enumerate(zip(shown, new, strict=False)) if before != after),
             min(len(shown), len(new)),
         )
         events: list[TextEvent] = []
-        if same < len(new) or is_last or self.has_stopped:
-            wrong, self.provisional, self._stream = self.provisional[same:], self.provisional[:same], None
+        if confirmed < len(new) or is_last or self.has_stopped:
+            wrong, self.provisional, self._stream = self.provisional[confirmed:], self.provisional[:confirmed], None
             if wrong:
                 events.append(RetractedEvent(tuple(token for token, _ in wrong), "".join(text for _, text in wrong)))
-        del self.provisional[:same]
-        return [*events, CommittedEvent(new, text, confirmed=same)]
+        del self.provisional[:confirmed]
+        return [*events, CommittedEvent(new, text, confirmed=confirmed)]
 
     def _grow(self, tokens: Sequence[int], *, is_last: bool) -> tuple[tuple[int, ...], str]:
-        """The ``tokens`` up to a stop string, and the text that they add."""
+        """Append committed tokens, and return them up to a stop string, with the text they add."""
         self._all += tokens
         if self._growing is None:
             return tuple(tokens), ""
-        known = len(self._growing.tokens)
-        # One by one, as provisional ones: else the text before an unfinished character would be held back with it.
+        start = len(self._growing.tokens)
+        # Push tokens one by one, as `_show` does. Pushed together, the text before an unfinished
+        # character would be held back with that character.
         text = "".join([self._growing.push([token]) for token in tokens])
         if is_last:
             text += self._growing.finish()
-        return tuple(self._growing.tokens[known:]), text
+        return tuple(self._growing.tokens[start:]), text

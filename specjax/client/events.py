@@ -1,4 +1,4 @@
-"""What a client tells of a text while it grows."""
+"""The events of a text while a client generates it, and the report at the end."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -6,13 +6,15 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True)
 class CommittedEvent:
-    """Tokens that stay: the target's own text.
+    """Committed tokens. They are the target's own text, and stay.
 
     Attributes:
-        kind: the name of such an event in reports.
-        tokens: their ids.
-        text: what they say; a token may be a part of a character, whose text comes with a later one.
-        confirmed: so many of the tokens, the first ones, stood there as provisional already, and still do.
+        kind: the name of this event in reports.
+        tokens: the token ids.
+        text: the text of the tokens. If a token ends within a character, the text of that
+            character comes with a later event.
+        confirmed: how many of the tokens, counted from the first, were already shown as
+            provisional.
 
     Examples:
         >>> from specjax.client import CommittedEvent
@@ -29,12 +31,14 @@ class CommittedEvent:
 
 @dataclass(frozen=True)
 class ProvisionalEvent:
-    """Tokens that the drafter has written alone, because no answer came: they follow what there is, and may be retracted.
+    """Provisional tokens from the drafter alone, because no answer came.
+
+    They follow all tokens before them, and may be retracted.
 
     Attributes:
-        kind: the name of such an event in reports.
-        tokens: their ids.
-        text: what they say.
+        kind: the name of this event in reports.
+        tokens: the token ids.
+        text: the text of the tokens.
 
     Examples:
         >>> from specjax.client import ProvisionalEvent
@@ -50,12 +54,12 @@ class ProvisionalEvent:
 
 @dataclass(frozen=True)
 class RetractedEvent:
-    """Provisional tokens that the target would not have written: the last ones, which are taken back.
+    """The last provisional tokens, which are removed because the target generates other ones.
 
     Attributes:
-        kind: the name of such an event in reports.
-        tokens: their ids.
-        text: what they said.
+        kind: the name of this event in reports.
+        tokens: the token ids.
+        text: the text of the tokens.
 
     Examples:
         >>> from specjax.client import RetractedEvent
@@ -70,30 +74,32 @@ class RetractedEvent:
 
 
 TextEvent = CommittedEvent | ProvisionalEvent | RetractedEvent
-"""What happens to a text."""
+"""An event of a text."""
 
 
 @dataclass
 class TextReport:
-    """What a text has come to, and what it took.
+    """The text so far, and its statistics.
 
     Attributes:
-        text: what is committed.
-        tokens: likewise.
-        provisional: what follows it, written by the drafter alone; empty unless the server stayed away.
-        provisional_tokens: likewise.
-        finish_reason: "stop", "length", or "offline" where the server stayed away; None while it goes on.
-        seconds: from the beginning to the end.
-        rounds: verdicts.
-        drafted: tokens on the longest paths of what was sent.
-        accepted: of those.
-        kept: rounds whose draft was there already when the verdict before came.
-        retracted: tokens that were provisional, and wrong.
-        resumes: how often the text was gone on with over another connection.
-        bytes_up: sent.
-        bytes_down: received.
-        round_trips: seconds of each round, the server's own included.
-        depths: of each draft that was sent.
+        text: the committed text.
+        tokens: the ids of the committed tokens.
+        provisional: the provisional text after the committed text. It is empty at the end unless
+            the server was unreachable.
+        provisional_tokens: the ids of the provisional tokens.
+        finish_reason: "stop", "length", or "offline" if the server was unreachable; None until the
+            text ends.
+        seconds: the time from start to end.
+        rounds: the number of verdicts.
+        drafted: the number of tokens on the longest paths of all drafts that have a verdict.
+        accepted: the number of accepted tokens.
+        kept: the number of rounds whose draft was made before the previous verdict came.
+        retracted: the number of provisional tokens that were removed.
+        resumes: how often the text was continued over a new connection.
+        bytes_up: the bytes sent.
+        bytes_down: the bytes received.
+        round_trips: the seconds of each round, verification included.
+        depths: the depth of each draft that was sent.
 
     Examples:
         >>> from specjax.client import TextReport
@@ -120,5 +126,5 @@ class TextReport:
 
     @property
     def tokens_a_round(self) -> float:
-        """Committed by a verdict, in the mean."""
+        """The mean number of tokens that a verdict commits."""
         return 1 + self.accepted / self.rounds if self.rounds else 0.0

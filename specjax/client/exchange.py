@@ -1,9 +1,13 @@
-"""The client's side of the protocol: what to send, and what an answer means. It has no socket, no clock and no drafter.
+"""The client's side of the protocol: the frames to send, and what a received frame means.
 
-`specjax.serving.sessions` has the messages in a table. What goes wrong on the way has three remedies, and each may be used at
-any time, for the server answers the same thing twice with the same answer: a draft without a verdict is sent again
-(`Exchange.again`), a session is resumed over a new connection (`Exchange.hello`), and where the server has forgotten the text,
-or the client has missed what it was told, the text is opened anew as far as it is committed.
+This module has no socket, no clock and no drafter. `specjax.serving.sessions` has a table of the
+messages. There are three remedies for lost messages. Each is safe at any time, because the server
+gives the same answer to a message that it receives twice:
+
+- A draft without a verdict is sent again (`Exchange.again`).
+- A session is resumed over a new connection (`Exchange.hello`).
+- If the server does not have the session any more, or the client lacks hidden states, the text is
+  opened again with all committed tokens.
 """
 
 import secrets
@@ -24,27 +28,31 @@ from specjax.wire.arrays import Precision
 from specjax.wire.messages import NO_PARENT
 
 Phase = Literal["away", "opening", "ready", "waiting", "over"]
-"""Not connected; connected, and the server reads the text; a draft may be sent; a verdict is awaited; the text has ended."""
+"""The phase of a text.
+
+away: there is no connection. opening: the server prefills the text. ready: the client may send a
+draft. waiting: the client waits for the verdict. over: the text has ended.
+"""
 
 
 class ServerRefusedError(RuntimeError):
-    """The server does not take this text; says why."""
+    """The error that the server refuses this text. The message has the server's reason."""
 
 
 class ServerBusyError(RuntimeError):
-    """The server has no room for this text now."""
+    """The error that the server has no room for this text now."""
 
 
 @dataclass(frozen=True)
 class ExchangeRequest:
-    """What is asked for.
+    """A request for a text.
 
     Attributes:
-        prompt: token ids.
-        params: the sampling parameters, whose seed fixes the text.
-        target: fingerprint of the target that is meant; empty: any.
-        drafter: likewise of the drafter.
-        precision: of what comes down.
+        prompt: the token ids of the prompt.
+        params: the sampling parameters; the seed fixes the text.
+        target: the fingerprint of the expected target; empty for any.
+        drafter: the fingerprint of the expected drafter; empty for any.
+        precision: the format of the hidden states that the server sends.
 
     Examples:
         >>> from specjax.client.exchange import ExchangeRequest
@@ -65,43 +73,45 @@ _WIRE_NAMES = {
     "seed": "seed",
     "eos": "eos_token_ids",
 }
-"""The sampling parameters that a server can be asked for, by their names in `specjax.wire.OpenMessage`."""
+"""The parameters that the protocol supports, by their names in `specjax.wire.OpenMessage`."""
 
 
 def check_params(params: SamplingParams) -> None:
-    """Refuse, with an InputError, parameters that the protocol has no field for: the text would be another one.
+    """Raise InputError for parameters without a field in the protocol.
+
+    Without them, the server would generate a different text.
 
     Examples:
         >>> from specjax.client.exchange import check_params
         >>> check_params(specjax.SamplingParams(min_new_tokens=3))
         Traceback (most recent call last):
-        specjax.errors.InputError: min_new_tokens=3: a client cannot ask its server for this; leave it out
+        specjax.errors.InputError: min_new_tokens=3: the client protocol does not support it; leave it out
     """
     for field in fields(params):
         value = getattr(params, field.name)
         if field.name not in _WIRE_NAMES.values() and value != field.default:
-            raise InputError(f"{field.name}={value!r}: a client cannot ask its server for this; leave it out")
+            raise InputError(f"{field.name}={value!r}: the client protocol does not support it; leave it out")
 
 
 def _on_the_wire(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters by the names that `specjax.wire.OpenMessage` has for them."""
-    values = {theirs: getattr(params, ours) for theirs, ours in _WIRE_NAMES.items()}
+    """Return the parameters by their names in `specjax.wire.OpenMessage`."""
+    values = {wire_name: getattr(params, name) for wire_name, name in _WIRE_NAMES.items()}
     return values | {"eos": None if params.eos_token_ids is None else list(params.eos_token_ids)}
 
 
 @dataclass(frozen=True)
 class TextOpened:
-    """The server takes the text: ``bounds`` of the `Exchange` are known."""
+    """The event that the server accepts the text. ``bounds`` of the `Exchange` is set."""
 
 
 @dataclass(frozen=True)
 class FeaturesReceived:
-    """What was told of tokens, in order.
+    """The event that the hidden states of the next tokens have arrived.
 
     Attributes:
-        tokens: T of them.
+        tokens: the T token ids.
         following: the token after each.
-        arrays: ``[T, …]`` each.
+        arrays: the hidden states by name, ``[T, …]`` each.
     """
 
     tokens: Sequence[int]
@@ -111,12 +121,12 @@ class FeaturesReceived:
 
 @dataclass(frozen=True)
 class TokensEmitted:
-    """Tokens were committed.
+    """The event that a verdict has committed tokens.
 
     Attributes:
-        tokens: they.
-        drafted: tokens that the draft had on its longest path.
-        seconds: that the server took.
+        tokens: the accepted tokens and the bonus token.
+        drafted: the number of tokens on the longest path of the draft.
+        seconds: the duration of the verification.
     """
 
     tokens: Sequence[int]
@@ -126,7 +136,7 @@ class TokensEmitted:
 
 @dataclass(frozen=True)
 class SendFrame:
-    """A frame that is to be sent now."""
+    """The event that a frame must be sent now."""
 
     frame: bytes
 
@@ -136,13 +146,13 @@ ExchangeEvent = TextOpened | FeaturesReceived | TokensEmitted | SendFrame
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the server takes.
+    """The limits of the server.
 
     Attributes:
-        nodes: most nodes of a draft, the root among them.
-        depth: most drafted tokens on a path.
-        capacity: most tokens of a text.
-        tells: arrays that are told of each token, with the shape of one token.
+        nodes: the maximum number of nodes of a draft, with the root.
+        depth: the maximum number of drafted tokens on a path.
+        capacity: the maximum number of tokens of a text, prompt and output.
+        tells: the arrays of hidden states that the server sends: name and shape of one token.
     """
 
     nodes: int
@@ -152,16 +162,18 @@ class ServerLimits:
 
 
 class Exchange:
-    """One text, as far as the two sides have come with it.
+    """The state of one text on the client.
 
     Attributes:
-        request: what is asked for.
-        tokens: the prompt and what is committed: the target's text for these settings, at all times.
-        known: how many tokens the client has been told of. When it is told of all but the last, it can draft.
-        phase: where the conversation is.
-        bounds: of drafts, once the server has said them.
-        over: why the text has ended.
-        resumes: how often the text was gone on with over another connection, or opened anew.
+        request: the request.
+        tokens: the prompt and the committed tokens. At all times they are the beginning of the
+            target's text.
+        known: the client has the hidden states of this many tokens, counted from the first. It can
+            draft when it has those of all tokens but the last.
+        phase: the phase of the text.
+        bounds: the limits of the server; None until the server has sent them.
+        over: the reason why the text has ended; empty before.
+        resumes: how often the text was resumed over a new connection or opened again.
 
     Examples:
         >>> from specjax import wire
@@ -177,8 +189,13 @@ class Exchange:
         committed: Sequence[int] = (),
         make_nonce: Callable[[], bytes] = partial(secrets.token_bytes, 16),
     ) -> None:
-        """Of a text of which, beside the prompt, some tokens are ``committed`` already. ``make_nonce`` gives 16 bytes that are
-        not given twice."""
+        """Start a text.
+
+        Args:
+            request: the request.
+            committed: output tokens that are committed already.
+            make_nonce: returns 16 bytes that are different at each call.
+        """
         self.request = request
         self.tokens = [*request.prompt, *committed]
         self.known = 0
@@ -188,15 +205,15 @@ class Exchange:
         self.resumes = 0
         self._session: bytes | None = None
         self._epoch = self._sequence = 0
-        self._sent: wire.DraftMessage | None = None  # without a verdict
+        self._sent: wire.DraftMessage | None = None  # the draft that has no verdict yet
         self._depth = 0
         self._hello = b""
         self._make_nonce = make_nonce
 
-    # --- what is sent --------------------------------------------------------------------------------------------------
+    # --- what is sent -----------------------------------------------------------------------------
 
     def hello(self) -> bytes:
-        """The first frame over a connection; or over the same one, to begin anew."""
+        """Return the first frame of a connection. It may be sent again, to start over."""
         self.resumes += bool(self._hello)
         self.phase, self._hello = "opening", self._make_hello()
         return self._hello
@@ -204,27 +221,26 @@ class Exchange:
     def _make_hello(self) -> bytes:
         if self._session is not None:
             self._epoch += 1
-            base, known = len(self.tokens), self.known
-            digest = wire.digest(self.tokens)
+            base, digest = len(self.tokens), wire.digest(self.tokens)
             return wire.encode(
-                wire.ResumeMessage(session=self._session, epoch=self._epoch, base=base, digest=digest, known=known)
+                wire.ResumeMessage(session=self._session, epoch=self._epoch, base=base, digest=digest, known=self.known)
             )
-        asked = self.request
+        request = self.request
         return wire.encode(
             wire.OpenMessage(
                 nonce=self._make_nonce(),
                 tokens=wire.pack(self.tokens, "int32"),
-                prompt=len(asked.prompt),
-                **_on_the_wire(asked.params),
-                target=asked.target,
-                drafter=asked.drafter,
-                precision=asked.precision,
+                prompt=len(request.prompt),
+                **_on_the_wire(request.params),
+                target=request.target,
+                drafter=request.drafter,
+                precision=request.precision,
                 known=self.known,
             )
         )
 
     def draft(self, tree: Tree) -> bytes:
-        """A draft below the newest token. Where the phase is "ready"."""
+        """Return the frame of a draft that follows the newest token. The phase must be "ready"."""
         assert self.phase == "ready" and self._session is not None and tree.root == self.tokens[-1]
         self._sequence += 1
         self._depth = tree.depth
@@ -241,36 +257,39 @@ class Exchange:
         return wire.encode(self._sent)
 
     def again(self) -> bytes:
-        """What to send when no answer has come."""
+        """Return the frame to send again when no answer comes."""
         return wire.encode(self._sent) if self.phase == "waiting" and self._sent is not None else self._hello
 
     def close(self) -> bytes | None:
-        """That the text is not wanted any more; None where the server does not know it."""
+        """Return the frame that ends the session; None if the server does not have the text."""
         return None if self._session is None else wire.encode(wire.CloseMessage(session=self._session))
 
-    def end_if_whole(self, ends: Collection[int]) -> None:
-        """Where the text was whole already when another process left it: at one of the ids that are its ``ends``, or its
-        limit."""
+    def end_if_whole(self, stop_token_ids: Collection[int]) -> None:
+        """Set the phase to "over" if the committed tokens are the whole text.
+
+        This happens when another process has stored a finished text. A text ends with one of the
+        ``stop_token_ids``, or when it has ``max_new_tokens`` tokens.
+        """
         committed = self.tokens[len(self.request.prompt) :]
-        if committed and committed[-1] in ends:
+        if committed and committed[-1] in stop_token_ids:
             self.phase, self.over = "over", "stop"
         elif len(committed) >= self.request.params.max_new_tokens:
             self.phase, self.over = "over", "length"
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """Record that the connection is lost."""
         if self.phase != "over":
             self.phase = "away"
 
-    # --- what comes ----------------------------------------------------------------------------------------------------
+    # --- what comes -------------------------------------------------------------------------------
 
     def receive(self, frame: bytes) -> list[ExchangeEvent]:
-        """What a frame means.
+        """Process a frame from the server, and return the events that it causes.
 
         Raises:
-            FrameError: it is no message.
-            ServerRefusedError: the server will not take this text.
-            ServerBusyError: it has no room now.
+            FrameError: The frame is not a valid message.
+            ServerRefusedError: The server refuses this text.
+            ServerBusyError: The server has no room now.
         """
         message = wire.decode_down(frame)
         if self.phase in ("away", "over"):
@@ -284,100 +303,103 @@ class Exchange:
         if isinstance(message, wire.ForgottenMessage):
             self._session, self._sent, self._epoch, self._sequence = None, None, 0, 0
             return [SendFrame(self.hello())]
-        if isinstance(message, wire.ToldMessage):  # whenever it was sent: it follows from the tokens
-            return self._told(message)
-        if message.epoch < self._epoch:  # of a connection that is gone
+        # Hidden states are valid whatever the epoch, because they follow from the tokens alone.
+        if isinstance(message, wire.ToldMessage):
+            return self._take_features(message)
+        if message.epoch < self._epoch:  # it was sent over an earlier connection
             return []
         if isinstance(message, wire.ReadyMessage):
             return self._ready(message)
         if isinstance(message, wire.VerdictMessage):
             return self._verdict(message)
-        return [SendFrame(self.hello())]  # ResyncMessage: the texts differ, and ours is what was committed
+        return [SendFrame(self.hello())]  # ResyncMessage: the texts differ, and the client's is the committed one
 
     def _opened(self, message: wire.OpenedMessage) -> list[ExchangeEvent]:
-        if message.session == self._session or message.epoch:  # a sign of life: the text is still being read
+        if message.session == self._session or message.epoch:  # acknowledges a ResumeMessage during prefill
             return []
-        if self._session is not None or self.phase != "opening":  # of an OpenMessage over a connection that is gone
+        if self._session is not None or self.phase != "opening":  # answers an OpenMessage of an earlier connection
             return [SendFrame(wire.encode(wire.CloseMessage(session=message.session)))]
         self._session, self._epoch, self._sequence, self._sent = message.session, message.epoch, 0, None
         tells = {name: tuple(shape) for name, shape in message.tells.items()}
         self.bounds = ServerLimits(message.nodes, message.depth, message.capacity, tells)
         return [TextOpened()]
 
-    def _told(self, message: wire.ToldMessage) -> list[ExchangeEvent]:
+    def _take_features(self, message: wire.ToldMessage) -> list[ExchangeEvent]:
         end = min(message.start + message.count, len(self.tokens) - 1)
-        if message.start > self.known or end <= self.known:  # something before it was lost, or all of it is known
+        if message.start > self.known or end <= self.known:  # an earlier message was lost, or nothing here is new
             return []
         piece = slice(self.known - message.start, end - message.start)
-        return [self._hear(end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()})]
+        return [self._advance(end, {name: array[piece] for name, array in self._unpacked(message.arrays).items()})]
 
     def _unpacked(self, arrays: Mapping[str, wire.ArrayBytes]) -> dict[str, np.ndarray]:
-        """What was told, as the server has said that it would be."""
+        """Unpack hidden states, or raise FrameError if the server has not announced these."""
         tells = {} if self.bounds is None else self.bounds.tells
         if {name: tuple(packed.shape[1:]) for name, packed in arrays.items()} != tells:
-            raise wire.FrameError(4400, f"arrays: {sorted(arrays)}; must be {sorted(tells)}, of the shapes that Opened names")
+            raise wire.FrameError(4400, f"arrays: {sorted(arrays)}; they must be {sorted(tells)}, with the shapes of Opened")
         return {name: wire.unpack(packed) for name, packed in arrays.items()}
 
-    def _hear(self, end: int, arrays: dict[str, np.ndarray]) -> FeaturesReceived:
+    def _advance(self, end: int, arrays: dict[str, np.ndarray]) -> FeaturesReceived:
+        """Advance the ``known`` tokens to ``end``, and return the event for those in between."""
         start, self.known = self.known, end
         return FeaturesReceived(self.tokens[start:end], self.tokens[start + 1 : end + 1], arrays)
 
     def _ready(self, message: wire.ReadyMessage) -> list[ExchangeEvent]:
         if self.phase != "opening" or message.epoch != self._epoch:
             return []
-        news: list[ExchangeEvent] = []
+        events: list[ExchangeEvent] = []
         last = len(self.tokens) - 1
-        if self.bounds is not None and not self.bounds.tells and self.known < last:  # the tokens say it all
-            news.append(self._hear(last, {}))
-        if message.length != len(self.tokens) or self.known < last:  # a part of what was told has been lost
-            return [*news, SendFrame(self.hello())]
+        if self.bounds is not None and not self.bounds.tells and self.known < last:  # the drafter needs tokens alone
+            events.append(self._advance(last, {}))
+        if message.length != len(self.tokens) or self.known < last:  # hidden states were lost on the way
+            return [*events, SendFrame(self.hello())]
         if self._sent is None:
             self.phase = "ready"
-            return news
+            return events
         self.phase, self._sent = "waiting", msgspec.structs.replace(self._sent, epoch=self._epoch)
-        return [*news, SendFrame(self.again())]
+        return [*events, SendFrame(self.again())]
 
     def _verdict(self, message: wire.VerdictMessage) -> list[ExchangeEvent]:
         sent = self._sent
         if self.phase != "waiting" or sent is None or message.sequence != sent.sequence:
             return []
         drafted, parents = wire.unpack(sent.tokens), wire.unpack(sent.parents)
-        above = [0, *message.accepted]
-        is_path = all(node < len(drafted) and parents[node] == above[i] for i, node in enumerate(message.accepted))
+        path = [0, *message.accepted]
+        is_path = all(node < len(drafted) and parents[node] == path[i] for i, node in enumerate(message.accepted))
         room = len(self.request.prompt) + self.request.params.max_new_tokens - len(self.tokens)
         if not is_path or len(message.accepted) >= room:
-            raise wire.FrameError(4400, f"accepted={message.accepted}: no path of the draft, or longer than the text may be")
+            raise wire.FrameError(4400, f"accepted={message.accepted}: it is no path of the draft, or exceeds max_new_tokens")
         arrays = self._unpacked(message.arrays)
         emitted = [*(int(drafted[node]) for node in message.accepted), message.token]
         self.tokens += emitted
         self._sent = None
         self.phase = "over" if message.over else "ready"
         self.over = message.over
-        heard = self._hear(len(self.tokens) - 1, arrays)
-        return [TokensEmitted(emitted, self._depth, message.seconds), heard]
+        features = self._advance(len(self.tokens) - 1, arrays)
+        return [TokensEmitted(emitted, self._depth, message.seconds), features]
 
     def _refused(self, message: wire.RefusedMessage) -> list[ExchangeEvent]:
         if message.session and message.session != self._session:
             return []
         if message.code == "sequence":
             return [SendFrame(self.hello())] if self.phase != "opening" else []
-        if message.code in ("old_epoch", "not_ready", "busy", "over"):  # to something late, or it will be asked again
+        # These answer a late message, or one that the client will send again anyway.
+        if message.code in ("old_epoch", "not_ready", "busy", "over"):
             return []
         if message.code in ("draining", "full"):
             raise ServerBusyError(message.message)
         raise ServerRefusedError(f"{message.code}: {message.message}")
 
     def snapshot(self) -> dict[str, Any]:
-        """What is needed to go on with the text in another process."""
+        """Return the data with which another process can continue the text, for JSON."""
         request = {name: value for name, value in vars(self.request).items() if name != "params"}
         request |= _on_the_wire(self.request.params)
         return {"request": request, "committed": self.tokens[len(self.request.prompt) :]}
 
     @classmethod
     def restored(cls, snapshot: Mapping[str, Any]) -> "Exchange":
-        """From `snapshot`. Raises `msgspec.ValidationError` where it is none."""
+        """Restore a text from a `snapshot`, or raise `msgspec.ValidationError` or KeyError."""
         stored = msgspec.convert(snapshot["request"], dict[str, Any])
-        names = {theirs: ours for theirs, ours in _WIRE_NAMES.items() if theirs in stored or theirs == "limit"}
-        params = {ours: stored.pop(theirs) for theirs, ours in names.items()}
+        names = {wire_name: name for wire_name, name in _WIRE_NAMES.items() if wire_name in stored or wire_name == "limit"}
+        params = {name: stored.pop(wire_name) for wire_name, name in names.items()}
         request = msgspec.convert({**stored, "params": params}, ExchangeRequest)
         return cls(request, msgspec.convert(snapshot["committed"], list[int]))

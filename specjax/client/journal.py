@@ -1,4 +1,4 @@
-"""A file by which a text outlives the process that writes it."""
+"""The file with which another process can continue a text."""
 
 import json
 import os
@@ -14,17 +14,17 @@ from specjax.files import FullDiskError, is_full_disk
 
 
 class Journal:
-    """A file that has a text as far as it is committed.
+    """A file with the committed tokens of a text.
 
     Examples:
         >>> from pathlib import Path
         >>> from specjax.client.journal import Journal
         >>> from specjax.client.exchange import ExchangeRequest
         >>> journal, request = Journal(Path("text.json")), ExchangeRequest((5, 6), specjax.SamplingParams(max_new_tokens=8))
-        >>> exchange = journal.open(request)  # nothing is there
+        >>> exchange = journal.open(request)  # the file does not exist
         >>> exchange.tokens.append(7)
         >>> journal.keep(exchange)
-        >>> journal.open(request).tokens  # of another process
+        >>> journal.open(request).tokens  # in another process
         [5, 6, 7]
     """
 
@@ -32,49 +32,52 @@ class Journal:
         self._path = path
 
     def open(self, request: ExchangeRequest) -> Exchange:
-        """The text, from where it was left.
+        """Return the text as the file has it, or a new text if there is no file.
 
         Raises:
-            InputError: the file is of another request, or no journal.
+            InputError: The file belongs to another request, or it is not a journal.
         """
         try:
             raw = self._path.read_bytes()
         except FileNotFoundError:
             return Exchange(request)
         except OSError as error:
-            raise InputError(f"journal={str(self._path)!r}: cannot be read ({error})") from None
+            raise InputError(f"journal={str(self._path)!r}: the file cannot be read ({error})") from None
         try:
             exchange = Exchange.restored(msgspec.json.decode(raw))
         except (msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError):
-            raise InputError(f"journal={str(self._path)!r}: is no journal of a text; give another file") from None
+            raise InputError(f"journal={str(self._path)!r}: the file is not a journal; give another file") from None
         committed = exchange.tokens[len(exchange.request.prompt) :]
         if len(committed) > exchange.request.params.max_new_tokens or not all(0 <= token < 2**31 for token in committed):
-            raise InputError(f"journal={str(self._path)!r}: is no journal of a text; give another file")
+            raise InputError(f"journal={str(self._path)!r}: the file is not a journal; give another file")
         if replace(exchange.request, precision=request.precision) != request:
             raise InputError(
-                f"journal={str(self._path)!r}: is of another prompt, or of other settings; give another file, or remove it"
+                f"journal={str(self._path)!r}: the file has another prompt or other settings; give another file, or remove it"
             )
         return exchange
 
     def keep(self, exchange: Exchange) -> None:
-        """What is committed now. All of it or nothing is in the file at any time.
+        """Store the committed tokens.
+
+        The file is replaced at once, so a crash leaves either the old or the new content.
 
         Raises:
-            InputError: it cannot be written.
+            InputError: The file cannot be written.
         """
         content = json.dumps(exchange.snapshot())
-        beside = self._path.with_name(self._path.name + ".new")
+        temporary = self._path.with_name(self._path.name + ".new")
         try:
-            beside.unlink(missing_ok=True)
-            # It holds the prompt: nobody else may read it, and it is nobody else's file.
-            with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            temporary.unlink(missing_ok=True)
+            # The file holds the prompt, so no other user may read it. O_EXCL: never write into a
+            # file or through a link that somebody else has put there.
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, self._path)
+                os.fsync(file.fileno())  # the content must be on disk before the old file is replaced
+            os.replace(temporary, self._path)
         except OSError as error:
             with suppress(OSError):
-                beside.unlink()  # half of it
+                temporary.unlink()  # it may be incomplete
             if is_full_disk(error):
                 raise FullDiskError(self._path, len(content.encode())) from None
-            raise InputError(f"journal={str(self._path)!r}: cannot be written ({error})") from None
+            raise InputError(f"journal={str(self._path)!r}: the file cannot be written ({error})") from None

@@ -1,4 +1,4 @@
-"""The way to the server: a WebSocket, and the clock. Tests put a simulated network in its place."""
+"""The connection to the server, a WebSocket, and the clock. Tests replace both by a simulation."""
 
 import ssl
 import threading
@@ -19,10 +19,10 @@ from specjax.wire.messages import MOST_DOWN, PATH
 
 
 class LinkLostError(ConnectionError):
-    """There is no connection, or no longer.
+    """The error that there is no connection, or not any more.
 
     Attributes:
-        code: with which the server closed it, as in `specjax.wire.FrameError`; None: it did not say.
+        code: the close code of the server, as in `specjax.wire.FrameError`; None if it sent none.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:
@@ -31,44 +31,52 @@ class LinkLostError(ConnectionError):
 
 
 class LinkRefusedError(RuntimeError):
-    """The server answers, and will not take this client: a wrong key, say."""
+    """The error that the server refuses this client, for instance because of a wrong API key."""
 
 
 class Link(Protocol):
-    """What a client needs of a network."""
+    """The network as a client uses it."""
 
     def connect(self, timeout: float) -> None:
-        """Begin anew. It does not wait: `is_open` tells what has become of it."""
+        """Start to connect, and return at once. `is_open` reports the result."""
         ...
 
     def is_open(self) -> bool:
-        """Whether there is a connection by now. Raises `LinkLostError` where there will be none, or `LinkRefusedError` where
-        it is no use to try again."""
+        """Return whether the connection is open.
+
+        Raises:
+            LinkLostError: The attempt has failed, and another one may succeed.
+            LinkRefusedError: Every further attempt would fail as well.
+        """
         ...
 
     def send(self, frame: bytes) -> None:
-        """Raises `LinkLostError`."""
+        """Send a frame, or raise `LinkLostError`."""
         ...
 
     def receive(self, timeout: float) -> bytes | None:
-        """The next frame, or None where none has come in ``timeout`` seconds. Raises `LinkLostError`."""
+        """Return the next frame, or None if none comes within ``timeout`` seconds.
+
+        Raises:
+            LinkLostError: The connection is lost.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Close the connection, or abandon the attempt to connect."""
         ...
 
     def now(self) -> float:
-        """Seconds of a clock that only goes forward."""
+        """Return the seconds of a monotonic clock."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for some seconds."""
         ...
 
 
 class WebSocketLink:
-    """A WebSocket.
+    """A connection over a WebSocket.
 
     Examples:
         >>> from specjax.client.link import WebSocketLink
@@ -83,19 +91,19 @@ class WebSocketLink:
     """
 
     def __init__(self, url: str, api_key: str | None = None, certificate: str | Path | None = None) -> None:
-        """Not connected yet.
+        """Make a link that is not connected yet.
 
         Args:
             url: ``ws://HOST:PORT`` or ``wss://HOST:PORT``.
-            api_key: the server's, where it asks for one.
-            certificate: file with the certificates to trust, in place of the system's.
+            api_key: the server's API key, if it requires one.
+            certificate: a file with the certificates to trust, instead of the system's.
 
         Raises:
-            InputError: the address or the certificate is none.
+            InputError: The address is invalid, or the certificate cannot be used.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("ws", "wss") or not parts.hostname:
-            raise InputError(f"server={url!r}: give ws://HOST:PORT, or wss://HOST:PORT where the server has a certificate")
+            raise InputError(f"server={url!r}: give ws://HOST:PORT, or wss://HOST:PORT if the server has a certificate")
         self._url = url if parts.path.strip("/") else url.rstrip("/") + PATH
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._security: ssl.SSLContext | None = None
@@ -103,9 +111,9 @@ class WebSocketLink:
             try:
                 self._security = ssl.create_default_context(cafile=None if certificate is None else str(certificate))
             except (OSError, ssl.SSLError) as error:
-                raise InputError(f"certificate={str(certificate)!r}: cannot be read ({error})") from None
+                raise InputError(f"certificate={str(certificate)!r}: the file cannot be read ({error})") from None
         elif certificate is not None:
-            raise InputError(f"certificate={str(certificate)!r}: server={url!r} is not encrypted; give wss://")
+            raise InputError(f"certificate={str(certificate)!r}: server={url!r} is not encrypted; give wss://HOST:PORT")
         self._attempt: Future[ClientConnection] | None = None
         self._connection: ClientConnection | None = None
 
@@ -122,7 +130,7 @@ class WebSocketLink:
         return self._connection is not None
 
     def _connected(self, timeout: float) -> ClientConnection:
-        given: dict[str, Any] = {} if self._security is None else {"ssl": self._security}
+        security: dict[str, Any] = {} if self._security is None else {"ssl": self._security}
         try:
             connection = connect(
                 self._url,
@@ -132,15 +140,15 @@ class WebSocketLink:
                 max_size=MOST_DOWN,
                 compression=None,
                 proxy=None,
-                **given,
+                **security,
             )
-            return connection.__enter__()  # websockets asks for it since 17.1; `close` is what leaving would do
+            return connection.__enter__()  # websockets requires it since 17.1; `close` does what __exit__ would do
         except InvalidStatus as error:
             status = error.response.status_code
             if status in (401, 403, 404, 426):
-                why = {401: "a key is missing or wrong", 404: "it takes no drafts of clients (serve --drafts)"}
+                reasons = {401: "a key is missing or wrong", 404: "it takes no drafts of clients (serve --drafts)"}
                 raise LinkRefusedError(
-                    f"server={self._url!r}: answers {status}; {why.get(status, 'it refuses this client')}"
+                    f"server={self._url!r}: it answers {status}; {reasons.get(status, 'it refuses this client')}"
                 ) from None
             raise LinkLostError(f"the server answers {status}") from None
         except ssl.SSLCertVerificationError as error:
@@ -174,7 +182,8 @@ class WebSocketLink:
     def close(self) -> None:
         """See `Link`."""
         if self._attempt is not None:
-            self._attempt.add_done_callback(_close_if_made)  # it comes too late
+            # The attempt cannot be interrupted, so its connection is closed as soon as it is open.
+            self._attempt.add_done_callback(_close_if_made)
             self._attempt = None
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -197,13 +206,17 @@ class WebSocketLink:
 
 
 def _in_background(work: Callable[[], ClientConnection]) -> "Future[ClientConnection]":
-    """What ``work`` gives, later. A process that ends does not wait for it."""
+    """Run ``work`` in a thread, and return a future of its result.
+
+    The thread is a daemon, so a process that ends does not wait for it. An executor's threads are
+    not daemons.
+    """
     attempt: Future[ClientConnection] = Future()
 
     def run() -> None:
         try:
             attempt.set_result(work())
-        except BaseException as error:  # it is for who asks
+        except BaseException as error:  # whoever reads the result must see it
             attempt.set_exception(error)
 
     threading.Thread(target=run, name="specjax-link", daemon=True).start()

@@ -1,9 +1,10 @@
-"""What a client believes of the text that is not committed yet: its drafts, one below the other.
+"""The drafts of a client that have no verdict yet, one below the other.
 
-A *stretch* is a draft and the likeliest path through it. The first stretch hangs below the newest committed token; it is what
-is sent. While the verdict is under way the client drafts on: the second stretch hangs below the last token of the first one's
-path, and so forth. All paths together are the text as the drafter alone would write it. When the verdict comes, what it
-confirms is kept: a draft below the right token, though drafted before the token was known, is the next to be sent.
+A *stretch* is a draft and the likeliest path through it. The first stretch follows the newest
+committed token, and is what the client sends. While it waits for the verdict, the client drafts on:
+the second stretch follows the last token of the first stretch's path, and so on. All paths together
+are the text as the drafter alone would generate it. When the verdict comes, the client keeps the
+drafts that follow the accepted tokens, and can send the next one at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ class Stretch:
 
     Attributes:
         tree: the draft.
-        path: tokens below its root.
+        path: the tokens of the path, without the root.
     """
 
     tree: Tree
@@ -29,66 +30,88 @@ class Stretch:
 
 
 class Speculation:
-    """Of one text.
+    """The drafts of one text that have no verdict yet, and the drafter's state.
 
     Attributes:
-        tokens: the prompt and what is committed; the caller's list, which it extends before `commit`.
-        heard: how many of them the drafter knows: it was told something of them, or assumes them for good.
-        stretches: see the module.
+        tokens: the prompt and the committed tokens. The list belongs to the caller, who extends it
+            before `commit`.
+        heard: how many of these tokens the drafter's state includes for good, either with the
+            target's hidden states or with simulated ones.
+        stretches: the drafts; see the module.
     """
 
     def __init__(self, device: ClientDevice, settings: Settings, tokens: list[int]) -> None:
-        """Nothing is known yet."""
+        """Start with an empty state of the drafter."""
         self.tokens = tokens
         self.stretches: list[Stretch] = []
         self._device, self._settings = device, settings
         self.heard = 0
-        self._known: Known = device.start()
-        self._assumed: tuple[Known, int] | None = None  # and what it would know if so many tokens were heard
+        self._state: Known = device.start()
+        # The state after all tokens and paths, with simulated hidden states, and its number of
+        # tokens. The next stretch continues from it.
+        self._simulated: tuple[Known, int] | None = None
 
     @property
     def path(self) -> tuple[int, ...]:
-        """The text after the committed tokens, as the drafter alone writes it."""
+        """The text after the committed tokens, as the drafter alone generates it."""
         return tuple(token for stretch in self.stretches for token in stretch.path)
 
     def append_remote(self, tokens: Sequence[int], following: Sequence[int], arrays: Mapping[str, np.ndarray]) -> None:
-        """The target has told something of ``tokens``, which follow those that are heard."""
-        self._known, self._assumed = self._device.append_remote(self._known, tokens, following, arrays), None
+        """Append tokens with the target's hidden states.
+
+        Args:
+            tokens: ``[T]`` token ids, which follow the first ``heard`` tokens.
+            following: ``[T]`` the token after each.
+            arrays: the hidden states by name, ``[T, …]`` each.
+        """
+        self._state, self._simulated = self._device.append_remote(self._state, tokens, following, arrays), None
         self.heard += len(tokens)
 
     def append_unverified(self, tokens: Sequence[int], following: Sequence[int]) -> None:
-        """Go on, for good, after ``tokens`` of which the target will tell nothing."""
-        self._known, self._assumed = self._device.append_unverified(self._known, tokens, following), None
+        """Append tokens for good whose hidden states the target will never send."""
+        self._state, self._simulated = self._device.append_unverified(self._state, tokens, following), None
         self.heard += len(tokens)
 
     def draft(self, depth: int) -> None:
-        """Draft one more stretch, below the last one's path."""
+        """Draft one more stretch, which follows the last one's path."""
         self.stretches.append(self._below(self.path, depth))
 
     def redraft(self, depth: int) -> None:
-        """Draft anew below the newest committed token, by all that was told by now."""
+        """Discard all stretches, and draft one that follows the newest committed token.
+
+        The draft uses all hidden states that have arrived by now.
+        """
         self.stretches = []
-        self._assumed = None
+        self._simulated = None
         self.draft(depth)
 
     def _below(self, path: tuple[int, ...], depth: int) -> Stretch:
         text = (*self.tokens, *path)
-        known, count = self._assumed or (self._known, self.heard)
-        if len(text) - 1 > count:  # all but the last token, which is the root
-            known = self._device.append_unverified(known, text[count:-1], text[count + 1 :])
-            self._assumed = known, len(text) - 1
-        tree = self._device.propose(known, text[-1], len(text), self._settings, depth)
+        state, count = self._simulated or (self._state, self.heard)
+        if len(text) - 1 > count:  # the state never includes the last token, which is the root
+            state = self._device.append_unverified(state, text[count:-1], text[count + 1 :])
+            self._simulated = state, len(text) - 1
+        tree = self._device.propose(state, text[-1], len(text), self._settings, depth)
         return Stretch(tree, tree.path)
 
     def commit(self, emitted: Sequence[int]) -> bool:
-        """``emitted`` tokens, which `tokens` has now, were committed. Whether a draft is left below the last of them."""
-        self._assumed = None
+        """Keep the drafts that follow the emitted tokens, and return whether there are any.
+
+        `tokens` ends with the emitted tokens already.
+        """
+        self._simulated = None
         self.stretches = _after(self.stretches, emitted)
         return bool(self.stretches)
 
     def to_send(self, nodes: int, depth: int, *, as_chain: bool) -> Tree:
-        """The draft for the server, of at most so many ``nodes`` and so deep: the likeliest path alone, or the stretches' trees
-        one below the other."""
+        """Return the draft to send.
+
+        Args:
+            nodes: the maximum number of nodes, with the root.
+            depth: the maximum depth.
+            as_chain: whether to send the likeliest path alone. Otherwise the draft is the trees of
+                all stretches, one below the other.
+        """
         if as_chain:
             return Tree.chain(self.tokens[-1], self.path[: min(depth, nodes - 1)])
         first, *rest = self.stretches
@@ -101,7 +124,7 @@ class Speculation:
 
 
 def _after(stretches: list[Stretch], emitted: Sequence[int]) -> list[Stretch]:
-    """What is left of ``stretches`` below the last of the ``emitted`` tokens."""
+    """Return the parts of the stretches that follow the last emitted token."""
     if not stretches:
         return []
     (first, *rest), is_likeliest = stretches, True
@@ -116,7 +139,7 @@ def _after(stretches: list[Stretch], emitted: Sequence[int]) -> list[Stretch]:
         is_likeliest = is_likeliest and token == path[0]
         tree = below
         path = path[1:] if is_likeliest else below.path
-    kept = [Stretch(tree, path), *(rest if is_likeliest else [])]
-    while kept and not kept[0].path:  # a root alone is no draft
-        kept.pop(0)
-    return kept
+    remaining = [Stretch(tree, path), *(rest if is_likeliest else [])]
+    while remaining and not remaining[0].path:  # a root alone is no draft
+        remaining.pop(0)
+    return remaining

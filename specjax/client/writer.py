@@ -1,7 +1,8 @@
-"""One text on its way: what is sent when, what is drafted meanwhile, and what is told of it.
+"""The generation of one text on a client: when to send, when to draft, and which events to report.
 
-Everything happens in one loop, step by step, and every step ends soon: so a verdict is taken within one draft's time. The clock
-is the link's. With a simulated link the whole course of a text, with all that goes wrong on the way, follows from a seed.
+Everything happens in one thread, in a loop of short steps. A step takes at most the time of one
+draft, so a verdict never waits longer. The link has the clock. With a simulated link, the whole
+course of a text, network failures included, follows from a seed.
 """
 
 import random
@@ -29,21 +30,26 @@ from specjax.errors import InputError
 from specjax.wire import FrameError
 
 MOST_STRETCHES = 4
-"""Drafts that are made while a verdict is under way, at most; fewer where they are as deep together as the server takes."""
+"""The maximum number of drafts that a client makes while it waits for a verdict.
+
+It makes fewer if their paths together reach the maximum depth of the server.
+"""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a client waits for what, in seconds.
+    """The timeouts of a client, in seconds.
 
     Attributes:
-        provisional: without an answer, before the drafter goes on alone, provisionally.
-        again: before a message is sent again; at least four round trips.
-        lost: without any answer, before the connection is given up and another one is made.
-        connecting: for a connection.
-        retry: before the next attempt to connect, doubled each time up to ``most_retry``.
+        provisional: time without an answer after which the drafter continues alone, provisionally.
+        again: time after which a message is sent again; at least four round trips.
+        lost: time without any answer after which the connection is replaced by a new one; at least
+            eight round trips.
+        connecting: time for an attempt to connect.
+        retry: time before the next attempt to connect. It doubles with each attempt, up to
+            ``most_retry``.
         most_retry: see ``retry``.
-        server: without any answer, before the text ends as it is; None: any time.
+        server: time without any answer after which the text ends as it is; None for no limit.
 
     Examples:
         >>> from specjax.client import Patience
@@ -61,20 +67,20 @@ class Patience:
 
 
 class Keeps(Protocol):
-    """Whoever keeps a text as far as it is committed."""
+    """An object that stores the committed tokens of a text, such as a journal."""
 
     def keep(self, exchange: Exchange) -> None:
-        """It has grown."""
+        """Store the committed tokens. It is called after each verdict."""
         ...
 
 
 class Writer:
-    """Writes one text. Iterate over it, once, for the events.
+    """The generation of one text. Iterate over it once for the events.
 
     Attributes:
-        exchange: how far both sides have come.
-        speculation: what the drafter believes of the rest.
-        report: what it took so far.
+        exchange: the state of the text in the protocol.
+        speculation: the drafts without a verdict.
+        report: the report on the text so far.
     """
 
     def __init__(
@@ -91,44 +97,48 @@ class Writer:
         jitter: random.Random | None = None,
         is_chat: bool = False,
     ) -> None:
-        """Nothing is sent yet.
+        """Make a writer that has sent nothing yet.
 
         Args:
-            exchange: of the text, from its beginning or from where another process has left it.
-            device: that drafts.
-            link: to the server.
-            patience: how long to wait for what.
-            tokenizer: None: events have tokens and no text.
+            exchange: the state of the text, new or restored from a journal.
+            device: the drafter.
+            link: the connection to the server.
+            patience: the timeouts.
+            tokenizer: the tokenizer; None for events without text.
             stop: strings before the first of which the text ends.
-            is_offline: write with the drafter alone, and never ask the server.
-            journal: is told whenever tokens were committed.
-            jitter: spreads attempts to connect, so that many clients do not come back at one moment.
-            is_chat: the text is a chat's answer, see `specjax.text.FinalChannel`.
+            is_offline: whether to generate with the drafter alone, and never contact the server.
+            journal: stores the text whenever tokens are committed.
+            jitter: spreads attempts to connect, so that many clients do not reconnect at the same
+                moment.
+            is_chat: whether the text is the answer in a chat; see `specjax.text.FinalChannel`.
         """
-        asked = exchange.request
+        request = exchange.request
         self.exchange, self.report = exchange, TextReport()
         self._device, self._link, self._patience = device, link, patience
-        self.speculation = Speculation(device, Settings.of(asked.params), exchange.tokens)
+        self.speculation = Speculation(device, Settings.of(request.params), exchange.tokens)
         self._pace = Pace(list(device.shapes))
-        self._display = Display(tokenizer, asked.prompt, stop, is_alone=is_offline, is_chat=is_chat)
+        self._display = Display(tokenizer, request.prompt, stop, is_alone=is_offline, is_chat=is_chat)
         self._is_offline = is_offline
         self._journal, self._jitter = journal, jitter or random.Random()
-        self._prompt = len(asked.prompt)
+        self._prompt = len(request.prompt)
         self._events: list[TextEvent] = []
         self._is_connected = self._is_connecting = False
-        # When something last came; was sent; was sent first, for which an answer is awaited; and when the text last went on.
-        self._begun = self._heard_at = self._sent_at = self._waits_since = self._asked_at = self._retry_at = link.now()
-        self._answered_at = self._begun  # when the server last said anything, over whichever connection
+        self._started_at = link.now()
+        # The times of: the newest frame received over this connection, the newest frame sent, the
+        # first sending of the frame that awaits an answer, the newest progress of the text, and the
+        # next attempt to connect.
+        self._received_at = self._sent_at = self._waits_since = self._progress_at = self._retry_at = self._started_at
+        self._answered_at = self._started_at  # the newest frame received over any connection
         self._retries = self._resends = self._silent = 0
-        self._resent = self._is_kept = False  # of the newest draft
+        self._resent = self._is_kept = False  # flags of the newest draft
         self._sizes = (0, 0)  # bytes up and down when the newest draft was sent
-        ends = asked.params.eos_token_ids
-        self._ends = frozenset(device.target.config.eos_token_ids if ends is None else ends)
+        eos_token_ids = request.params.eos_token_ids
+        self._stop_token_ids = frozenset(device.target.config.eos_token_ids if eos_token_ids is None else eos_token_ids)
 
     def __iter__(self) -> Iterator[TextEvent]:
-        """The events, until the text is over."""
-        if len(self.exchange.tokens) > self._prompt:  # of another process
-            self.exchange.end_if_whole(self._ends)
+        """Yield the events until the text ends."""
+        if len(self.exchange.tokens) > self._prompt:  # another process has committed tokens
+            self.exchange.end_if_whole(self._stop_token_ids)
             is_whole = self.exchange.phase == "over"
             self._events += self._display.commit(self.exchange.tokens[self._prompt :], is_last=is_whole)
         try:
@@ -141,10 +151,10 @@ class Writer:
         finally:
             self._finish()
 
-    # --- one step ------------------------------------------------------------------------------------------------------
+    # --- one step ---------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Whatever is next: connect, send, draft; and take what has come."""
+        """Do what is next (connect, send, draft), then process the frames that have come."""
         try:
             if not self._is_offline:
                 self._connect()
@@ -163,40 +173,43 @@ class Writer:
             return True
         if self._is_offline:
             return not self._has_room()
-        limit = self._patience.server
-        return limit is not None and self._link.now() - self._answered_at > limit
+        timeout = self._patience.server
+        return timeout is not None and self._link.now() - self._answered_at > timeout
 
     def _connect(self) -> None:
         now, patience = self._link.now(), self._patience
         if self._is_connected:
             if now - self._silent_since > self._lost_after and self.exchange.phase != "ready":
                 self._silent += 1
-                raise LinkLostError("no answer")
+                raise LinkLostError("the server does not answer")
             return
         if self._is_connecting:
             if self._link.is_open():
-                self._is_connected, self._is_connecting, self._heard_at = True, False, now
+                self._is_connected, self._is_connecting, self._received_at = True, False, now
                 self._send(self.exchange.hello())
         elif now >= self._retry_at:
             self._link.connect(patience.connecting)
             self._is_connecting = True
 
     def _lose(self, error: LinkLostError) -> None:
-        """The connection is gone; the next attempt comes after a while."""
-        if error.code == 4400:  # what this client says cannot be read: it would not be the next time either
+        """Close the connection, and set the time of the next attempt to connect."""
+        if error.code == 4400:  # the server cannot decode this client's frames, so a new connection would not help
             raise FrameError(error.code, f"the server does not understand this client: {error}") from None
         self._link.close()
         self.exchange.lost()
         self._is_connected = self._is_connecting = False
-        self._resent = True  # a round over two connections says nothing of either
+        self._resent = True  # a round over two connections is no measurement of either
         wait = min(self._patience.retry * 2**self._retries, self._patience.most_retry)
         self._retry_at = self._link.now() + wait * (0.5 + self._jitter.random())
         self._retries += 1
 
     @property
     def _silent_since(self) -> float:
-        """Since when an answer is awaited that has not come. The client's own work is nobody's silence."""
-        return max(self._heard_at, self._waits_since)
+        """The time since when the client waits for an answer.
+
+        While the client itself works, nothing is awaited, so that time does not count.
+        """
+        return max(self._received_at, self._waits_since)
 
     def _send(self, frame: bytes, *, is_again: bool = False) -> None:
         self.report.bytes_up += len(frame)
@@ -205,7 +218,7 @@ class Writer:
             self._waits_since = self._sent_at
         self._link.send(frame)
 
-    # A network may be slower than was thought. So each time that there is no answer the next is waited for twice as long.
+    # The network may be slower than measured. So each timeout doubles the next one.
 
     @property
     def _resend_after(self) -> float:
@@ -218,16 +231,16 @@ class Writer:
         return usual * 2 ** min(self._silent, 4)
 
     def _until_next(self) -> float:
-        """Seconds until something is to be done though nothing has come."""
+        """Return the seconds until the next timeout."""
         now, patience = self._link.now(), self._patience
         times = [self._retry_at]
         if self._is_connected:
             times = [self._silent_since + self._lost_after, self._sent_at + self._resend_after]
         if not self._is_provisional() and self._has_room():
-            times.append(self._asked_at + patience.provisional)
+            times.append(self._progress_at + patience.provisional)
         if patience.server is not None:
             times.append(self._answered_at + patience.server)
-        wait = max(min(times) - now, 0.0) + 1e-3
+        wait = max(min(times) - now, 0.0) + 1e-3  # a little later, so that the timeout has surely passed
         return min(wait, 0.01) if self._is_connecting else wait
 
     def _listen(self, timeout: float) -> None:
@@ -238,76 +251,76 @@ class Writer:
         frame = self._link.receive(timeout)
         while frame is not None:
             self.report.bytes_down += len(frame)
-            self._heard_at = self._answered_at = self._link.now()
+            self._received_at = self._answered_at = self._link.now()
             self._silent = 0
-            if self._take(frame):
+            if self._process(frame):
                 self._retries = self._resends = 0
             if self.exchange.phase == "over" or self._display.has_stopped:
                 return
             frame = self._link.receive(0.0)
 
-    # --- what comes ----------------------------------------------------------------------------------------------------
+    # --- what comes -------------------------------------------------------------------------------
 
-    def _take(self, frame: bytes) -> bool:
-        """Follow a frame. Whether it said anything new."""
+    def _process(self, frame: bytes) -> bool:
+        """Process a frame, and return whether it caused any event."""
         try:
-            news = self.exchange.receive(frame)
+            events = self.exchange.receive(frame)
         except ServerBusyError as error:
             raise LinkLostError(str(error)) from None
-        except FrameError as error:  # damaged on the way: what was lost is asked for again
+        except FrameError as error:  # the frame was damaged: a new connection recovers its content
             raise LinkLostError(str(error)) from None
-        lost = None
-        for each in news:
+        link_error = None
+        for event in events:
             try:
-                self._follow(each)
-            except LinkLostError as error:  # while something was sent: the rest of the news is true all the same
-                lost = error
-        if lost is not None:
-            raise lost
-        return bool(news)
+                self._handle(event)
+            except LinkLostError as error:  # sending failed, but the other events must still be handled
+                link_error = error
+        if link_error is not None:
+            raise link_error
+        return bool(events)
 
-    def _follow(self, news: ExchangeEvent) -> None:
-        if isinstance(news, SendFrame):
-            self._send(news.frame)
-        elif isinstance(news, TextOpened):
+    def _handle(self, event: ExchangeEvent) -> None:
+        if isinstance(event, SendFrame):
+            self._send(event.frame)
+        elif isinstance(event, TextOpened):
             self._check_bounds()
-        elif isinstance(news, FeaturesReceived):
-            self._asked_at = self._link.now()
-            self._hear(news)
+        elif isinstance(event, FeaturesReceived):
+            self._progress_at = self._link.now()
+            self._append_features(event)
         else:
-            self._commit(news)
+            self._commit(event)
 
-    def _hear(self, news: FeaturesReceived) -> None:
-        self.speculation.append_remote(news.tokens, news.following, news.arrays)
+    def _append_features(self, event: FeaturesReceived) -> None:
+        self.speculation.append_remote(event.tokens, event.following, event.arrays)
 
     def _check_bounds(self) -> None:
-        """The server tells what this drafter must hear, and takes texts as long as this one."""
+        """Raise InputError if the server does not fit the drafter, or has no room for the text."""
         bounds, device, exchange = self.exchange.bounds, self._device, self.exchange
         assert bounds is not None
         if bounds.tells.keys() != device.hears.keys():
             raise InputError(
-                f"drafter: must be told {sorted(device.hears)}, and the server tells {sorted(bounds.tells)}: it is there for "
-                "clients with another drafter (serve --drafter)"
+                f"drafter: it needs {sorted(device.hears)}, but the server sends {sorted(bounds.tells)}, for another drafter; "
+                "give the drafter that the server was started with (serve --drafter)"
             )
         if wrong := [name for name, shape in bounds.tells.items() if tuple(shape) != device.hears[name]]:
             raise InputError(
-                f"drafter: must be told {wrong[0]} of shape {device.hears[wrong[0]]}, and the server's is "
-                f"{bounds.tells[wrong[0]]}: it has another target"
+                f"drafter: it needs {wrong[0]} of shape {device.hears[wrong[0]]}, but the server sends "
+                f"{bounds.tells[wrong[0]]}, since it has another target; give a drafter of the server's target"
             )
         room = min(bounds.capacity, device.capacity)
         max_new_tokens = exchange.request.params.max_new_tokens
         if self._prompt + max_new_tokens > room:
             raise InputError(
                 f"prompt ({self._prompt} tokens) plus max_new_tokens={max_new_tokens}: there is room for {room}; shorten the "
-                "prompt, or ask for fewer"
+                "prompt, or lower max_new_tokens"
             )
 
-    def _commit(self, news: TokensEmitted) -> None:
+    def _commit(self, event: TokensEmitted) -> None:
         report, now = self.report, self._link.now()
-        self._asked_at = now
-        accepted = len(news.tokens) - 1
+        self._progress_at = now
+        accepted = len(event.tokens) - 1
         report.rounds += 1
-        report.drafted += news.drafted
+        report.drafted += event.drafted
         report.accepted += accepted
         if not self._resent:
             seconds = now - self._sent_at
@@ -315,34 +328,33 @@ class Writer:
             up, down = self._sizes
             self._pace.round(
                 seconds=seconds,
-                server=min(news.seconds, seconds),
+                server=min(event.seconds, seconds),
                 up=report.bytes_up - up,
                 down=report.bytes_down - down,
-                drafted=news.drafted,
+                drafted=event.drafted,
                 accepted=accepted,
                 is_kept=self._is_kept,
             )
-        events = self._display.commit(news.tokens, is_last=self.exchange.phase == "over")
-        self._events += events
-        report.retracted += sum(len(each.tokens) for each in events if isinstance(each, RetractedEvent))
+        text_events = self._display.commit(event.tokens, is_last=self.exchange.phase == "over")
+        self._events += text_events
+        report.retracted += sum(len(shown.tokens) for shown in text_events if isinstance(shown, RetractedEvent))
         try:
-            self._go_on(news)
-        finally:
+            self._continue_after(event.tokens)
+        finally:  # the tokens are committed, even if sending the next draft failed
             if self._journal is not None:
                 self._journal.keep(self.exchange)
 
-    def _go_on(self, news: TokensEmitted) -> None:
-        """Below the tokens that were committed."""
-        report = self.report
+    def _continue_after(self, tokens: Sequence[int]) -> None:
+        """Send the next draft at once if one that follows the committed tokens exists."""
         if self._display.has_stopped:
             return
-        is_left = self.speculation.commit(news.tokens)
-        # Before anything else is worked out: what has been drafted already is on its way at once.
-        if is_left and self.exchange.phase == "ready" and self._is_worth_sending():
-            report.kept += 1
+        has_draft = self.speculation.commit(tokens)
+        # Send before the journal is written and the hidden states are appended: the server waits.
+        if has_draft and self.exchange.phase == "ready" and self._is_worth_sending():
+            self.report.kept += 1
             self._send_tree(is_kept=True)
 
-    # --- drafting ------------------------------------------------------------------------------------------------------
+    # --- drafting ---------------------------------------------------------------------------------
 
     def _is_worth_sending(self) -> bool:
         return bool(self._display.provisional) or self._pace.is_worth_keeping(len(self.speculation.path))
@@ -355,15 +367,15 @@ class Writer:
     def _send_tree(self, *, is_kept: bool = False) -> None:
         bounds = self.exchange.bounds
         assert bounds is not None
-        left = self._left - 1  # the last token is the target's own
-        tree = self.speculation.to_send(bounds.nodes, max(min(bounds.depth, left), 0), as_chain=bool(self._display.provisional))
+        depth = max(min(bounds.depth, self._tokens_left - 1), 0)  # the last token is the bonus token
+        tree = self.speculation.to_send(bounds.nodes, depth, as_chain=bool(self._display.provisional))
         self._sizes, self._resent, self._is_kept = (self.report.bytes_up, self.report.bytes_down), False, is_kept
         self.report.depths.append(tree.depth)
-        self._asked_at = self._link.now()
+        self._progress_at = self._link.now()
         self._send(self.exchange.draft(tree))
 
     def _draft_on(self) -> bool:
-        """While an answer is awaited: one more stretch, where it may be of use. Whether there was something to draft."""
+        """Draft one more stretch while no answer comes, and return whether one was drafted."""
         speculation = self.speculation
         if self._is_provisional():
             if not self._has_room():
@@ -387,44 +399,44 @@ class Writer:
             self._pace.drafted(depth, self._link.now() - started)
 
     def _depth(self) -> int:
-        """How deep to draft now: no deeper than the server takes, or the text may still become."""
+        """Return the depth of the next draft, within the server's limit and the text's."""
         bounds = self.exchange.bounds
-        most = min(self._left, self._pace.depths[-1] if bounds is None else bounds.depth)
-        possible = [depth for depth in self._pace.depths if depth <= most]
+        max_depth = min(self._tokens_left, self._pace.depths[-1] if bounds is None else bounds.depth)
+        possible = [depth for depth in self._pace.depths if depth <= max_depth]
         return min(self._pace.choose(), possible[-1] if possible else self._pace.depths[0])
 
     @property
-    def _left(self) -> int:
-        """Tokens that the text may still have."""
+    def _tokens_left(self) -> int:
+        """The number of tokens that the text may still have."""
         return self.exchange.request.params.max_new_tokens - (len(self.exchange.tokens) - self._prompt)
 
     def _has_room(self) -> bool:
-        """Whether the drafter could go on: there is room, and the text that it believes in has not ended."""
+        """Return whether the drafter can continue: its own text has room, and has not ended."""
         stretches, path = self.speculation.stretches, self.speculation.path
-        if stretches and not stretches[-1].path:  # it has nothing to offer, as prompt lookup where nothing is found
+        if stretches and not stretches[-1].path:  # the newest draft is empty: prompt lookup has found nothing
             return False
-        return len(path) < self._left and not self._ends.intersection(path)
+        return len(path) < self._tokens_left and not self._stop_token_ids.intersection(path)
 
     def _is_provisional(self) -> bool:
-        """Whether no answer has come for so long that the drafter goes on alone."""
+        """Return whether the drafter continues alone, because no answer has come for long."""
         if self.exchange.phase in ("ready", "over"):
             return False
-        return self._is_offline or self._link.now() - self._asked_at > self._patience.provisional
+        return self._is_offline or self._link.now() - self._progress_at > self._patience.provisional
 
     def _show(self) -> None:
-        """Tell of provisional tokens that were not told of."""
-        path = self.speculation.path[: self._left]
-        end = next((place for place, token in enumerate(path, 1) if token in self._ends), len(path))
+        """Report the provisional tokens that were not reported yet."""
+        path = self.speculation.path[: self._tokens_left]
+        end = next((index for index, token in enumerate(path, 1) if token in self._stop_token_ids), len(path))
         self._events += self._display.show(path[len(self._display.provisional) : end])
 
     def _finish(self) -> None:
-        """The report is whole, and the server is told that the text is not wanted any more."""
+        """Complete the report, end the session on the server, and close the connection."""
         exchange, report, display = self.exchange, self.report, self._display
         report.tokens, report.text = display.tokens, display.text
         report.provisional_tokens = tuple(token for token, _ in display.provisional)
         report.provisional = "".join(text for _, text in display.provisional)
         report.finish_reason = "stop" if display.has_stopped else exchange.over or "offline"
-        report.seconds, report.resumes = self._link.now() - self._begun, exchange.resumes
+        report.seconds, report.resumes = self._link.now() - self._started_at, exchange.resumes
         if self._is_connected and (frame := exchange.close()) is not None:
             with suppress(LinkLostError):
                 self._send(frame)

@@ -1,4 +1,4 @@
-"""What a client that drafts and a server that verifies say to each other, in bytes."""
+"""The messages between a client that drafts and a server that verifies, as bytes."""
 
 from specjax.wire.arrays import MOST_ARRAY, ArrayBytes, Precision, digest, pack, unpack
 from specjax.wire.messages import (

@@ -1,9 +1,10 @@
-"""Arrays in bytes, little-endian, whole or with fewer digits.
+"""Arrays as little-endian bytes, in full precision or quantized.
 
-Numbers of the target's hidden states come down for every token, and most of a connection's bytes are theirs. As ``int8`` they
-take a quarter of what ``float32`` takes, and a scale is kept for each 64 numbers of a token. One scale a channel, which holds
-over all tokens, would be kinder to channels that are always large. But a verdict has a handful of tokens: so many scales would
-weigh as much as the numbers themselves, and those of an earlier message cannot be counted on.
+The server sends hidden states of the target for every token, and they are most of a connection's
+bytes. ``int8`` takes a quarter of the bytes of ``float32``; each group of 64 numbers of a token has
+a scale. One scale per channel, shared by all tokens, would have a smaller error for channels that
+are always large. But a verdict has only a handful of tokens, so one scale per channel would take as
+many bytes as the numbers themselves, and the scales of an earlier message may not have arrived.
 """
 
 import hashlib
@@ -15,13 +16,13 @@ import msgspec
 import numpy as np
 
 GROUP = 64
-"""Numbers of a token that share a scale, where they are sent as int8."""
+"""The count of numbers of a token that share a scale in ``int8``."""
 
 MOST_ARRAY = 2**24
-"""Bytes of an array."""
+"""The maximum size of an array in bytes."""
 
 Precision = Literal["float32", "float16", "int8"]
-"""How the numbers that a drafter is told may be sent."""
+"""The number formats in which hidden states may be sent."""
 
 DType = Literal["int32", "uint8", "float32", "float16", "int8"]
 _BYTES = {"int32": 4, "uint8": 1, "float32": 4, "float16": 2, "int8": 1}
@@ -29,16 +30,17 @@ _LITTLE = {"int32": "<i4", "uint8": "u1", "float32": "<f4", "float16": "<f2", "i
 _LARGEST = float(np.finfo(np.float16).max)
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)
-"""The words for it."""
+"""The names of the precisions."""
 
 
 class ArrayBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An array in bytes.
+    """An array as bytes.
 
     Attributes:
-        dtype: how a number is written.
-        shape: of the array, at most four axes.
-        data: the numbers, row after row. As ``int8`` the scales of their groups follow, float16, those of a token together.
+        dtype: the format of a number.
+        shape: the shape of the array, with one to four axes.
+        data: the numbers in row-major order. For ``int8``, the scales of all groups follow as
+            float16, token after token.
 
     Examples:
         >>> from specjax.wire import ArrayBytes, unpack
@@ -51,31 +53,33 @@ class ArrayBytes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     data: Annotated[bytes, msgspec.Meta(max_length=MOST_ARRAY)]
 
     def __post_init__(self) -> None:
-        """Refuse data of another length than the shape says."""
+        """Raise ValueError if the length of the data does not fit the shape."""
         if len(self.data) != (expected := _length(self.dtype, self.shape)):
             raise ValueError(f"{len(self.data)} bytes of {self.dtype} {list(self.shape)}, which takes {expected}")
 
 
 def _length(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes that an array takes."""
+    """Return how many bytes an array takes."""
     scales = shape[0] * _groups(shape) * 2 if dtype == "int8" else 0
     return math.prod(shape) * _BYTES[dtype] + scales
 
 
 def _groups(shape: Sequence[int]) -> int:
-    """Groups of numbers that a token has."""
+    """Return how many groups of numbers a token has."""
     return -(-math.prod(shape[1:]) // GROUP)
 
 
 def pack(array: Any, dtype: DType) -> ArrayBytes:
-    """An array in bytes.
+    """Convert an array to bytes.
 
     Args:
-        array: ``[T, ...]`` numbers, token after token. What is too large for ``dtype`` becomes the largest that it has.
-        dtype: how a number is written: ``int32`` or ``uint8`` for tokens and parents, a `Precision` for what a drafter is told.
+        array: ``[T, ...]`` numbers, token after token. Numbers too large for ``dtype`` are clipped
+            to its largest number.
+        dtype: the format of a number: ``int32`` or ``uint8`` for tokens and parents, a `Precision`
+            for hidden states.
 
     Raises:
-        ValueError: the array has no axis.
+        ValueError: The array has no axis.
 
     Examples:
         >>> from specjax.wire import pack, unpack
@@ -86,7 +90,7 @@ def pack(array: Any, dtype: DType) -> ArrayBytes:
     """
     array = np.asarray(array)
     if not array.ndim:
-        raise ValueError("array: has no axis; give at least one token")
+        raise ValueError("array: it has no axis; give at least one token")
     if dtype == "int8":
         return ArrayBytes(dtype, array.shape, _as_int8(array.astype(np.float32)))
     if dtype == "float16":
@@ -95,9 +99,9 @@ def pack(array: Any, dtype: DType) -> ArrayBytes:
 
 
 def _as_int8(array: np.ndarray) -> bytes:
-    """Numbers from -127 to 127, and behind them the scales: of each group a 127th of its largest number.
+    """Quantize an array to numbers from -127 to 127, followed by the scale of each group.
 
-    A number is divided by the scale as it is sent, which float16 has rounded.
+    A scale is the largest absolute number of its group, divided by 127.
     """
     tokens, groups = len(array), _groups(array.shape)
     flat = np.nan_to_num(array.reshape(tokens, math.prod(array.shape[1:])))
@@ -105,13 +109,16 @@ def _as_int8(array: np.ndarray) -> bytes:
     padded[:, : flat.shape[1]] = flat
     grouped = padded.reshape(tokens, groups, GROUP)
     scales = np.minimum(np.abs(grouped).max(-1, initial=0) / 127, _LARGEST).astype("<f2")
+    # The receiver multiplies by the scale that float16 has rounded, so divide by the same number.
     divisor = np.where(scales == 0, np.inf, scales).astype(np.float32)
     numbers = np.clip(np.rint(grouped / divisor[..., None]), -127, 127).astype(np.int8)
     return numbers.reshape(tokens, groups * GROUP)[:, : flat.shape[1]].tobytes() + scales.tobytes()
 
 
 def unpack(packed: ArrayBytes) -> np.ndarray:
-    """The array: int32, uint8, and float32 for what was sent as any `Precision`. It may not be written to.
+    """Convert bytes back to an array of int32, uint8, or, for each `Precision`, float32.
+
+    The array may be read-only.
 
     Examples:
         >>> from specjax.wire import pack, unpack
@@ -126,15 +133,17 @@ def unpack(packed: ArrayBytes) -> np.ndarray:
         return numbers.astype(np.float32)
     tokens = packed.shape[0]
     scales = np.frombuffer(packed.data, "<f2", offset=count).reshape(tokens, _groups(packed.shape)).astype(np.float32)
-    each = np.repeat(scales, GROUP, axis=1)[:, : math.prod(packed.shape[1:])]
-    return numbers * each.reshape(packed.shape)
+    scale_of_number = np.repeat(scales, GROUP, axis=1)[:, : math.prod(packed.shape[1:])]
+    return numbers * scale_of_number.reshape(packed.shape)
 
 
 def digest(tokens: Any) -> bytes:
-    """Eight bytes that tell a text from others: the first of SHA-256 over its token ids, int32 and little-endian.
+    """Return the first eight bytes of the SHA-256 hash of a text's token ids.
+
+    The ids are hashed as little-endian int32.
 
     Args:
-        tokens: ``[T]`` token ids; quickest as an array.
+        tokens: ``[T]`` token ids. An array is faster than a list.
 
     Examples:
         >>> from specjax.wire import digest

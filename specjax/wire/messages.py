@@ -1,7 +1,10 @@
-"""The messages, each a frame: msgpack of a struct whose key ``type`` says which it is.
+"""The messages of the client protocol. A frame is one message, a struct in msgpack.
 
-Nothing is taken that is not declared here, and everything has a bound: what comes out of `decode_up` and `decode_down` has
-sizes that fit each other and numbers within their ranges. What a message means is told in `specjax.serving.sessions`.
+The key ``type`` names the struct. Decoding refuses fields that are not declared here. Every field
+has a bound, so a message that `decode_up` or `decode_down` returns has numbers within their ranges
+and arrays whose sizes fit each other. `specjax.serving.sessions` explains what each message means.
+
+Messages of a client go up, messages of a server come down.
 """
 
 import math
@@ -14,25 +17,25 @@ from msgspec import Meta
 from specjax.wire.arrays import ArrayBytes, Precision, unpack
 
 VERSION = 1
-"""Of the protocol. A server refuses another one."""
+"""The version of the protocol. A server refuses any other version."""
 
 PATH = "/v1/drafts"
-"""Where a server takes drafts of clients."""
+"""The path of a server's URL at which clients connect."""
 
 MOST_NODES = 255
-"""Nodes of a draft, the root among them: a parent is written in a byte, and 255 says that there is none."""
+"""The maximum number of nodes of a draft, with the root. A parent is one byte; 255 means none."""
 
 MOST_UP = 2**20
-"""Bytes of a frame that goes up."""
+"""The maximum size in bytes of a frame from a client."""
 
 MOST_DOWN = 2**25
-"""Bytes of a frame that comes down: what is told of the tokens of a verdict."""
+"""The maximum size in bytes of a frame from a server, which may hold hidden states."""
 
 MOST_ARRAYS = 16
-"""Arrays of a message."""
+"""The maximum number of arrays of a message."""
 
 NO_PARENT = 255
-"""The parent of the root."""
+"""The value that stands for the parent of the root, which has none."""
 
 _Count = Annotated[int, Meta(ge=0, le=2**20)]
 _Token = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -44,12 +47,13 @@ _Arrays = Annotated[dict[_Name, ArrayBytes], Meta(max_length=MOST_ARRAYS)]
 
 
 class FrameError(Exception):
-    """A frame for which a connection is closed.
+    """An error for which the connection is closed.
 
     Attributes:
-        code: with which: 4400 what was sent cannot be read or is out of bounds, 1009 it is too large, 4408 what is sent is not
-            taken, 1011 the engine has failed.
-        message: why.
+        code: the WebSocket close code: 4400 if a frame cannot be decoded or a field is out of
+            bounds, 1009 if a frame is too large, 4408 if the client does not read what it is sent,
+            1011 if the engine has failed.
+        message: the reason.
 
     Examples:
         >>> from specjax.wire import FrameError, decode_up
@@ -66,28 +70,29 @@ class FrameError(Exception):
 
 
 class _WireMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """What all messages are."""
+    """The base of all messages."""
 
 
 class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
-    """Up: begin a text, or go on with one that the server does not have.
+    """The client's request to start a text, or to continue one that the server does not have.
 
     Attributes:
         version: `VERSION`.
-        nonce: 16 bytes that no other Open has: so one that comes twice begins one text.
-        tokens: ``[T]`` int32 the prompt, and whatever of the text is committed already.
-        prompt: tokens of it that are the prompt.
-        limit: most tokens that follow the prompt.
-        temperature: 0 is greedy.
-        top_k: 0: off.
-        top_p: 1: off.
-        min_p: 0: off.
-        seed: that fixes the text.
-        eos: token ids that end it; None: the target's own.
-        target: fingerprint of the target that is meant; empty: any.
-        drafter: likewise of the drafter.
-        precision: of what comes down.
-        known: how many tokens, from the first on, the client has been told of.
+        nonce: 16 bytes that are unique to this message. A message that is sent again keeps its
+            nonce, so the server starts only one text.
+        tokens: ``[T]`` int32 token ids of the prompt and of the output that is committed already.
+        prompt: how many of the tokens are the prompt.
+        limit: the maximum number of tokens that follow the prompt.
+        temperature: the sampling temperature; 0 is greedy.
+        top_k: the top-k limit; 0 turns it off.
+        top_p: the top-p limit; 1 turns it off.
+        min_p: the min-p limit; 0 turns it off.
+        seed: the random seed. It fixes the text.
+        eos: the token ids that end the text; None for those of the target.
+        target: the fingerprint of the expected target; empty for any.
+        drafter: the fingerprint of the expected drafter; empty for any.
+        precision: the format of the hidden states that the server sends.
+        known: the client has the hidden states of this many tokens, counted from the first.
 
     Examples:
         >>> from specjax.wire import OpenMessage, decode_up, encode, pack
@@ -113,25 +118,28 @@ class OpenMessage(_WireMessage, frozen=True, kw_only=True, tag="open"):
     known: _Count = 0
 
     def __post_init__(self) -> None:
-        """Refuse what does not fit together."""
+        """Raise ValueError if the fields contradict each other."""
         _check(self.tokens, "tokens", "int32", axes=1)
         if not 1 <= self.prompt <= self.tokens.shape[0]:
-            raise ValueError(f"prompt={self.prompt}: of {self.tokens.shape[0]} tokens")
+            raise ValueError(f"prompt={self.prompt}: there are {self.tokens.shape[0]} tokens")
         if not all(map(math.isfinite, (self.temperature, self.top_p, self.min_p))):
-            raise ValueError("temperature, top_p, min_p: must be finite")
+            raise ValueError("temperature, top_p, min_p: they must be finite")
 
 
 class DraftMessage(_WireMessage, frozen=True, kw_only=True, tag="draft"):
-    """Up: a tree of tokens to verify.
+    """The client's draft: a tree of tokens for the target to verify.
 
     Attributes:
-        session: which text.
-        epoch: the newest.
-        sequence: 1 for the session's first draft, and one more for every other. A draft that is sent again keeps its number.
-        base: committed tokens, the root among them.
-        digest: of those, `specjax.wire.digest`.
-        tokens: ``[n]`` int32 the root, which is the newest committed token, and what is drafted below it.
-        parents: ``[n]`` uint8 each node's parent, which comes before it. The root's is `NO_PARENT`.
+        session: the id of the session.
+        epoch: the newest epoch of the session.
+        sequence: the number of the draft, counted from 1 in each session. A draft that is sent
+            again keeps its number.
+        base: the number of committed tokens, with the root.
+        digest: the `specjax.wire.digest` of the committed tokens.
+        tokens: ``[n]`` int32 token ids. The first is the root, which is the newest committed token;
+            the others are drafted.
+        parents: ``[n]`` uint8 index of each node's parent, which comes before the node. The root
+            has `NO_PARENT`.
 
     Examples:
         >>> from specjax.wire import DraftMessage, digest, encode, pack
@@ -158,25 +166,25 @@ class DraftMessage(_WireMessage, frozen=True, kw_only=True, tag="draft"):
     parents: ArrayBytes
 
     def __post_init__(self) -> None:
-        """Refuse what is no tree."""
-        _check(self.tokens, "tokens", "int32", axes=1, most=MOST_NODES)
-        _check(self.parents, "parents", "uint8", axes=1, most=MOST_NODES)
+        """Raise ValueError if the nodes are not a tree."""
+        _check(self.tokens, "tokens", "int32", axes=1, maximum=MOST_NODES)
+        _check(self.parents, "parents", "uint8", axes=1, maximum=MOST_NODES)
         if self.tokens.shape != self.parents.shape:
-            raise ValueError(f"parents: {self.parents.shape[0]} of {self.tokens.shape[0]} tokens")
-        root, *others = self.parents.data
-        if root != NO_PARENT or any(parent >= node for node, parent in enumerate(others, 1)):
-            raise ValueError("parents: a parent comes before its children, and the root has none")
+            raise ValueError(f"parents: there are {self.parents.shape[0]}, for {self.tokens.shape[0]} tokens")
+        root, *below_root = self.parents.data
+        if root != NO_PARENT or any(parent >= node for node, parent in enumerate(below_root, 1)):
+            raise ValueError("parents: a parent must come before its children, and the root must have none")
 
 
 class ResumeMessage(_WireMessage, frozen=True, kw_only=True, tag="resume"):
-    """Up: go on with a text over this connection.
+    """The client's request to continue a session over this connection.
 
     Attributes:
-        session: which text.
-        epoch: one more than the newest before. Sent again, it keeps its number.
-        base: committed tokens that the client has.
-        digest: of those.
-        known: how many of them it has been told of, from the first on.
+        session: the id of the session.
+        epoch: the session's newest epoch plus one. A message that is sent again keeps its epoch.
+        base: how many committed tokens the client has.
+        digest: the `specjax.wire.digest` of these tokens.
+        known: the client has the hidden states of this many tokens, counted from the first.
 
     Examples:
         >>> from specjax.wire import ResumeMessage, digest
@@ -192,10 +200,10 @@ class ResumeMessage(_WireMessage, frozen=True, kw_only=True, tag="resume"):
 
 
 class CloseMessage(_WireMessage, frozen=True, kw_only=True, tag="close"):
-    """Up: the text is not wanted any more.
+    """The client's message that it does not want the text any more.
 
     Attributes:
-        session: which.
+        session: the id of the session.
 
     Examples:
         >>> from specjax.wire import CloseMessage, encode
@@ -207,15 +215,16 @@ class CloseMessage(_WireMessage, frozen=True, kw_only=True, tag="close"):
 
 
 class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
-    """Down: a text has begun.
+    """The server's answer that a text has been accepted.
 
     Attributes:
-        session: what it is called from now on.
-        epoch: 0. Greater where it says that a Resume was heard, and the text is still read; then nothing begins.
-        nodes: most of a draft, the root among them.
-        depth: most of a draft, the root's being 0.
-        capacity: most tokens of a text.
-        tells: arrays that the server tells of each token, with the shape of one token.
+        session: the id of the new session.
+        epoch: 0 for a new session. A greater epoch acknowledges a `ResumeMessage` whose session is
+            still being prefilled.
+        nodes: the maximum number of nodes of a draft, with the root.
+        depth: the maximum depth of a draft; the root has depth 0.
+        capacity: the maximum number of tokens of a text, prompt and output.
+        tells: the arrays of hidden states that the server sends: name and shape of one token.
 
     Examples:
         >>> from specjax.wire import OpenedMessage
@@ -232,14 +241,14 @@ class OpenedMessage(_WireMessage, frozen=True, kw_only=True, tag="opened"):
 
 
 class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
-    """Down: what the drafter must be told of tokens that the target has read.
+    """The server's hidden states of tokens that the target has read, for the drafter.
 
     Attributes:
-        session: of which text.
-        epoch: of the session.
-        start: the first token.
-        count: how many.
-        arrays: ``[count, ...]`` each.
+        session: the id of the session.
+        epoch: the epoch of the session.
+        start: the position of the first token.
+        count: the number of tokens.
+        arrays: the hidden states by name, each ``[count, ...]``.
 
     Examples:
         >>> from specjax.wire import ToldMessage, pack
@@ -255,17 +264,17 @@ class ToldMessage(_WireMessage, frozen=True, kw_only=True, tag="told"):
     arrays: _Arrays
 
     def __post_init__(self) -> None:
-        """Refuse arrays of another length."""
+        """Raise ValueError if an array has another number of tokens."""
         _check_arrays(self.arrays, self.count)
 
 
 class ReadyMessage(_WireMessage, frozen=True, kw_only=True, tag="ready"):
-    """Down: a draft may come.
+    """The server's message that it is ready to verify a draft.
 
     Attributes:
-        session: of which text.
-        epoch: of the session.
-        length: committed tokens below which it is expected.
+        session: the id of the session.
+        epoch: the epoch of the session.
+        length: the number of committed tokens, which the draft must follow.
 
     Examples:
         >>> from specjax.wire import ReadyMessage
@@ -279,17 +288,18 @@ class ReadyMessage(_WireMessage, frozen=True, kw_only=True, tag="ready"):
 
 
 class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
-    """Down: what was accepted of a draft.
+    """The server's verdict on a draft.
 
     Attributes:
-        session: of which text.
-        epoch: of the session.
-        sequence: of the draft.
-        accepted: nodes below the root on the accepted path.
-        token: the one that follows them.
-        arrays: ``[1 + len(accepted), ...]`` what is told of the root and the accepted tokens.
-        over: "stop" or "length" where the text has ended with this token.
-        seconds: that verification took.
+        session: the id of the session.
+        epoch: the epoch of the session.
+        sequence: the number of the draft.
+        accepted: the accepted nodes below the root, from the top of the tree down.
+        token: the bonus token, which follows the accepted ones.
+        arrays: the hidden states by name, each ``[1 + len(accepted), ...]``: of the root and of the
+            accepted tokens.
+        over: "stop" or "length" if the text ends with this token, else empty.
+        seconds: the duration of the verification.
 
     Examples:
         >>> from specjax.wire import VerdictMessage
@@ -308,23 +318,24 @@ class VerdictMessage(_WireMessage, frozen=True, kw_only=True, tag="verdict"):
     seconds: Annotated[float, Meta(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
-        """Refuse arrays of another length."""
+        """Raise ValueError if an array has another number of tokens."""
         _check_arrays(self.arrays, 1 + len(self.accepted))
 
 
 class ResyncMessage(_WireMessage, frozen=True, kw_only=True, tag="resync"):
-    """Down: a draft was below another text than the server's.
+    """The server's answer to a draft that does not follow the server's text.
 
     Attributes:
-        session: of which text.
-        epoch: of the session.
-        length: committed tokens of the server's text.
-        tail: ``[t]`` int32 the last of them. They replace whatever the client has from ``length - t`` on.
+        session: the id of the session.
+        epoch: the epoch of the session.
+        length: the number of committed tokens of the server's text.
+        tail: ``[t]`` int32 ids of the last tokens of that text. They replace all that the client
+            has from position ``length - t`` on.
 
     Examples:
         >>> from specjax.wire import ResyncMessage, pack
         >>> resync = ResyncMessage(session=bytes(16), epoch=0, length=5, tail=pack([8, 9], "int32"))
-        >>> resync.length - resync.tail.shape[0]  # so many tokens stay
+        >>> resync.length - resync.tail.shape[0]  # the client keeps this many tokens
         3
     """
 
@@ -334,17 +345,19 @@ class ResyncMessage(_WireMessage, frozen=True, kw_only=True, tag="resync"):
     tail: ArrayBytes
 
     def __post_init__(self) -> None:
-        """Refuse what are no tokens."""
-        _check(self.tail, "tail", "int32", axes=1, least=0)
+        """Raise ValueError if the tail is not a tail of the text."""
+        _check(self.tail, "tail", "int32", axes=1, minimum=0)
         if self.tail.shape[0] > self.length:
-            raise ValueError(f"tail: {self.tail.shape[0]} of {self.length} tokens")
+            raise ValueError(f"tail: it has {self.tail.shape[0]} tokens, the text {self.length}")
 
 
 class ForgottenMessage(_WireMessage, frozen=True, kw_only=True, tag="forgotten"):
-    """Down: the server does not have the text (any more). Open it with all that is committed.
+    """The server's answer that it does not have the session, or not any more.
+
+    The client then opens the text again, with all that is committed.
 
     Attributes:
-        session: which.
+        session: the id of the session.
 
     Examples:
         >>> from specjax.wire import ForgottenMessage
@@ -356,12 +369,12 @@ class ForgottenMessage(_WireMessage, frozen=True, kw_only=True, tag="forgotten")
 
 
 class RefusedMessage(_WireMessage, frozen=True, kw_only=True, tag="refused"):
-    """Down: a message that was not followed. The connection stays.
+    """The server's refusal of a message. The connection stays open.
 
     Attributes:
-        code: a word for programs.
-        message: what is wrong.
-        session: of which text it was; empty: of none.
+        code: the reason as one word, for programs.
+        message: the reason as a sentence.
+        session: the id of the session; empty if the message had none.
 
     Examples:
         >>> from specjax.wire import RefusedMessage
@@ -375,10 +388,10 @@ class RefusedMessage(_WireMessage, frozen=True, kw_only=True, tag="refused"):
 
 
 UpMessage = OpenMessage | DraftMessage | ResumeMessage | CloseMessage
-"""What a client sends."""
+"""A message from a client."""
 
 DownMessage = OpenedMessage | ToldMessage | ReadyMessage | VerdictMessage | ResyncMessage | ForgottenMessage | RefusedMessage
-"""What a server sends."""
+"""A message from a server."""
 
 _encoder = msgspec.msgpack.Encoder()
 _up, _down = msgspec.msgpack.Decoder(UpMessage), msgspec.msgpack.Decoder(DownMessage)
@@ -386,7 +399,7 @@ _Decoded = TypeVar("_Decoded")
 
 
 def encode(message: UpMessage | DownMessage) -> bytes:
-    """A message as a frame.
+    """Encode a message as a frame.
 
     Examples:
         >>> from specjax.wire import ForgottenMessage, decode_down, encode
@@ -397,14 +410,15 @@ def encode(message: UpMessage | DownMessage) -> bytes:
 
 
 def decode_up(frame: bytes, most: int = MOST_UP) -> UpMessage:
-    """The message that a client has sent.
+    """Decode a frame from a client.
 
     Args:
-        frame: it.
-        most: bytes that it may have.
+        frame: the bytes of the frame.
+        most: the maximum number of bytes.
 
     Raises:
-        FrameError: 1009 it has more; 4400 it cannot be read, or something in it is out of bounds.
+        FrameError: The frame is too large (code 1009), it cannot be decoded, or a field is out of
+            bounds (code 4400).
 
     Examples:
         >>> from specjax.wire import CloseMessage, decode_up, encode
@@ -415,7 +429,7 @@ def decode_up(frame: bytes, most: int = MOST_UP) -> UpMessage:
 
 
 def decode_down(frame: bytes, most: int = MOST_DOWN) -> DownMessage:
-    """The message that a server has sent; otherwise as `decode_up`.
+    """Decode a frame from a server. See `decode_up` for arguments and errors.
 
     Examples:
         >>> from specjax.wire import RefusedMessage, decode_down, encode
@@ -427,23 +441,26 @@ def decode_down(frame: bytes, most: int = MOST_DOWN) -> DownMessage:
 
 def _decode(decoder: "msgspec.msgpack.Decoder[_Decoded]", frame: bytes, most: int) -> _Decoded:
     if len(frame) > most:
-        raise FrameError(1009, f"a frame of {len(frame)} bytes; at most {most} are taken")
+        raise FrameError(1009, f"the frame has {len(frame)} bytes; at most {most} are allowed")
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: text that is no UTF-8
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:  # ValueError: invalid UTF-8
         raise FrameError(4400, str(error)) from None
 
 
-def _check(packed: ArrayBytes, name: str, dtype: str, *, axes: int, least: int = 1, most: int = 2**18) -> None:
-    """Token ids, or parents: of that kind, and none of them negative."""
-    if packed.dtype != dtype or len(packed.shape) != axes or not least <= packed.shape[0] <= most:
-        raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; must be {least} to {most} of {dtype}")
+def _check(packed: ArrayBytes, name: str, dtype: str, *, axes: int, minimum: int = 1, maximum: int = 2**18) -> None:
+    """Raise ValueError unless an array of token ids or parents has this type and size.
+
+    Token ids must not be negative.
+    """
+    if packed.dtype != dtype or len(packed.shape) != axes or not minimum <= packed.shape[0] <= maximum:
+        raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; it must be {minimum} to {maximum} of {dtype}")
     if dtype == "int32" and bool(np.any(unpack(packed) < 0)):
-        raise ValueError(f"{name}: has a negative number")
+        raise ValueError(f"{name}: it has a negative number")
 
 
 def _check_arrays(arrays: dict[str, Any], count: int) -> None:
-    """Numbers of so many tokens."""
+    """Raise ValueError unless each array holds hidden states of ``count`` tokens."""
     for name, packed in arrays.items():
         if packed.dtype not in ("float32", "float16", "int8") or packed.shape[0] != count:
-            raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; must be numbers of {count} tokens")
+            raise ValueError(f"{name}: {packed.dtype} {list(packed.shape)}; it must be floats of {count} tokens")

@@ -54,7 +54,7 @@ def test_a_file_of_an_older_client_is_gone_on_with(file: Path) -> None:
     assert Journal(file).open(ExchangeRequest((5, 6), params, target="a", drafter="b")).tokens == [5, 6, 7, 9]
     del request["limit"]
     file.write_text(json.dumps({"request": request, "committed": []}))
-    with pytest.raises(InputError, match="is no journal of a text"):
+    with pytest.raises(InputError, match="is not a journal"):
         Journal(file).open(ExchangeRequest((5, 6), SamplingParams(), target="a", drafter="b"))
 
 
@@ -101,7 +101,7 @@ def test_a_journal_of_another_text_is_refused(change, file: Path) -> None:
 )
 def test_what_is_no_journal_is_refused(content: bytes, file: Path) -> None:
     file.write_bytes(content)
-    with pytest.raises(InputError, match=r"journal=.*is no journal"):
+    with pytest.raises(InputError, match=r"journal=.*is not a journal"):
         Journal(file).open(REQUEST)
     assert file.read_bytes() == content
 
@@ -112,7 +112,7 @@ def test_tokens_that_no_text_has(file: Path) -> None:
         kept(file)
         snapshot = json.loads(file.read_text()) | {"committed": wrong}
         file.write_text(json.dumps(snapshot))
-        with pytest.raises(InputError, match="is no journal"):
+        with pytest.raises(InputError, match="is not a journal"):
             Journal(file).open(REQUEST)
 
 

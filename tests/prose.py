@@ -1,0 +1,228 @@
+"""Count how plainly the code is written: ``python -m tests.prose [PATHS]`` prints one line for each package.
+
+The columns are docstrings, the share of them that opens with a word of `OPENERS`, the share that opens with a verb, local names
+(variables, parameters and private fields, each counted once in its function), the share of them in `BANNED`, the share of lines
+that hold a comment, the share of lines over 100 columns, and tokens per line of code.
+"""
+
+import argparse
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+OPENERS = _words(
+    """
+    above all and any as at before behind below beside but by each for from how if in it its
+    likewise no none nothing of on or otherwise over so such than that their them there they
+    this those to under what whatever when whenever where whether which who whoever whom whose
+    why with
+    """
+)
+"""First words of docstrings that say a part of a sentence, and leave its subject to the reader."""
+
+VERBS = _words(
+    """
+    accept accumulate add admit advance allocate answer append apply ask assemble assume attach
+    attend average begin bind block bound build cache call cancel check choose clear clip clone
+    close collect combine commit compare compile complete compute configure confirm connect
+    continue convert copy count create cut decide declare decode decrement define delete derive
+    describe detach disable discard divide do download draft draw drop embed emit enable encode
+    end enter estimate evaluate evict expand explain export extend extract fail fall fetch fill
+    filter find finish fit fold follow forget format free fuse gather generate get give go group
+    grow handle hash hold import initialise initialize insert interpolate interrupt invert
+    iterate join keep learn leave let limit list load log look lower make map mark mask match
+    mean measure merge modify move multiply name normalize note observe open pack pad parse pass
+    permute pick place plot predict prefill prepare print process propose publish push put
+    quantize raise read rebuild receive record reduce refresh refuse register release remove
+    rename render reorder repeat replace report request require reserve reset resolve restore
+    resume retract retry return rewrite rotate round run sample save say scale score search see
+    select send serve set shard shift show shut sign simulate skip sleep solve sort split spread
+    start stop store stream submit subtract sum suspend swap switch take tell test time trace
+    train transform translate truncate try turn unpack update use validate verify wait warm warn
+    watch wrap write yield
+    """
+)
+"""Verbs that open a docstring. A docstring with another verb is no error: the list is for counting."""
+
+BANNED = _words(
+    """
+    own found each given kept said known made asked wanted told one other others them those
+    these gone left taken seen held meant drawn heard written put begun
+    """
+)
+"""Names of variables that do not say what they hold."""
+
+FORMATS = {("specjax/client/client.py", "told")}
+"""Banned names that users write, as an option or a key, and that therefore stay: file and name."""
+
+_PRAGMA = re.compile(r"#\s*(noqa|pyright:|type:|fmt:)")
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass
+class Counts:
+    """What was counted in some files."""
+
+    openers: list[str] = field(default_factory=list)
+    names: list[tuple[str, str]] = field(default_factory=list)
+    lines: int = 0
+    long: int = 0
+    comments: int = 0
+    code: int = 0
+    tokens: int = 0
+
+    def add(self, path: Path) -> None:
+        """Count one file as well."""
+        source = path.read_text()
+        module = ast.parse(source)
+        self.openers += [first_word(text) for _, text in docstrings(module)]
+        self.names += local_names(module)
+        self.lines += sum(bool(line.strip()) for line in source.splitlines())
+        self.long += sum(len(line) > 100 for line in source.splitlines())
+        self._add_tokens(source, _string_lines(module))
+
+    def _add_tokens(self, source: str, string_lines: set[int]) -> None:
+        comments, code = set(), set()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                comments |= set() if _PRAGMA.match(token.string) else {token.start[0]}
+            elif token.start[0] not in string_lines and token.string.strip():
+                code |= set(range(token.start[0], token.end[0] + 1))
+                self.tokens += 1
+        self.comments += len(comments)
+        self.code += len(code)
+
+    def cells(self) -> list[str]:
+        """Return the columns of the table."""
+        return [
+            str(len(self.openers)),
+            _share(sum(word in OPENERS for word in self.openers), len(self.openers)),
+            _share(sum(word in VERBS for word in self.openers), len(self.openers)),
+            str(len(self.names)),
+            _share(sum(name in BANNED for _, name in self.names), len(self.names)),
+            _share(self.comments, self.lines),
+            _share(self.long, self.lines),
+            f"{self.tokens / max(self.code, 1):.1f}",
+            str(self.code),
+        ]
+
+
+COLUMNS = (
+    *("docstrings", "openers", "verbs", "local names", "banned"),
+    *("comments", "over 100", "tokens a line", "lines of code"),
+)
+
+
+def docstrings(module: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """Yield each module, class and function that has a docstring, with its docstring."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | _Function) and (text := ast.get_docstring(node)):
+            yield node, text
+
+
+def first_word(text: str) -> str:
+    """Return the first word of a text in lower case, without punctuation and backticks.
+
+    Examples:
+        >>> first_word("Of the arguments of `Engine`.")
+        'of'
+    """
+    words = re.findall(r"[\w'-]+", text)
+    return words[0].lower() if words else ""
+
+
+def local_names(module: ast.Module) -> list[tuple[str, str]]:
+    """Return (function, name) for each variable, parameter and private field, without leading underscores.
+
+    A name that a function binds several times is returned once. Constants of modules and public fields are left out.
+    """
+    names = dict.fromkeys(_bound_names(module, "", is_function=False))
+    return [(scope, name) for scope, name in names if name]
+
+
+def _bound_names(node: ast.AST, scope: str, *, is_function: bool) -> Iterator[tuple[str, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, _Function | ast.Lambda):
+            name = getattr(child, "name", "lambda")
+            yield from _bound_names(child, f"{scope}.{name}".strip("."), is_function=True)
+            continue
+        if isinstance(child, ast.ClassDef):
+            yield from _bound_names(child, f"{scope}.{child.name}".strip("."), is_function=False)
+            continue
+        if isinstance(child, ast.arg):
+            yield scope, child.arg.strip("_")
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            if is_function or child.id.startswith("_"):
+                yield scope, child.id.strip("_")
+        elif isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and child.attr.startswith("_"):
+            yield scope, child.attr.strip("_")
+        is_loop = isinstance(child, ast.comprehension)
+        yield from _bound_names(child, scope, is_function=is_function or is_loop)
+
+
+def _string_lines(module: ast.Module) -> set[int]:
+    """Return the lines of all strings that stand alone as statements: docstrings, also those of constants."""
+    statements = [node for node in ast.walk(module) if isinstance(node, ast.Expr)]
+    strings = [node for node in statements if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)]
+    return {line for node in strings for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def files(paths: Sequence[Path]) -> list[Path]:
+    """Return the Python files among the paths and in the folders among them."""
+    return sorted({file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])})
+
+
+def finished() -> list[Path]:
+    """Return the files of specjax that are held to the rules: those for which ruff does not ignore D401.
+
+    So the list of unfinished packages stands once, in the per-file-ignores of ``pyproject.toml``.
+    """
+    ignores = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
+    patterns = [pattern for pattern, rules in ignores.items() if "D401" in rules]
+    return [
+        file
+        for file in files([ROOT / "specjax"])
+        if not any(fnmatch(str(file.relative_to(ROOT)), pattern) for pattern in patterns)
+    ]
+
+
+def package(path: Path) -> str:
+    """Return the package that a file is counted under: its first two folders."""
+    parts = path.resolve().relative_to(ROOT).parent.parts
+    return "/".join(parts[:2])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.prose", description="Count how plainly the code is written.")
+    parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / "specjax"], help="files or folders (default: specjax)")
+    packages: dict[str, Counts] = {}
+    total = Counts()
+    for file in files(parser.parse_args(arguments).paths):
+        for counts in (packages.setdefault(package(file), Counts()), total):
+            counts.add(file)
+    rows = [("", *COLUMNS), *((name, *counts.cells()) for name, counts in packages.items()), ("total", *total.cells())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)), sep="  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Docstrings begin with a subject or a verb, and variables say what they hold, in every package that ruff holds to D401."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import prose
+
+EXAMPLE = '''
+"""Of a module."""
+
+LIMIT = 3  # why
+
+class Row:
+    """A row."""
+
+    found: int
+
+    def __init__(self, known):
+        """Return nothing."""
+        self._own = self.put = known
+
+def fill(rows):
+    """Fill rows."""
+    for each in rows:
+        print([it for it in each])  # noqa: T201
+'''
+
+
+@pytest.fixture
+def example(tmp_path) -> Path:
+    path = tmp_path / "example.py"
+    path.write_text(EXAMPLE)
+    return path
+
+
+def test_first_words_and_local_names_are_found(example) -> None:
+    counts = prose.Counts()
+    counts.add(example)
+    assert counts.openers == ["of", "a", "fill", "return"]
+    assert counts.names == [
+        *(("Row.__init__", "self"), ("Row.__init__", "known"), ("Row.__init__", "own")),
+        *(("fill", "rows"), ("fill", "each"), ("fill", "it")),
+    ]
+
+
+def test_comments_and_code_are_counted_without_pragmas_and_docstrings(example) -> None:
+    counts = prose.Counts()
+    counts.add(example)
+    assert (counts.comments, counts.code, counts.lines, counts.long) == (1, 8, 12, 0)
+
+
+def test_the_table_has_a_line_for_each_package(capsys) -> None:
+    prose.main([str(prose.ROOT / "specjax" / "wire"), str(prose.ROOT / "specjax" / "drafts")])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "docstrings"
+    assert [row.split()[0] for row in rows] == ["specjax/drafts", "specjax/wire", "total"]
+
+
+def test_finished_packages_have_no_docstring_that_opens_with_part_of_a_sentence() -> None:
+    errors = []
+    for file in prose.finished():
+        for node, text in prose.docstrings(ast.parse(file.read_text())):
+            if prose.first_word(text) in prose.OPENERS:
+                line = getattr(node, "lineno", 1)
+                errors.append(f"{file.relative_to(prose.ROOT)}:{line}: {text.splitlines()[0]}")
+    assert not errors, "begin with a verb, or name the thing:\n" + "\n".join(errors)
+
+
+def test_finished_packages_have_no_variable_with_a_banned_name() -> None:
+    errors = []
+    for file in prose.finished():
+        path = str(file.relative_to(prose.ROOT))
+        for scope, name in prose.local_names(ast.parse(file.read_text())):
+            if name in prose.BANNED and (path, name) not in prose.FORMATS:
+                errors.append(f"{path}: {scope}: {name}")
+    assert not errors, "say what the variable holds:\n" + "\n".join(errors)
