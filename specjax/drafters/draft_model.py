@@ -24,7 +24,7 @@ from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -182,9 +182,11 @@ class DraftModel(Drafter[DraftModelState]):
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
-    def narrow(self, weights: schemes.Weights) -> "DraftModel":
-        """The same with narrow weights, as `Target.narrow`."""
-        return replace(self, model=self.model.narrow(weights))
+    def quantize(self, weights: schemes.Weights) -> "DraftModel":
+        """The same with quantized weights, as `Target.quantize`."""
+        return replace(self, model=self.model.quantize(weights))
+
+    narrow = schemes.narrow  # the old name
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the draft model as a Hugging Face checkpoint. What it shares with a target comes from the two tokenizers."""

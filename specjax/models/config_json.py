@@ -29,8 +29,8 @@ from specjax.models.fields import (
     texts,
     whole,
 )
-from specjax.models.narrow import published
 from specjax.models.parts import Layers
+from specjax.models.quantization import published
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""

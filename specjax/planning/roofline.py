@@ -31,7 +31,7 @@ from specjax.models.cache import Entry
 from specjax.models.config import LinearAttention, ModelConfig
 from specjax.models.params import declare
 from specjax.models.published import parameter_count
-from specjax.models.quantized import is_part
+from specjax.models.quantized_cache import is_part
 from specjax.models.transformer import Target
 from specjax.planning import theory
 

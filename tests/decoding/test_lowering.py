@@ -12,7 +12,7 @@ from specjax import decoding, sharding
 from specjax.models import cache, primitives, products
 from specjax.models.attention import Filled, attend
 from specjax.models.cache import KVCache
-from specjax.models.quantized import quantize
+from specjax.models.quantized_cache import quantize
 from specjax.sampling import Sampling
 from tests.conftest import SHAPES, own_programs
 from tests.evaluation.test_conformance import CASES, METHODS
