@@ -1031,8 +1031,8 @@ CATALOGUE = (
     Mutant(
         name="convolution-backwards",
         file="specjax/models/linear_attention.py",
-        old="shares = [by_place[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, own))]",
-        new="shares = [by_place[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((own, *before))]",
+        old="shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((*before, own))]",
+        new="shares = [kernels[:, None, :, i] * token.astype(jnp.float32) for i, token in enumerate((own, *before))]",
         tests=("tests/models/test_linear_attention.py::test_a_text_is_as_token_by_token[short]",),
         breaks="The convolution's kernel is applied in the wrong order.",
     ),
