@@ -37,7 +37,7 @@ from specjax.models.params import Params
 from specjax.models.primitives import linear, mlp
 from specjax.models.rope import Rotations
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, likeliest, without_ends
+from specjax.sampling import RowSampling, likeliest, without_stop_tokens
 from specjax.shape_checks import shape_checked
 
 
@@ -182,7 +182,7 @@ class DFlash2(DFlash):
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
         # Tokens that must not come yet are no candidates.
-        scores, ids = self.candidates(without_ends(self.logits(target, states), sampling, jnp.arange(shape.depth)))
+        scores, ids = self.candidates(without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth)))
         context = self.selector_context(states)
 
         def offer(depth: jax.Array, before: jax.Array) -> CandidateTokens:

@@ -28,7 +28,7 @@ from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
-MOST_PADDING = 1024
+MAX_PADDING = 1024
 """Vocabularies whose sizes differ by fewer ids than this are taken to be one, padded to different widths."""
 
 
@@ -43,7 +43,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
         Traceback (most recent call last):
         specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16: ...
     """
-    if abs(own.vocab_size - target.vocab_size) >= MOST_PADDING:
+    if abs(own.vocab_size - target.vocab_size) >= MAX_PADDING:
         raise InputError(
             f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
             "a draft model must share the target's tokenizer, or both tokenizers must be at hand, to draft the tokens that both"

@@ -574,7 +574,7 @@ class Engine:
         words = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(request.tokens)),
-            limit=np.int32(request.limit),
+            max_length=np.int32(request.max_length),
             **owner.settings,
         )
         if isinstance(owner, Handle):
@@ -774,9 +774,9 @@ class Engine:
     def _news(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
         """Return what a row has come to beyond the tokens that its request has."""
         start, length = len(request.tokens), int(progress.lengths[row])
-        if not start <= length <= request.limit:
+        if not start <= length <= request.max_length:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.limit}"
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.max_length}"
             )
         if progress.starts[row] != start:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")

@@ -45,8 +45,8 @@ def lower(function, platform: str, *given) -> str:
 def lowered(target, drafter, platform: str, sampling: Sampling) -> str:
     shapes = jax.ShapeDtypeStruct((B,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), B))
-    eos, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
-    given = target, drafter, tokens, shapes, shapes, keys, eos, jax.eval_shape(lambda: sampling.rows(B))
+    stop_token_ids, tokens = jax.ShapeDtypeStruct((B, 1), jnp.int32), jax.ShapeDtypeStruct((B, P), jnp.int32)
+    given = target, drafter, tokens, shapes, shapes, keys, stop_token_ids, jax.eval_shape(lambda: sampling.rows(B))
     state = jax.eval_shape(partial(decoding.prefill, capacity=40), *given)
     return lower(decoding.step, platform, target, drafter, state)
 

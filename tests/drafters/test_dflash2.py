@@ -389,7 +389,7 @@ def test_an_end_that_must_not_come_yet_is_no_candidate(candidates) -> None:
     target = tiny_target()
     block = drafter.block(target, drafter.start(target, 1, 8), jnp.array([3]))[:, 1]
     likeliest = int(jnp.argmax(drafter.logits(target, block)))
-    early = {"ends": jnp.full((200, 1), likeliest), "no_end": jnp.ones(200, jnp.int32)}
+    early = {"stop_token_ids": jnp.full((200, 1), likeliest), "tokens_before_stop": jnp.ones(200, jnp.int32)}
     draft, _ = proposed(drafter, Sampling(1.0), 200, **early)
     assert (draft.tokens[:, 1] != likeliest).all()
     assert (draft.q[:, 0, likeliest] == 0).all()

@@ -81,7 +81,7 @@ def test_a_step_is_compiled_from_shapes_as_it_is_from_arrays(mesh) -> None:
     _, state = decoding.start(target, real, np.ones((BATCH, CONTEXT), np.int32), options=options, capacity=CONTEXT + NEW)
     used = abstract.bytes_of_one((target, real, state))
     keys = 8 * BATCH // 2
-    unread = abstract.bytes_of_one((state.sampling, state.eos))  # greedy rows have settings that nothing asks for
+    unread = abstract.bytes_of_one((state.sampling, state.stop_token_ids))  # greedy rows have settings that nothing asks for
     assert used - unread <= step.decode.memory.arguments <= used + keys + 4
 
     exchanges = step.decode.collectives

@@ -255,8 +255,8 @@ CATALOGUE = (
     Mutant(
         name="greedy-batch-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed = without_ends(logits, sampling, draft.depths)",
-        new="allowed = without_ends(logits, sampling, 0)",
+        old="allowed = without_stop_tokens(logits, sampling, draft.depths)",
+        new="allowed = without_stop_tokens(logits, sampling, 0)",
         tests=(
             "tests/decoding/test_rules.py::test_greedy_rows_go_where_the_likeliest_token_is_that_may_come_there[tree-all rows]",
         ),
@@ -265,24 +265,24 @@ CATALOGUE = (
     Mutant(
         name="chain-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="of_chain = without_ends(logits, sampling, draft.depths)",
-        new="of_chain = without_ends(logits, sampling, 0)",
+        old="of_chain = without_stop_tokens(logits, sampling, draft.depths)",
+        new="of_chain = without_stop_tokens(logits, sampling, 0)",
         tests=("tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[block]",),
         breaks="Of drawn chains an end token is masked at all nodes where it is masked at the root.",
     ),
     Mutant(
         name="tree-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="at_node = without_ends(at_nodes(logits, node), sampling, depth)",
-        new="at_node = without_ends(at_nodes(logits, node), sampling, 0)",
+        old="at_node = without_stop_tokens(at_nodes(logits, node), sampling, depth)",
+        new="at_node = without_stop_tokens(at_nodes(logits, node), sampling, 0)",
         tests=("tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[siblings]",),
         breaks="Of trees an end token is masked at all nodes where it is masked at the root.",
     ),
     Mutant(
         name="coupled-masks-ends-by-the-root",
         file="specjax/decoding/verification.py",
-        old="allowed = without_ends(at_nodes(logits, node), sampling, depth)",
-        new="allowed = without_ends(at_nodes(logits, node), sampling, 0)",
+        old="allowed = without_stop_tokens(at_nodes(logits, node), sampling, depth)",
+        new="allowed = without_stop_tokens(at_nodes(logits, node), sampling, 0)",
         tests=("tests/decoding/test_rules.py::test_by_every_rule_the_likeliest_token_comes_that_may_come_there[coupled]",),
         breaks="With coupled sampling an end token is masked at all nodes where it is masked at the root.",
     ),
@@ -391,8 +391,8 @@ CATALOGUE = (
     Mutant(
         name="end-tokens-compile-another-program",
         file="specjax/decoding/generation.py",
-        old="return np.pad(eos, ((0, 0), (0, -eos.shape[1] % _END_TOKENS)), constant_values=-1)",
-        new="return eos",
+        old="return np.pad(ids, ((0, 0), (0, -ids.shape[1] % _STOP_TOKENS)), constant_values=-1)",
+        new="return ids",
         tests=("tests/decoding/test_loop.py::test_five_different_requests_compile_three_programs",),
         breaks="Each number of end tokens compiles programs of its own.",
     ),
@@ -455,8 +455,8 @@ CATALOGUE = (
     Mutant(
         name="end-token-one-too-late",
         file="specjax/sampling.py",
-        old="is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
-        new="is_early = jnp.broadcast_to(jnp.asarray(depth) <= sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
+        old="is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
+        new="is_early = jnp.broadcast_to(jnp.asarray(depth) <= sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)), shape)",
         tests=(
             "tests/decoding/test_rules.py::test_an_end_token_cannot_come_below_nodes_that_are_too_early_and_can_from_then_on",
         ),
@@ -465,8 +465,8 @@ CATALOGUE = (
     Mutant(
         name="min-new-tokens-is-off-by-one",
         file="specjax/decoding/state.py",
-        old="return replace(self.sampling, ends=self.eos, no_end=self.min_lengths - self.lengths)",
-        new="return replace(self.sampling, ends=self.eos, no_end=self.min_lengths - self.lengths - 1)",
+        old="return replace(self.sampling, stop_token_ids=self.stop_token_ids, tokens_before_stop=self.min_lengths - self.lengths)",
+        new="return replace(self.sampling, stop_token_ids=self.stop_token_ids, tokens_before_stop=self.min_lengths - self.lengths - 1)",
         tests=("tests/decoding/test_rules.py::test_a_text_may_end_with_its_token_number_min_new_tokens_plus_one",),
         breaks="With min_new_tokens a text may end one token too early.",
     ),
@@ -529,7 +529,7 @@ CATALOGUE = (
     Mutant(
         name="limit-inside-a-block",
         file="specjax/decoding/loop.py",
-        old="count = jnp.minimum(drawn, jnp.minimum(until_end, state.limits - state.lengths))",
+        old="count = jnp.minimum(drawn, jnp.minimum(until_end, state.max_lengths - state.lengths))",
         new="count = jnp.minimum(drawn, until_end)",
         tests=("tests/decoding/test_rules.py::test_a_row_ends_with_its_first_end_token_or_at_its_limit",),
         breaks="A text grows beyond its limit by what was accepted with its last token.",
@@ -545,8 +545,8 @@ CATALOGUE = (
     Mutant(
         name="limit-is-not-seen",
         file="specjax/decoding/loop.py",
-        old="done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)",
-        new="done = state.done | (until_end <= count) | (state.lengths + count > state.limits)",
+        old="done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)",
+        new="done = state.done | (until_end <= count) | (state.lengths + count > state.max_lengths)",
         tests=("tests/decoding/test_rules.py::test_a_row_ends_with_its_first_end_token_or_at_its_limit",),
         breaks="A row that has reached its limit goes on.",
     ),
@@ -1215,7 +1215,7 @@ CATALOGUE = (
     Mutant(
         name="a-long-prompt-waits-for-ever",
         file="specjax/serving/scheduler.py",
-        old="if self._passed[shard] < MOST_PASSED:",
+        old="if self._passed[shard] < MAX_PASSED:",
         new="if True:",
         tests=("tests/serving/test_scheduler.py::test_nobody_is_passed_more_often_than_is_said",),
         breaks="Short prompts that come all the time keep a long one from being read.",

@@ -29,7 +29,7 @@ ROWS = 64
 PROGRAMS = 256
 """That a cache is split for: about two for each of a large chip's processors."""
 
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 
 
 def attend_in_kernel(
@@ -59,7 +59,7 @@ def attend_in_kernel(
         block = math.gcd(block, page)  # all of a block lies in one page
     tiles, blocks = -(-rows // tile), -(-slots // block)
     splits = _power_of_two(-(-PROGRAMS // (batch * kv_heads * tiles)), least=1)
-    splits = min(splits, MOST_SPLITS, _power_of_two(blocks, least=1))
+    splits = min(splits, MAX_SPLITS, _power_of_two(blocks, least=1))
 
     given = [jnp.minimum(count, slots), since, *q, *_arrays(entry)]
     if table is not None:
