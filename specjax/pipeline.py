@@ -24,8 +24,8 @@ from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
-from specjax.models.narrow import schemes
-from specjax.models.quantized import CacheType, check_cache_type
+from specjax.models.quantization import schemes
+from specjax.models.quantized_cache import CacheType, check_cache_type
 from specjax.models.transformer import Target
 from specjax.processes import meet
 from specjax.progress import say
@@ -87,7 +87,7 @@ def load(
         draft: the shape of the drafts, such as ``Chain(4)``, 4 or "chain:4"; None is the drafter's own.
         dtype: of the params that are loaded here: float32, bfloat16 or float16; None: as for `Target.from_pretrained`.
         mesh: of the params that are loaded here.
-        weights: of the models that are loaded here, the narrow ones such as "int8": as for `Target.from_pretrained`.
+        weights: of the models that are loaded here, the quantized ones such as "int8": as for `Target.from_pretrained`.
         cache_dtype: how the target remembers tokens, "float" or "int8"; None: as it does, if it is loaded already, or "float".
         chat_template: a file with a Jinja chat template, in place of the tokenizer's own.
         chat_template_kwargs: what the template of every chat is given beside the messages, such as ``{"enable_thinking":

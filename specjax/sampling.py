@@ -80,8 +80,8 @@ class RowSampling:
         greedy: known before tracing that every row is greedy: no distribution is ever formed.
         truncated: known before tracing that some row has a top_k, top_p or min_p: without one, no threshold is looked for.
         rule: known before tracing, of all rows.
-        ends: ``[B, E]`` int32 end-of-sequence ids, -1 is none; None where ``no_end`` is None.
-        no_end: ``[B]`` int32, so many of the tokens that come next must be none of ``ends``; None: no row asks for that.
+        stop_token_ids: ``[B, E]`` int32 ids that end a text, -1 is none; None where ``tokens_before_stop`` is None.
+        tokens_before_stop: ``[B]`` int32, the next tokens that must be none of ``stop_token_ids``; None: no row asks for that.
     """
 
     temperature: jax.Array
@@ -91,8 +91,8 @@ class RowSampling:
     greedy: bool = struct.field(pytree_node=False)
     truncated: bool = struct.field(pytree_node=False)
     rule: Rule = struct.field(pytree_node=False, default="independent")
-    ends: jax.Array | None = None
-    no_end: jax.Array | None = None
+    stop_token_ids: jax.Array | None = None
+    tokens_before_stop: jax.Array | None = None
 
     @property
     def coupled(self) -> bool:
@@ -403,8 +403,8 @@ def _warped(logits: jax.Array, sampling: RowSampling, beyond: float = -np.inf) -
     return jnp.where((scaled >= threshold) | (temperature == 0), scaled, scaled + beyond)
 
 
-def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None) -> jax.Array:
-    """The logits ``[B, …, V]`` with -inf for end-of-sequence tokens, where it is too early for one.
+def without_stop_tokens(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.Array | None = None) -> jax.Array:
+    """The logits ``[B, …, V]`` with -inf for tokens that end a text, where it is too early for one.
 
     It comes before all else that makes a distribution of logits, for target and drafter alike.
 
@@ -416,22 +416,22 @@ def without_ends(logits: jax.Array, sampling: RowSampling, depth: Any, ids: jax.
 
     Examples:
         >>> from dataclasses import replace
-        >>> from specjax.sampling import without_ends
-        >>> ends, no_end = jnp.array([[2]]), jnp.array([1])  # 2 ends the text, and must not come next
-        >>> sampling = replace(specjax.Sampling().rows(1), ends=ends, no_end=no_end)
-        >>> without_ends(jnp.zeros((1, 2, 3)), sampling, depth=jnp.array([0, 1]))[0]
+        >>> from specjax.sampling import without_stop_tokens
+        >>> stop_token_ids, tokens_before_stop = jnp.array([[2]]), jnp.array([1])  # token 2 ends a text
+        >>> sampling = replace(specjax.Sampling().rows(1), stop_token_ids=stop_token_ids, tokens_before_stop=tokens_before_stop)
+        >>> without_stop_tokens(jnp.zeros((1, 2, 3)), sampling, depth=jnp.array([0, 1]))[0]
         Array([[  0.,   0., -inf],
                [  0.,   0.,   0.]], dtype=float32)
     """
-    ends = sampling.ends
-    if ends is None or sampling.no_end is None:
+    stop_token_ids = sampling.stop_token_ids
+    if stop_token_ids is None or sampling.tokens_before_stop is None:
         return logits
     shape = logits.shape[:-1]
-    is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.no_end.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+    is_early = jnp.broadcast_to(jnp.asarray(depth) < sampling.tokens_before_stop.reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
     def mask(logits: jax.Array) -> jax.Array:
         known = jnp.atleast_2d(jnp.arange(logits.shape[-1], dtype=jnp.int32) if ids is None else ids)
-        is_end = jnp.any(known[..., None] == ends[:, None], axis=-1)
+        is_end = jnp.any(known[..., None] == stop_token_ids[:, None], axis=-1)
         return jnp.where(is_early[..., None] & _between(is_end, logits), -jnp.inf, logits)
 
     def mask_if_asked(logits: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ class SamplingParams(Sampling):
         min_p: in [0, 1].
         seed: of the random draws, see `specjax.sampling.make_key`.
         max_new_tokens: most tokens to generate. 0 is for requests that only read their prompt.
-        min_new_tokens: as many tokens are generated before an end token or a stop string may end the text.
+        min_new_tokens: as many tokens are generated before an stop token or a stop string may end the text.
         eos_token_ids: ids that end the text; None: the target's own, ``()``: none.
 
     Raises:

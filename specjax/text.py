@@ -560,7 +560,7 @@ byte too many, and none of them is text. So a byte that is a character by itself
 end of Llama 2's vocabulary: a byte after it that is no text would make a replacement character of it, too."""
 
 
-_MOST_HELD = 16
+_MAX_HELD = 16
 """Tokens after which text is given out although a character behind it is not finished. A tokenizer may write bytes that will
 never be text: decoding all of them again with every token would take quadratic time."""
 
@@ -616,7 +616,7 @@ class TextStream:
         if self.is_holding:
             text = text[:-1]  # one more byte changes at most the last character
             # The prompt may have ended in that character, and then it counts as given.
-            if len(self._tokens) - self._end <= _MOST_HELD or len(text) < len(self._given):
+            if len(self._tokens) - self._end <= _MAX_HELD or len(text) < len(self._given):
                 return ""
         piece = text[_common(self._given, text) :]
         if self.is_holding:

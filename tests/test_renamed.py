@@ -51,6 +51,13 @@ def test_every_old_name_serves_under_the_new_one_also_from_a_mixin_or_a_drafter_
     assert (getattr(both, old), getattr(both, new)) == (mine, other)
 
 
+def test_weights_are_quantized_by_the_old_name_too_which_warns(target) -> None:
+    for model in (target, specjax.Eagle3.init(target, jax.random.key(1)), specjax.DraftModel(target)):
+        with pytest.warns(DeprecationWarning, match=f"{type(model).__name__}.narrow has a new name: call it quantize"):
+            narrow = model.narrow("int8")
+        jax.tree.map(np.testing.assert_array_equal, narrow, model.quantize("int8"))
+
+
 def test_a_drafter_with_the_old_names_of_its_methods_works_and_warns(target) -> None:
     with pytest.warns(DeprecationWarning, match="NewestToken.absorb has a new name: call it append_committed") as caught:
 

@@ -1,5 +1,5 @@
-"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with narrow weights, or what a client
-needs of a target."""
+"""``specjax convert``: a trained drafter in the layout that another engine loads, a model with quantized weights, or what a
+client needs of a target."""
 
 import shutil
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from specjax.files import replacing
 from specjax.models import checkpoint, config_json, hub, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import Form, schemes
+from specjax.models.quantization import Form, schemes
 from specjax.models.transformer import Target, default_dtype
 from specjax.progress import waiting
 from specjax.training.documents import read_documents
@@ -24,8 +24,8 @@ from specjax.training.documents import read_documents
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Write a drafter in another layout, a model with narrow weights, or the part of a target with which a client drafts.
-    Weights keep their data type, but for those that become narrow.
+    """Write a drafter in another layout, a model with quantized weights, or the part of a target with which a client drafts.
+    Weights keep their data type, but for those that are quantized.
 
     Attributes:
         drafter: directory or hub id of the drafter, in any layout that ``generate`` reads; or METHOD:DIRECTORY, such as
@@ -35,12 +35,12 @@ class ConvertConfig:
         output: directory to write.
         target: directory or hub id of the target, for layouts whose config.json says what the drafter is for: "speculators"
             names it, and vLLM reads it there; "authors" repeats its configuration. With client_parts, the model to cut. With
-            quantize and without a drafter, the model whose weights become narrow; a draft model is such a one too.
+            quantize and without a drafter, the model whose weights are quantized; a draft model is such a one too.
         client_parts: write no drafter, but what this one needs of the target at a client: embedding, final norm, head, the
             last layers where it runs them, and the tokenizer.
-        quantize: "int8", "w8a8", "int4" or "fp8": narrow weights, as compressed-tensors has them, which vLLM reads. See
-            `specjax.models.narrow.schemes`.
-        calibrate: with quantize and without a drafter, text like that which the model will read, by which the narrow weights
+        quantize: "int8", "w8a8", "int4" or "fp8": quantized weights, as compressed-tensors has them, which vLLM reads. See
+            `specjax.models.quantization.schemes`.
+        calibrate: with quantize and without a drafter, text like that which the model will read, by which the quantized weights
             are chosen (GPTQ). Without it each becomes the nearest number. As ``data.source`` of a training: JSON lines with
             "text" or "messages", a text file, a directory, ``hf:OWNER/NAME``.
         vocabulary: with quantize, the embedding and the head become 8-bit numbers too. This library reads such a checkpoint;
@@ -59,11 +59,11 @@ class ConvertConfig:
 
 def run_convert(config: ConvertConfig) -> None:
     """``specjax convert``."""
-    narrows_target = bool(config.quantize) and not config.drafter
-    if config.calibrate and not narrows_target:
+    quantizes_target = bool(config.quantize) and not config.drafter
+    if config.calibrate and not quantizes_target:
         mend = "needs quantize, such as --quantize int4" if not config.quantize else "is of targets: leave it out for a drafter"
         raise InputError(f"calibrate={config.calibrate!r}: {mend}")
-    needed = ("target",) if narrows_target else ("drafter", *("target",) * config.client_parts)
+    needed = ("target",) if quantizes_target else ("drafter", *("target",) * config.client_parts)
     for name in (*needed, "output"):
         if not getattr(config, name):
             raise InputError(f"{name}='': give a directory")
@@ -71,10 +71,10 @@ def run_convert(config: ConvertConfig) -> None:
         raise InputError("vocabulary: needs quantize, such as --quantize int8")
     if config.quantize and config.client_parts:
         raise InputError("quantize: cut the client's parts of a target first, and give the directory of these as --target")
-    if narrows_target:
+    if quantizes_target:
         if config.to != ConvertConfig.to:
             raise InputError(f"to={config.to!r}: is of drafters; a target is written as transformers has it: leave it out")
-        write_narrow(config)
+        write_quantized(config)
         return
     if config.client_parts:
         write_client_parts(config)
@@ -104,18 +104,18 @@ def run_convert(config: ConvertConfig) -> None:
     print("; ".join(filter(None, said)))
 
 
-# --- narrow weights --------------------------------------------------------------------------------------------------
+# --- quantized weights --------------------------------------------------------------------------------------------------
 
 
 def scheme_of(config: ConvertConfig) -> schemes.Scheme:
-    """How weights become narrow. Raises `InputError`."""
+    """How weights are quantized. Raises `InputError`."""
     schemes.check_weights(config.quantize, (), "quantize")
     scheme = schemes.SCHEMES[config.quantize]
     return replace(scheme, vocabulary=Form("int8") if config.vocabulary else None)
 
 
-def write_narrow(config: ConvertConfig) -> None:
-    """Write the target with narrow weights, and its tokenizer. All of it or nothing."""
+def write_quantized(config: ConvertConfig) -> None:
+    """Write the target with quantized weights, and its tokenizer. All of it or nothing."""
     scheme, output = scheme_of(config), Path(config.output)
     source = hub.locate(config.target)
     checkpoint.check_writable(output)
@@ -137,7 +137,7 @@ def write_narrow(config: ConvertConfig) -> None:
 
 
 def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
-    """``[W, T]`` windows of the text by which weights become narrow, in the tokens of the target in ``source``.
+    """``[W, T]`` windows of the text by which weights are quantized, in the tokens of the target in ``source``.
 
     Raises:
         InputError: there is no such text, or too little of it.

@@ -17,7 +17,7 @@ from specjax.drafters.base import Drafter, RemoteFeatures, shapes_told
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import KVCache
-from specjax.models.quantized import is_part, quantized_as
+from specjax.models.quantized_cache import is_part, quantized_as
 from specjax.models.transformer import Target
 from specjax.progress import track
 from specjax.sampling import RowSampling, position_keys

@@ -255,11 +255,11 @@ def _cut(verdict: Verdict, emitted: jax.Array, state: DecodeState) -> tuple[Verd
     bad = jnp.zeros(verdict.count.shape, bool) if verdict.bad is None else verdict.bad
     drawn = verdict.count - bad
     index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None]
-    is_end = jnp.any(emitted[..., None] == state.eos[:, None], axis=-1) & (index < drawn[:, None])
+    is_end = jnp.any(emitted[..., None] == state.stop_token_ids[:, None], axis=-1) & (index < drawn[:, None])
     until_end = jnp.min(jnp.where(is_end, index + 1, emitted.shape[1] + 1), axis=1)
-    count = jnp.minimum(drawn, jnp.minimum(until_end, state.limits - state.lengths))
+    count = jnp.minimum(drawn, jnp.minimum(until_end, state.max_lengths - state.lengths))
     count = jnp.where(state.done, 0, count)
-    done = state.done | (until_end <= count) | (state.lengths + count >= state.limits)
+    done = state.done | (until_end <= count) | (state.lengths + count >= state.max_lengths)
     failed = bad & ~done
     last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     return replace(verdict, count=count, token=last), done | failed, failed

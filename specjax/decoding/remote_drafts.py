@@ -110,9 +110,9 @@ def verify_rows(
         >>> text = rows.Text(
         ...     tokens=np.resize(prompts[0], 32).astype(np.int32),
         ...     length=np.int32(6),
-        ...     limit=np.int32(14),
+        ...     max_length=np.int32(14),
         ...     key=jax.random.key(0),
-        ...     eos=np.full(8, -1, np.int32),
+        ...     stop_token_ids=np.full(8, -1, np.int32),
         ...     sampling=specjax.sampling.GREEDY.of_row(),
         ... )
         >>> row, start, group = np.int32(1), np.int32(0), np.int32(0)

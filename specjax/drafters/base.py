@@ -17,7 +17,7 @@ from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Entry, KVCache, PagedCache, empty_entries
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import dequantize
+from specjax.models.quantized_cache import dequantize
 from specjax.models.transformer import States, Target
 from specjax.reprs import OneLine
 from specjax.sampling import RowSampling

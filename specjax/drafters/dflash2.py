@@ -37,7 +37,7 @@ from specjax.models.params import Params
 from specjax.models.primitives import linear, mlp
 from specjax.models.rope import Rotations
 from specjax.models.transformer import Target
-from specjax.sampling import RowSampling, likeliest, without_ends
+from specjax.sampling import RowSampling, likeliest, without_stop_tokens
 from specjax.shape_checks import shape_checked
 
 
@@ -104,7 +104,7 @@ class DFlash2(DFlash):
             key: random.
             draft: the shape of its drafts; None: a chain of all tokens that a block has room for.
             block_size: tokens of a block, the anchor included.
-            conv_kernel_size: taps of the convolutions, a place's own included.
+            conv_kernel_size: tokens that a convolution reads, a position's own included.
             conv_group_size: channels that share what a place adds to its kernel; must divide the target's hidden size.
             selector_rank: of the selector's codebooks.
             selector_top_k: candidates at each place; of a smaller vocabulary, all its tokens.
@@ -182,7 +182,7 @@ class DFlash2(DFlash):
         shape, vocab = self.draft_shape, target.config.vocab_size
         states = self.block(target, state, root)[:, -shape.depth :]
         # Tokens that must not come yet are no candidates.
-        scores, ids = self.candidates(without_ends(self.logits(target, states), sampling, jnp.arange(shape.depth)))
+        scores, ids = self.candidates(without_stop_tokens(self.logits(target, states), sampling, jnp.arange(shape.depth)))
         context = self.selector_context(states)
 
         def offer(depth: jax.Array, before: jax.Array) -> CandidateTokens:
@@ -228,16 +228,16 @@ def _convolved_layer(
 def _around(params: Params, name: str, x: jax.Array, place: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """The input ``x [B, T, H]`` of a part of a layer after the convolution before it, and the convolution for its output. The
     kernels of both follow from ``x``."""
-    base = params[f"{name}_base"]  # [2, taps, H]
+    base = params[f"{name}_base"]  # [2, kernel_size, H]
     changes = linear(params, name, x).reshape(*x.shape[:2], *base.shape[:2], -1)
     return convolve(x, base[0], changes[:, :, 0], place), lambda y: convolve(y, base[1], changes[:, :, 1], place)
 
 
 @shape_checked
 def convolve(
-    x: Float[Array, "B T H"], base: Float[Array, "taps H"], changes: Float[Array, "B T taps G"], place: Int[Array, " T"]
+    x: Float[Array, "B T H"], base: Float[Array, "K H"], changes: Float[Array, "B T K G"], place: Int[Array, " T"]
 ) -> Float[Array, "B T H"]:
-    """At each place the sum over taps j of the kernel's j-th number times ``x`` j places before: nothing from before a block.
+    """Return at each token the sum over j of the kernel's j-th number times ``x`` j tokens before, none from another block.
 
     Args:
         x: tokens of blocks that lie one behind the other.
@@ -253,11 +253,11 @@ def convolve(
         >>> convolve(x, jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1)), jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
         [1.0, 3.0, 3.0, 7.0]
     """
-    taps, groups = changes.shape[2:]
+    kernel_size, groups = changes.shape[2:]
     count, by_group = x.shape[1], x.reshape(*x.shape[:2], groups, -1)
     total = jnp.zeros_like(by_group)
-    for tap in range(taps):
-        earlier = jnp.pad(by_group, ((0, 0), (tap, 0), (0, 0), (0, 0)))[:, :count]
-        earlier = jnp.where((place >= tap)[:, None, None], earlier, 0)
-        total += (base[tap].reshape(groups, -1) + changes[:, :, tap, :, None]) * earlier
+    for lag in range(kernel_size):
+        earlier = jnp.pad(by_group, ((0, 0), (lag, 0), (0, 0), (0, 0)))[:, :count]
+        earlier = jnp.where((place >= lag)[:, None, None], earlier, 0)
+        total += (base[lag].reshape(groups, -1) + changes[:, :, lag, :, None]) * earlier
     return total.reshape(x.shape)

@@ -36,7 +36,7 @@ class DFlashConfig:
         markov: see `Markov`.
         confidence: whether a head says how likely each token of a draft is to be accepted.
         confidence_of_token: whether that head reads the token before, too.
-        conv_kernel_size: taps of the convolutions around attention and MLP: a place of a block and those before it; 0: none.
+        conv_kernel_size: tokens that a convolution around attention or MLP reads: one of a block and those before it; 0: none.
         conv_group_size: channels that share what a place adds to the kernel of its convolution.
         selector_rank: of the codebooks by which the selector scores candidates; 0: there is no selector.
         selector_top_k: candidates at each place, K: the likeliest tokens by the block's logits.
@@ -186,14 +186,14 @@ def declare(config: DFlashConfig) -> Params:
     return tree
 
 
-def _declare_layer(config: DFlashConfig, number: int) -> Params:
-    prefix, hidden, taps = f"layers.{number}.", config.layer.hidden_size, config.conv_kernel_size
-    declared: Params = declarations.declare_layer(config.layer, prefix, number)
-    if not taps:
+def _declare_layer(config: DFlashConfig, index: int) -> Params:
+    prefix, hidden, kernel_size = f"layers.{index}.", config.layer.hidden_size, config.conv_kernel_size
+    declared: Params = declarations.declare_layer(config.layer, prefix, index)
+    if not kernel_size:
         return declared
-    kernels = 2 * taps * (hidden // config.conv_group_size)  # of the convolution before the part and of that after it
+    kernels = 2 * kernel_size * (hidden // config.conv_group_size)  # of the convolution before the part and of that after it
     for part in ("attention", "mlp"):
         name = f"{prefix}{part}_conv"
         declared[f"{part}_conv"] = replace(matrix(f"{name}.kernel_projection", (hidden, None), (kernels, None)), init="zeros")
-        declared[f"{part}_conv_base"] = Param((2, taps, hidden), (None, None, None), f"{name}.base_kernel", "zeros")
+        declared[f"{part}_conv_base"] = Param((2, kernel_size, hidden), (None, None, None), f"{name}.base_kernel", "zeros")
     return declared

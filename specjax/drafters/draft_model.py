@@ -24,11 +24,11 @@ from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models.cache import Cache, Entry, gather_entries
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
-MOST_PADDING = 1024
+MAX_PADDING = 1024
 """Vocabularies whose sizes differ by fewer ids than this are taken to be one, padded to different widths."""
 
 
@@ -43,7 +43,7 @@ def check_vocabulary(own: ModelConfig, target: ModelConfig) -> None:
         Traceback (most recent call last):
         specjax.errors.InputError: drafter has a vocabulary of 32000 tokens and target one of 16: ...
     """
-    if abs(own.vocab_size - target.vocab_size) >= MOST_PADDING:
+    if abs(own.vocab_size - target.vocab_size) >= MAX_PADDING:
         raise InputError(
             f"drafter has a vocabulary of {own.vocab_size} tokens and target one of {target.vocab_size}: "
             "a draft model must share the target's tokenizer, or both tokenizers must be at hand, to draft the tokens that both"
@@ -182,9 +182,11 @@ class DraftModel(Drafter[DraftModelState]):
         config = target.config.first(count, **sizes)
         return cls(model=Target.init(config, key, target.dtype, target.mesh), draft=draft)
 
-    def narrow(self, weights: schemes.Weights) -> "DraftModel":
-        """The same with narrow weights, as `Target.narrow`."""
-        return replace(self, model=self.model.narrow(weights))
+    def quantize(self, weights: schemes.Weights) -> "DraftModel":
+        """The same with quantized weights, as `Target.quantize`."""
+        return replace(self, model=self.model.quantize(weights))
+
+    narrow = schemes.narrow  # the old name
 
     def save_pretrained(self, path: str | Path, *, dtype: DTypeLike | None = None) -> None:
         """Write the draft model as a Hugging Face checkpoint. What it shares with a target comes from the two tokenizers."""

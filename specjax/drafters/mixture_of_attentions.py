@@ -31,8 +31,8 @@ from specjax.models.attention import Filled, Piece, attend
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
-from specjax.models.narrow import schemes
 from specjax.models.params import Params
+from specjax.models.quantization import schemes
 from specjax.models.rope import rotations
 from specjax.models.transformer import States, Target
 from specjax.sampling import RowSampling

@@ -43,7 +43,7 @@ from specjax.errors import InputError, did_you_mean
 from specjax.models import checkpoint, config_json, hub
 from specjax.models.config import ModelConfig
 from specjax.models.fields import read_json
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.progress import say
 
 GROUP = "specjax.drafters"

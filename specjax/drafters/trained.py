@@ -26,8 +26,8 @@ from specjax.models import params as declarations
 from specjax.models.cache import Entry
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, read_json
-from specjax.models.narrow import is_narrow, saved, schemes
 from specjax.models.params import Params
+from specjax.models.quantization import is_quantized, saved, schemes
 from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
 
@@ -294,19 +294,21 @@ class TrainedDrafter(Drafter[State]):
         content = self.format_config(layout, checkpoint.float_type(self._dtype if dtype is None else dtype).name, target)
         params = self.params | self.beside()
         declared = schemes.declare_like(self.declare(self.config, layout) | self.declare_beside(self.config), params)
-        if (quantisation := saved.format_config(declared)) is not None:
-            content["quantization_config"] = quantisation
+        if (quantization := saved.format_config(declared)) is not None:
+            content["quantization_config"] = quantization
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
 
-    def narrow(self, weights: schemes.Weights) -> Self:
-        """The same drafter with narrow weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
+    def quantize(self, weights: schemes.Weights) -> Self:
+        """The same drafter with quantized weights; ``weights`` is the name of a scheme, as in `Target.from_pretrained`.
 
         Raises:
-            InputError: there is no scheme of that name, or the weights are narrow already.
+            InputError: there is no scheme of that name, or the weights are quantized already.
         """
         form_of = schemes.scheme_of(weights).form_of
-        params = schemes.make_narrow(self.declared, self.params, form_of, self.mesh, self.units)
+        params = schemes.quantize_params(self.declared, self.params, form_of, self.mesh, self.units)
         return replace(self, params=params)  # pyright: ignore[reportArgumentType]
+
+    narrow = schemes.narrow  # the old name
 
     @classmethod
     def check_layout(cls, layout: str) -> str:
@@ -347,8 +349,8 @@ class TrainedDrafter(Drafter[State]):
 
     @property
     def _dtype(self) -> np.dtype:
-        leaves = jax.tree.leaves(self.params, is_leaf=is_narrow)
-        floats = (leaf for leaf in leaves if not is_narrow(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
+        leaves = jax.tree.leaves(self.params, is_leaf=is_quantized)
+        floats = (leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating))
         return next((leaf.dtype for leaf in floats), jnp.dtype(default_dtype()))
 
 

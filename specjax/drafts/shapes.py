@@ -320,13 +320,13 @@ class _ReadWhole(DynamicTree):
         _set(self, width=min(self.nodes - 1, self.top_k ** (self.depth - 1)))
 
 
-MOST_NODES = 4096
+MAX_NODES = 4096
 """A larger tree is refused: masks grow with the square of it."""
 
 
 def _check_nodes(name: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise InputError(f"draft={name}: makes {nodes} nodes, the root included; give at most {MOST_NODES}")
+    if nodes > MAX_NODES:
+        raise InputError(f"draft={name}: makes {nodes} nodes, the root included; give at most {MAX_NODES}")
 
 
 def _set(shape: DraftShape, **attributes: Any) -> None:

@@ -282,7 +282,7 @@ def check_rows_that_come_and_go(target: Target, drafter: Drafter, *, new_tokens:
         None,
         np.stack([text.tokens for text in texts])[:, : lengths.max()],
         lengths,
-        max_new_tokens=np.array([text.limit for text in texts]) - lengths,
+        max_new_tokens=np.array([text.max_length for text in texts]) - lengths,
         sampling=Sampling(**settings),
         key=jnp.stack([text.key for text in texts]),
         rule="coupled",
@@ -313,7 +313,7 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
     # A drafter pairs a token with the one after it: what is shared goes one token beyond the page.
     prompts[1:3, _PAGE + 1 :] = _prompts(target, seed=1)[0, :3]
     full, keys = _PAGE + 4, jax.random.split(jax.random.key(5), 4)
-    ends = GenerationOptions().check(target.config, 1).eos[0]
+    stop_token_ids = GenerationOptions().check(target.config, 1).stop_token_ids[0]
 
     def text(number: int, key: jax.Array, length: int, limit: int, sampling: Sampling) -> rows.Text:
         tokens = np.zeros(full + new_tokens, np.int32)
@@ -322,9 +322,9 @@ def _texts(target: Target, new_tokens: int) -> list[rows.Text]:
         return rows.Text(
             tokens=tokens,
             length=np.int32(length),
-            limit=np.int32(end),
+            max_length=np.int32(end),
             key=key,
-            eos=ends,
+            stop_token_ids=stop_token_ids,
             sampling=sampling.of_row(),
         )
 
@@ -353,7 +353,9 @@ class _PagedRows:
         each = -(-capacity // _PAGE)
         self.pages = _PAGED_ROWS * each
         sizes = {"capacity": capacity, "pages": self.pages, "page": _PAGE}
-        self.state = rows.empty(target, self.drafter, rows=self.groups * _PAGED_ROWS, ends=len(texts[0].eos), **sizes)
+        self.state = rows.empty(
+            target, self.drafter, rows=self.groups * _PAGED_ROWS, max_stop_tokens=len(texts[0].stop_token_ids), **sizes
+        )
         self.fresh = rows.empty_prefix_state(target, self.drafter, **sizes)
         self.free = list(range(self.pages))  # the last first: a cache that takes -1 for no page hits the one that is shared
         self.table = np.full((_PAGED_ROWS, each), self.pages, np.int32)
@@ -381,7 +383,7 @@ class _PagedRows:
     def _begin(self, row: int, number: int, cached: int = 0, prefix_state: Any = None, pages: Sequence[int] = ()) -> Any:
         """Admit a text and read its prompt. Returns what the drafter knew after the first chunk."""
         text, self.whose[row] = self.texts[number], number
-        own = [self.free.pop() for _ in range(-(-int(text.limit) // _PAGE) - len(pages))]
+        own = [self.free.pop() for _ in range(-(-int(text.max_length) // _PAGE) - len(pages))]
         self.table[row, : len(pages) + len(own)] = [*pages, *own]
         prefix_state = self.fresh if prefix_state is None else prefix_state
         of_groups = np.arange(self.groups, dtype=np.int32) * _PAGED_ROWS + row
@@ -404,7 +406,7 @@ class _PagedRows:
         free = np.tile([row not in self.whose for row in range(_PAGED_ROWS)], self.groups)
         given = free, np.int32(steps), np.bool_(False)
         table = self._full_table()
-        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free), most_steps=1)
+        self.state, progress = rows.decode_rows(self.target, drafter, self.state, table, *given, width=len(free), call_steps=1)
         progress, tokens = sharding.to_host((progress, self.state.tokens), self.target.mesh)
         for row in [row for row in self.whose if progress.done[row]]:
             text = tokens[row, : progress.lengths[row]].tolist()

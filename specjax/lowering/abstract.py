@@ -21,8 +21,8 @@ from specjax.errors import InputError
 from specjax.models import params
 from specjax.models.cache import KVCache, PagedCache, groups_of
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
 from specjax.models.published import PUBLISHED, published
+from specjax.models.quantization import schemes
 from specjax.models.states import State
 from specjax.models.transformer import Target
 

@@ -4,8 +4,8 @@ A layer remembers one or more arrays of every token: its *entry*. For ordinary a
 declares how many parts a layer's entry has and how large they are (`ModelConfig.entry_parts`). A layer that reads the entries
 of another one remembers nothing: its entry has no parts.
 
-A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized`). Here both are moved alike: slots are the
-third axis of every array.
+A part is an array, or two where it is kept in 8 bits (`specjax.models.quantized_cache`). Here both are moved alike: slots are
+the third axis of every array.
 
 A layer with linear attention remembers committed tokens otherwise: in a `State`, one for the whole text. Drafted tokens have
 entries there too, and those of an accepted path are written into the state when they are committed.
@@ -23,7 +23,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int
 
 from specjax.models.config import LinearAttention
-from specjax.models.quantized import Part, Quantized
+from specjax.models.quantized_cache import Part, QuantizedPart
 from specjax.models.states import State, by_heads, empty_nodes
 
 Entry = tuple[Part, ...]
@@ -58,7 +58,7 @@ def empty_entries(
         empty = _placed(jnp.zeros((batch, heads, slots, dim), dtype), mesh)
         if empty.dtype != jnp.int8:
             return empty
-        return Quantized(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
+        return QuantizedPart(empty, _placed(jnp.zeros((batch, heads, slots), jnp.float32), mesh))
 
     def entry(memory: Memory) -> Entry:
         if isinstance(memory, LinearAttention):

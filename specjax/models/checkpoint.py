@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 from specjax import sharding
 from specjax.files import replacing
 from specjax.models.fields import CheckpointError, read_json, show
-from specjax.models.narrow import Form, float8, matrices_in, mxfp4, published, saved
-from specjax.models.narrow.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.params import Param
+from specjax.models.quantization import Form, float8, matrices_in, mxfp4, published, saved
+from specjax.models.quantization.stored import ROLES, Rounded, StoredMatrix
 from specjax.models.torch_zip import TorchFile
 
 WEIGHTS = "model.safetensors"
@@ -59,7 +59,7 @@ def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def have_same_values(directory: Path, first: str, second: str) -> bool:
-    """Compare the tensors of two names, a block of rows at a time up to the first that differs; narrow ones as floats."""
+    """Compare the tensors of two names, a block of rows at a time up to the first that differs; quantized ones as floats."""
     with _open_tensors(directory) as tensors:
         one, other = tensors[first], tensors[second]
         shape = tuple(one.get_shape())
@@ -89,7 +89,7 @@ def stored_type(directory: Path) -> Any:
 
 
 def type_of(directory: Path, name: str) -> Any:
-    """The data type of the tensor ``name``; of one that is narrow, and of one that is not there, bfloat16."""
+    """The data type of the tensor ``name``; of one that is quantized, and of one that is not there, bfloat16."""
     with _open_tensors(directory) as tensors:
         is_float = name in tensors and not isinstance(tensors[name], StoredMatrix)
         kind = tensors[name].get_dtype() if is_float else ""
@@ -97,7 +97,7 @@ def type_of(directory: Path, name: str) -> Any:
 
 
 def stored_forms(directory: Path) -> dict[str, Form]:
-    """By name, how the matrices of a checkpoint are narrow that are. Reads headers, and the smallest tensors."""
+    """By name, how the matrices of a checkpoint are quantized that are. Reads headers, and the smallest tensors."""
     with _open_tensors(directory) as tensors:
         return {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, StoredMatrix) and tensor.is_kept}
 
@@ -141,21 +141,21 @@ def reading(directory: Path, declared: Any, dtype: DTypeLike, what: str, ignored
 
 
 def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory: Path) -> dict[str, Any]:
-    """``tensors`` with the parts of each matrix that is declared as a narrow one in place of the matrix."""
+    """``tensors`` with the parts of each matrix that is declared as a quantized one in place of the matrix."""
     found = dict(tensors)
-    for narrow in matrices_in(declared):
-        for stored in narrow.values.stored_names:
+    for quantized in matrices_in(declared):
+        for stored in quantized.values.stored_names:
             name = stored.removesuffix(":values")
             if name not in tensors:
                 continue  # which is said where all tensors are checked
             matrix = tensors[name]
-            *lead, groups, outputs, size = narrow.values.stored_shape
-            wanted = (outputs, groups * size) if narrow.values.is_rows else (groups * size, outputs)
+            *lead, groups, outputs, size = quantized.values.stored_shape
+            wanted = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
             _check_shape(name, matrix, (*lead, *wanted), what, directory)
             _check_kind(name, matrix, _FLOATS, what, directory)
-            if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
-                matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
-            found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
+            if not (isinstance(matrix, StoredMatrix) and matrix.gives(quantized.form)):
+                matrix = Rounded(matrix, quantized.form, turned=not quantized.values.is_rows)
+            found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(quantized, role) is not None}
             found.pop(name, None)
     return found
 
@@ -304,9 +304,9 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
                 raise CheckpointError(f"{directory / name} is truncated or damaged ({reason}): download it again") from None
             handles.append(handle)
             found: dict[str, Any] = {key: _Slices(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 - not a dict
-            quantised = [key for key, tensor in found.items() if tensor.get_dtype() == float8.KIND]
-            if quantised:
-                found |= float8.open_tensors(directory / name, quantised)
+            quantized = [key for key, tensor in found.items() if tensor.get_dtype() == float8.KIND]
+            if quantized:
+                found |= float8.open_tensors(directory / name, quantized)
             if twice := sorted(found.keys() & tensors.keys()):
                 raise CheckpointError(f"{directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= found
@@ -317,7 +317,7 @@ def _open_tensors(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_matrices(tensors: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """``tensors`` with each narrow matrix in place of the tensors that it is stored in."""
+    """``tensors`` with each quantized matrix in place of the tensors that it is stored in."""
     file = directory / "config.json"
     raw = read_json(file).get("quantization_config") if file.exists() else None
     published.check_config(raw, str(file))
@@ -359,7 +359,7 @@ def _check_kind(name: str, tensor: Any, wanted: Sequence[str], what: str, direct
     if (kind := tensor.get_dtype()) not in wanted:
         raise CheckpointError(
             f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
-            "use the unquantised checkpoint"
+            "use the unquantized checkpoint"
         )
 
 

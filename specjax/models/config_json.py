@@ -29,8 +29,8 @@ from specjax.models.fields import (
     texts,
     whole,
 )
-from specjax.models.narrow import published
 from specjax.models.parts import Layers
+from specjax.models.quantization import published
 
 SUPPORTED = FAMILIES.keys()
 """The model types that can be loaded."""
@@ -100,8 +100,8 @@ def read_config(directory: Path) -> ModelConfig:
     generation = directory / "generation_config.json"
     if not generation.exists():
         return config
-    eos = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
-    return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, str(generation)))
+    ids = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
+    return config if ids is None else replace(config, eos_token_ids=_eos_token_ids(ids, config.vocab_size, str(generation)))
 
 
 _PART: dict[str, Field] = {
@@ -185,12 +185,12 @@ def parse_drafter_config(raw: Mapping[str, Any], source: str = "config.json") ->
         return type(token) is not int or token < size  # what is no number is refused as everywhere
 
     bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
-    own: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
+    replaced: dict[str, Any] = {} if within(bos) else {"bos_token_id": None}
     if isinstance(eos, list):
-        own["eos_token_id"] = [token for token in eos if within(token)]
+        replaced["eos_token_id"] = [token for token in eos if within(token)]
     elif not within(eos):
-        own["eos_token_id"] = None
-    return parse_config({**raw, **own}, source)
+        replaced["eos_token_id"] = None
+    return parse_config({**raw, **replaced}, source)
 
 
 def family_of(raw: dict[str, Any], source: str) -> Family:
@@ -225,7 +225,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         # Qwen's model cards turn YaRN on without raising max_position_embeddings.
         max_positions = max(max_positions, int(rope.factor * rope.original_max_positions))
     windows = _parse_windows(fields, family, max_positions, source)
-    eos = _end_tokens(fields["eos_token_id"], fields["vocab_size"], source)
+    eos_token_ids = _eos_token_ids(fields["eos_token_id"], fields["vocab_size"], source)
     if (bos := fields["bos_token_id"]) is not None:
         _check_vocabulary("bos_token_id", bos, fields["vocab_size"], source)
     biases = {switch: bool(fields[name]) for name, switches in family.biases.items() for switch in switches}
@@ -244,7 +244,7 @@ def _parse_common(fields: dict[str, Any], family: Family, source: str) -> dict[s
         "rope": rope,
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "bos_token_id": bos,
-        "eos_token_ids": eos,
+        "eos_token_ids": eos_token_ids,
         **family.switches,
         **biases,
         **windows,
@@ -281,8 +281,8 @@ def _check_vocabulary(name: str, token: int, vocab_size: int, source: str) -> No
         raise CheckpointError(f"{source}: {name}={token}: must be below the model's vocab_size={vocab_size}")
 
 
-def _end_tokens(eos: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
-    tokens = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+def _eos_token_ids(ids: int | list[int] | None, vocab_size: int, source: str) -> tuple[int, ...]:
+    tokens = () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
     for token in tokens:
         _check_vocabulary("eos_token_id", token, vocab_size, source)
     return tokens

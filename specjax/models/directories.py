@@ -7,13 +7,13 @@ from specjax.models.fields import CheckpointError, Field, check_fields, mapping,
 
 _INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r".+-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_QUANTISED_BY_MODELOPT = "hf_quant_config.json"
+_QUANTIZED_BY_MODELOPT = "hf_quant_config.json"
 _QUANTIZATION: dict[str, Field] = {"quantization": mapping(default={})}
 
 
 def check(directory: Path) -> None:
     """Refuse what is known and is no checkpoint that can be read: a LoRA adapter, GGUF files, shards without their index, and
-    weights that ModelOpt has quantised.
+    weights that ModelOpt has quantized.
 
     Raises:
         CheckpointError: it is one of these; says which, and what to do.
@@ -33,8 +33,8 @@ def check(directory: Path) -> None:
         raise CheckpointError(
             f"{directory} holds shards of a model without {_INDEX}, which says what is in them: download that file, too"
         )
-    if _QUANTISED_BY_MODELOPT in names:
-        _check_modelopt(directory / _QUANTISED_BY_MODELOPT)
+    if _QUANTIZED_BY_MODELOPT in names:
+        _check_modelopt(directory / _QUANTIZED_BY_MODELOPT)
 
 
 def check_file(file: Path) -> None:
@@ -45,10 +45,10 @@ def check_file(file: Path) -> None:
 
 
 def _check_modelopt(file: Path) -> None:
-    quantisation = check_fields(read_json(file), _QUANTIZATION, str(file))["quantization"]
+    quantization = check_fields(read_json(file), _QUANTIZATION, str(file))["quantization"]
     for name in ("quant_algo", "kv_cache_quant_algo"):
-        if (algorithm := quantisation.get(name)) is not None:
+        if (algorithm := quantization.get(name)) is not None:
             raise CheckpointError(
-                f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantised is not supported: use the "
-                "checkpoint without quantisation"
+                f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantized is not supported: use the "
+                "checkpoint without quantization"
             )

@@ -21,9 +21,9 @@ from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, Family
 from specjax.models.fields import CheckpointError, read_json
-from specjax.models.narrow import Form, saved, schemes
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
+from specjax.models.quantization import Form, saved, schemes
 from specjax.progress import say
 
 
@@ -65,7 +65,7 @@ def load_params(
         config: its configuration.
         dtype: of the params.
         mesh: each of its devices reads only its own slice of every tensor; None is the default device.
-        weights: which of the params are narrow, as in `Target.from_pretrained`.
+        weights: which of the params are quantized, as in `Target.from_pretrained`.
         saved_part: the layers of a checkpoint that was saved as a part of a target; None: it is whole.
 
     Raises:
@@ -130,7 +130,7 @@ def _reading(
 
 
 def forms_for(directory: Path, weights: schemes.Weights, mesh: Mesh | None) -> schemes.FormOf:
-    """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
+    """Which parameters of a checkpoint are quantized, and how; ``weights`` as in `Target.from_pretrained`."""
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):
         return schemes.scheme_of(weights).form_of
@@ -170,8 +170,8 @@ def save(
     declared = FAMILIES[config.model_type].store(declarations.declare(config, layers))
     declared = schemes.declare_like(declared, params)
     content = config_json.format_config(config, checkpoint.float_type(dtype or params["norm"].dtype).name)
-    if (quantisation := saved.format_config(declared)) is not None:
-        content["quantization_config"] = quantisation
+    if (quantization := saved.format_config(declared)) is not None:
+        content["quantization_config"] = quantization
     generation = {name: content[name] for name in ("bos_token_id", "eos_token_id")}
     if layers is not None:
         content |= {"specjax_layers": list(layers), "specjax_part_of": part_of}

@@ -24,7 +24,7 @@ class State:
 
     Attributes:
         table: ``[B, value_heads, key_dim, value_dim]`` float32, the state of the gated delta rule.
-        newest: of queries, keys and values each, ``[B, heads, kernel - 1, dim]``: what the newest tokens gave to the
+        newest: of queries, keys and values each, ``[B, heads, kernel_size - 1, dim]``: what the newest tokens gave to the
             convolution, the newest last.
     """
 

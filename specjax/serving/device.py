@@ -25,10 +25,10 @@ from specjax.progress import track
 from specjax.serving.memory import prefix_states_kept
 from specjax.serving.programs import EngineProgram, Programs
 
-ENDS = 8
+MAX_STOP_TOKENS = 8
 """End-of-sequence ids that a request may have."""
 
-MOST_READS = 2
+MAX_READS = 2
 """Pieces of prompts that the device may be at: one that it computes, and one that waits, so that it never stands idle. A prompt
 that is cancelled keeps it for no longer."""
 
@@ -175,10 +175,12 @@ class EngineDevice:
         deepest = [drafter.draft_shape.depth for drafter in drafters] + ([clients.depth] if clients else [])
         self.depth = max(deepest)
         pools = {"capacity": sizes.capacity, "pages": sizes.pages, "page": sizes.page}
-        self.state: Any = device_rows.empty(target, drafters[0], rows=sizes.rows, ends=ENDS, depth=self.depth, **pools)
+        self.state: Any = device_rows.empty(
+            target, drafters[0], rows=sizes.rows, max_stop_tokens=MAX_STOP_TOKENS, depth=self.depth, **pools
+        )
         self._fresh = device_rows.empty_prefix_state(target, drafters[0], **pools)
         self._mark = _mark
-        self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MOST_READS)
+        self._marks: deque[jax.Array] = deque([self._mark(self.state.lengths)], maxlen=MAX_READS)
 
     def release(self) -> None:
         """The caches are free, whoever still holds this."""
@@ -204,8 +206,8 @@ class EngineDevice:
         return not self.state.lengths.is_ready()
 
     def wait_for_reads(self) -> None:
-        """Wait until the device is at fewer than `MOST_READS` pieces of prompts."""
-        while len(self._marks) >= MOST_READS:
+        """Wait until the device is at fewer than `MAX_READS` pieces of prompts."""
+        while len(self._marks) >= MAX_READS:
             self._marks.popleft().block_until_ready()
 
     def wait(self) -> None:
@@ -253,7 +255,7 @@ class EngineDevice:
         """`specjax.decoding.rows.decode_rows` with a drafter, by its number."""
         given = table, free, np.int32(steps), np.bool_(until_any_done)
         self.state, progress = device_rows.decode_rows(
-            *self._with(number), *given, width=width, most_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(number), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
         return sharding.everywhere(progress, self.target.mesh)
 
@@ -377,7 +379,7 @@ class EngineDevice:
     def _lower_decode(self, table: np.ndarray, number: int, width: int, logprobs: bool) -> Any:
         given = table, self._none(), np.int32(1), np.bool_(False)
         return device_rows.decode_rows.lower(
-            *self._with(number), *given, width=width, most_steps=self.sizes.steps, logprobs=self._top(logprobs)
+            *self._with(number), *given, width=width, call_steps=self.sizes.steps, logprobs=self._top(logprobs)
         )
 
     @property
@@ -437,9 +439,9 @@ class EngineDevice:
         table = np.full((sizes.rows, columns), sizes.pages, np.int32)
         for row in range(sizes.rows):
             table[row, :each] = np.arange(each) + row % share * each
-        limit = max(min(sizes.capacity, each * sizes.page), 3)
+        max_length = max(min(sizes.capacity, each * sizes.page), 3)
         tokens = np.ones(sizes.capacity, np.int32)
-        return table, device_rows.Text(tokens=tokens, length=np.int32(2), limit=np.int32(limit), **settings)
+        return table, device_rows.Text(tokens=tokens, length=np.int32(2), max_length=np.int32(max_length), **settings)
 
     def _begin_in_all_rows(self, words: device_rows.Text, table: np.ndarray) -> Any:
         """Admit a text in every row, and read it, with every program for that. The prefix state that came out of it."""

@@ -325,7 +325,7 @@ class EngineLoop:
         words = device_rows.Text(
             tokens=tokens,
             length=np.int32(len(request.tokens)),
-            limit=np.int32(request.limit),
+            max_length=np.int32(request.max_length),
             **owner.settings,
         )
         if isinstance(owner, Handle):
@@ -536,9 +536,9 @@ class EngineLoop:
     def _row_progress(self, progress: device_rows.Progress, row: int, request: Request, handle: Handle) -> RowProgress:
         """Return the tokens of a row that its request does not have yet."""
         start, length = len(request.tokens), int(progress.lengths[row])
-        if not start <= length <= request.limit:
+        if not start <= length <= request.max_length:
             raise RuntimeError(
-                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.limit}"
+                f"row {row}: the device has {length} tokens of a text that had {start} before and may have {request.max_length}"
             )
         if progress.starts[row] != start:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")

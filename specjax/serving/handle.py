@@ -320,7 +320,7 @@ class Handle:
         elif news.error is not None:
             reason = "error"
         elif news.done:
-            reason = "stop" if news.tokens and news.tokens[-1] in self.settings["eos"] else "length"
+            reason = "stop" if news.tokens and news.tokens[-1] in self.settings["stop_token_ids"] else "length"
         count = len(new)
         self._add(
             Piece(

@@ -6,7 +6,7 @@ program to be compiled, which others pass. Where pages run out the newest reques
 read again, with what it has generated so far as a part of its prompt.
 
 The prompts of those who have rows take turns, a piece at a time. The one with the fewest pieces left comes first, so that a
-short prompt does not wait for a long one. No prompt waits for ever: after `MOST_PASSED` pieces of others it is the oldest one's
+short prompt does not wait for a long one. No prompt waits for ever: after `MAX_PASSED` pieces of others it is the oldest one's
 turn.
 
 The oldest request always comes to its end: it is the last to give way, and `Scheduler.submit` refuses what would need more
@@ -37,7 +37,7 @@ import numpy as np
 from specjax.errors import InputError
 from specjax.serving.pages import PagePool, Prefix, chunk_key
 
-MOST_PASSED = 3
+MAX_PASSED = 3
 """Pieces of newer prompts that may be read, one after another, before one of the oldest prompt is."""
 
 
@@ -53,7 +53,7 @@ class Request:
         number: its place in the order of submissions; of a client that comes back after it was suspended, that of its return.
         tokens: prompt and what was generated so far.
         prompt_length: tokens of the prompt.
-        most: new tokens.
+        max_new_tokens: new tokens.
         state: where it is. A client's is held once its prompt is read. Then it may be suspended, and comes back with the
             client's next draft; or dropped, and does not come back.
         row: its row, while it has one.
@@ -71,7 +71,7 @@ class Request:
     number: int
     tokens: list[int]
     prompt_length: int
-    most: int
+    max_new_tokens: int
     state: Literal["waiting", "reading", "running", "held", "suspended", "done", "cancelled", "dropped"] = "waiting"
     row: int | None = None
     preemptions: int = 0
@@ -85,9 +85,9 @@ class Request:
     salt: str = ""
 
     @property
-    def limit(self) -> int:
+    def max_length(self) -> int:
         """Most tokens of prompt and output."""
-        return self.prompt_length + self.most
+        return self.prompt_length + self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Scheduler:
     Examples:
         >>> from specjax.serving.scheduler import Scheduler
         >>> scheduler = Scheduler(rows=2, pages=8, page=4, chunk=4, capacity=16)
-        >>> request = scheduler.submit([5, 6, 7, 8, 9, 5], most=3)
+        >>> request = scheduler.submit([5, 6, 7, 8, 9, 5], max_new_tokens=3)
         >>> for _ in range(2):
         ...     (read,) = scheduler.next_reads()
         ...     print(read.start, read.count, read.is_last)
@@ -196,7 +196,7 @@ class Scheduler:
         self._prefix_states = prefix_states
         self._pools = [PagePool(pages, prefix_states) for _ in range(shards)]
         self._rows: list[_RowHolder | None] = [None] * rows
-        self._most_rows, self._held_back = rows, frozenset[str]()
+        self._max_rows, self._held_back = rows, frozenset[str]()
         self._waiting: list[Request] = []
         self._submitted = 0
         self._passed = [0] * shards  # pieces of others that were read since the last one of the oldest prompt
@@ -214,7 +214,7 @@ class Scheduler:
     def submit(
         self,
         tokens: Sequence[int],
-        most: int,
+        max_new_tokens: int,
         *,
         prompt_length: int | None = None,
         shares: int | None = None,
@@ -223,11 +223,11 @@ class Scheduler:
         needs: str | None = None,
         salt: str = "",
     ) -> Request:
-        """A request for at most ``most`` tokens after a prompt; with 0 the prompt is read, and that is all.
+        """A request for at most ``max_new_tokens`` tokens after a prompt; with 0 the prompt is read, and that is all.
 
         Args:
             tokens: the prompt, and what of the text there is already.
-            most: new tokens, those among them.
+            max_new_tokens: new tokens, those among them.
             prompt_length: tokens of the prompt; None: all of them.
             shares: as `Request.shares`: with 0, all is computed, whoever has read a part of it before.
             is_client: its row is held when the prompt is read.
@@ -240,24 +240,26 @@ class Scheduler:
             QueueFullError: too many wait.
         """
         length = len(tokens) if prompt_length is None else prompt_length
-        if not tokens or most < 0:
-            raise InputError(f"prompt of {len(tokens)} tokens, max_new_tokens={most}: must be at least 1, and at least 0")
-        if length + most > self._capacity:
+        if not tokens or max_new_tokens < 0:
             raise InputError(
-                f"prompt ({length} tokens) plus max_new_tokens={most} make {length + most} tokens, and there is room "
-                f"for {self._capacity}: shorten the prompt, or give a larger capacity"
+                f"prompt of {len(tokens)} tokens, max_new_tokens={max_new_tokens}: must be at least 1, and at least 0"
             )
-        needed, total = -(-(length + most - 1) // self._page), self._pools[0].total
+        if length + max_new_tokens > self._capacity:
+            raise InputError(
+                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} make {length + max_new_tokens} tokens, and "
+                f"there is room for {self._capacity}: shorten the prompt, or give a larger capacity"
+            )
+        needed, total = -(-(length + max_new_tokens - 1) // self._page), self._pools[0].total
         if needed > total:
             raise InputError(
-                f"prompt ({length} tokens) plus max_new_tokens={most} need {needed} pages of {self._page} tokens, and "
-                f"there are {total}: shorten the prompt, or give more pages"
+                f"prompt ({length} tokens) plus max_new_tokens={max_new_tokens} need {needed} pages of {self._page} tokens, "
+                f"and there are {total}: shorten the prompt, or give more pages"
             )
         taken = sum(row is not None and not self._may_lose_row(row.request) for row in self._rows)
-        free = max(0, self._most_rows - taken)
+        free = max(0, self._max_rows - taken)
         if self._max_waiting is not None and (length_of_line := self._length_of_line()) >= self._max_waiting + free:
             raise QueueFullError(f"{length_of_line} requests wait, and no more may (max_waiting): try again later")
-        request = Request(self._next_number(), list(tokens), length, most, shares=shares, needs=needs, salt=salt)
+        request = Request(self._next_number(), list(tokens), length, max_new_tokens, shares=shares, needs=needs, salt=salt)
         request.is_client, request.owner = is_client, owner
         self._waiting.append(request)
         return request
@@ -274,9 +276,9 @@ class Scheduler:
             return
         request.state = "cancelled"
 
-    def limit_rows(self, most: int) -> None:
+    def limit_rows(self, max_rows: int) -> None:
         """Give out at most so many rows at a time, from now on. Texts that have a row keep it."""
-        self._most_rows = most
+        self._max_rows = max_rows
 
     def hold_back(self, needs: Collection[str]) -> None:
         """Give no row to requests that need one of these, until this is called again. The others pass them."""
@@ -356,7 +358,7 @@ class Scheduler:
             self._fill(read.row)  # another prompt may have read the same chunk meanwhile, into pages of its own
         if read.is_last and read.request.is_client:
             read.request.state = "held"
-        elif read.is_last and read.request.most:
+        elif read.is_last and read.request.max_new_tokens:
             read.request.state = "running"
         elif read.is_last:
             self._leave(read.request)
@@ -376,7 +378,7 @@ class Scheduler:
                 self._make_way(self._rows_of(request.owner), is_idle_first=True)
                 continue
             free = [row for row, holder in enumerate(self._rows) if holder is None]
-            free = free if self.occupied < self._most_rows else []
+            free = free if self.occupied < self._max_rows else []
             if not free:
                 if not self._make_way(self._occupied):
                     return
@@ -419,7 +421,7 @@ class Scheduler:
 
     def _goal(self, request: Request) -> int:
         """Entries that a text may come to in the next decode call, as far as it may grow at all."""
-        return min(len(request.tokens) - 1 + self._ahead, request.limit - 1)
+        return min(len(request.tokens) - 1 + self._ahead, request.max_length - 1)
 
     def _wanted(self, request: Request, shard: int) -> int:
         """Pages that a ``request`` would need beside those that others hold for it already."""
@@ -433,8 +435,8 @@ class Scheduler:
 
     def _prefixes_of(self, request: Request, shard: int) -> list[Prefix]:
         """What others have read of its prompt, and it may take."""
-        most = len(request.tokens) - 1 if request.shares is None else min(request.shares, len(request.tokens) - 1)
-        return self._pools[shard].find(request.tokens, self._chunk, most, request.salt)
+        max_reused = len(request.tokens) - 1 if request.shares is None else min(request.shares, len(request.tokens) - 1)
+        return self._pools[shard].find(request.tokens, self._chunk, max_reused, request.salt)
 
     def _left(self, shard: int) -> int:
         """Pages that will be left in a ``shard`` when the prompts there are read."""
@@ -449,7 +451,7 @@ class Scheduler:
             return None
         reading.sort(key=lambda row: self._holder(row).request.number)
         oldest = number = reading[0]  # and the first of several with as few pieces left
-        if self._passed[shard] < MOST_PASSED:
+        if self._passed[shard] < MAX_PASSED:
             number = min(reading, key=self._pieces_left)
         row = self._holder(number)
         request, wanted = row.request, len(row.request.tokens) - 1
@@ -503,7 +505,7 @@ class Scheduler:
         """See to it that a row that is held has pages for ``ahead`` tokens more, or for all that it may still become. False:
         it has been dropped."""
         assert request.row is not None
-        return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.limit - 1))
+        return self._grow(request.row, min(len(request.tokens) - 1 + ahead, request.max_length - 1))
 
     def decoded(self, row: int, tokens: Sequence[int], done: bool) -> None:
         """A row that runs or is held has come to new ``tokens``; ``done``: its text is finished."""
@@ -561,9 +563,9 @@ class Scheduler:
             raise RuntimeError(f"row {number}: its request is {request.state}, in row {request.row}")
         if request.idle_since is not None and request.state != "held":
             raise RuntimeError(f"row {number}: its request is {request.state}, and its client is said to be able to draft")
-        if len(request.tokens) > request.limit or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
+        if len(request.tokens) > request.max_length or not 0 <= (row.read or 0) < max(len(request.tokens), 1):
             raise RuntimeError(
-                f"row {number}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.limit}"
+                f"row {number}: {row.read or 0} of {len(request.tokens)} tokens are read, and there may be {request.max_length}"
             )
 
     # --- what there is -------------------------------------------------------------------------------------------------

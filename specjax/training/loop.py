@@ -25,7 +25,7 @@ from specjax.config import ConfigError, differences
 from specjax.drafters.base import Drafter
 from specjax.models import config_json, hub
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
 from specjax.progress import Wait, waiting
 from specjax.sampling import make_key

@@ -49,7 +49,7 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     targets = [target.replace(config=replace(target.config, rope=rope)) for rope in ROPES]
     targets += [tiny_target(**common, **changes) for changes in MIXTURES.values()]
     targets += [Target.init(config, jax.random.key(0)) for config in of_families()]
-    for one in [*targets, *narrow_ones(path)]:
+    for one in [*targets, *quantized_ones(path)]:
         one.save_pretrained(path)
         files = {file.name: file.read_bytes() for file in path.iterdir()}
         index = {"metadata": {}, "weight_map": dict.fromkeys(checkpoint.stored_shapes(path), SHARD)}
@@ -59,8 +59,8 @@ def originals(tmp_path_factory) -> list[dict[str, bytes]]:
     return found
 
 
-def narrow_ones(path) -> list[Target]:
-    """Targets whose checkpoints are those of narrow weights: as they are, packed with and without zeros, and in two schemes."""
+def quantized_ones(path) -> list[Target]:
+    """Targets whose checkpoints have quantized weights: as they are, packed with and without zeros, and in two schemes."""
     tiny_target(hidden_size=32, eos_token_ids=(3, 4)).save_pretrained(path)
     found = [Target.from_pretrained(path, weights=weights, dtype=np.float32) for weights in ("w8a8", "int4", "fp8")]
     layer = dict(found[1].params["layers"][0])

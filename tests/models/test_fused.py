@@ -196,7 +196,7 @@ FAULTS = [
     (lambda t: t.update({"halves": t["halves"].astype(np.int8)}), "'halves' is of type I8"),
     (
         lambda t: t.update({"halves": t["halves"].astype(jnp.float8_e4m3fn)}),
-        "'halves' is of type F8_E4M3, .*: use the unquantised checkpoint",
+        "'halves' is of type F8_E4M3, .*: use the unquantized checkpoint",
     ),
     (lambda t: t.update({"q.weight": np.zeros((8, 6), np.float32)}), "'q.weight' is no part of a fused layer"),
 ]
@@ -254,7 +254,7 @@ def test_a_part_that_does_not_fit_is_a_mistake_of_ours(within) -> None:
         one("a", *within)
 
 
-def test_rows_of_a_matrix_in_fp8_are_dequantised_with_their_own_scales(tmp_path) -> None:
+def test_rows_of_a_matrix_in_fp8_are_dequantized_with_their_own_scales(tmp_path) -> None:
     rng, shape = np.random.default_rng(2), (300, 130)
     stored = rng.normal(size=shape).astype(jnp.float8_e4m3fn)
     scales = rng.uniform(0.5, 2, (3, 2)).astype(np.float32)

@@ -278,15 +278,15 @@ def test_a_config_that_is_not_supported_is_refused_before_any_weight(checkpoint,
 
 
 @pytest.mark.parametrize(
-    "quantisation",
+    "quantization",
     [
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     ],
 )
-def test_quantisations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantisation) -> None:
+def test_quantizations_that_are_read_are_no_part_of_the_configuration(checkpoint, quantization) -> None:
     plain = config_json.read_config(checkpoint)
-    edit_config(checkpoint, quantization_config=quantisation)
+    edit_config(checkpoint, quantization_config=quantization)
     assert config_json.read_config(checkpoint) == plain
 
 
@@ -412,7 +412,7 @@ WEIGHT_FAULTS = [
     ),
     (
         lambda path: change_tensors(path, lambda t: t.update({"model.norm.weight": np.zeros(16, np.int8)})),
-        "'model.norm.weight' is of type I8, .*: use the unquantised checkpoint",
+        "'model.norm.weight' is of type I8, .*: use the unquantized checkpoint",
     ),
 ]
 

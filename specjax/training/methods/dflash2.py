@@ -25,7 +25,7 @@ class DFlash2Training(TokenMethod):
         name: the method.
         block_size: tokens of a block, the anchor included.
         gamma: depth d weighs ``exp(-(d - 1) / gamma)``; 0: all alike.
-        conv_kernel_size: taps of the convolutions, a place's own included.
+        conv_kernel_size: tokens that a convolution reads, a position's own included.
         conv_group_size: channels that share what a place adds to its kernel; must divide the target's hidden size.
         selector_rank: of the selector's codebooks.
         selector_top_k: candidates at each place.

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from specjax.config import ConfigError
 from specjax.drafters.mtp import MTP
 from specjax.models.config import ModelConfig
-from specjax.models.narrow import schemes
+from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target
 from specjax.training import losses
 from specjax.training.contract import Batch, Metrics, StudentInputs, TrainingMethod

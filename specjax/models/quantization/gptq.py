@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from specjax.models.narrow.weights import Form, Narrow, rounded, scales_of
+from specjax.models.quantization.weights import Form, QuantizedMatrix, rounded, scales_of
 
 DAMPING = 0.01
 """Of the mean second moment, is added to each input's own, as GPTQ's authors do (section 3.3): so that inputs which are nearly
@@ -36,7 +36,7 @@ class Watched:
         moments: ``[..., in, in]`` float32.
 
     Examples:
-        >>> from specjax.models.narrow.gptq import Watched
+        >>> from specjax.models.quantization.gptq import Watched
         >>> from specjax.models.products import product
         >>> watched = Watched.of(jnp.ones((2, 3)))
         >>> rows = jnp.array([[1.0, 2.0], [0.0, 1.0]])
@@ -61,7 +61,7 @@ class Watched:
 
 
 @partial(jax.jit, static_argnames="form")
-def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], form: Form) -> Narrow:
+def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], form: Form) -> QuantizedMatrix:
     """The matrix ``weights`` in a ``form`` without zeros and order, rounded so that its products change little.
 
     The scales of a group are chosen as its first row is reached, for the weights as they then are.
@@ -70,7 +70,7 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
         weights: the matrix ``[in, out]``, or several.
         moments: of its inputs, ``X^T X``; of each, where there are several. Where all are 0, nothing is known, and the weights
             become the nearest numbers.
-        form: how it becomes narrow.
+        form: how it is quantized.
     """
     if weights.ndim > 2:  # one after the other, as they need not fit in side by side
         return jax.lax.map(lambda each: gptq(*each, form), (weights, moments))
@@ -100,7 +100,7 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
 
     _, (values, scales) = jax.lax.scan(of_block, jnp.zeros_like(weights), jnp.arange(0, inputs, rows))
     values = values.reshape(inputs // size, size, outputs).swapaxes(1, 2)
-    return Narrow(values, scales if form.group else whole[None], bits=form.bits, activations=form.activations)
+    return QuantizedMatrix(values, scales if form.group else whole[None], bits=form.bits, activations=form.activations)
 
 
 def followings(moments: Float[Array, "n n"]) -> Float[Array, "n n"]:

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from specjax import sharding
 from specjax.models import checkpoint
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import Form, float8, is_narrow, saved, schemes
-from specjax.models.narrow.stored import Ragged
-from specjax.models.narrow.weights import widened
 from specjax.models.params import Param
+from specjax.models.quantization import Form, float8, is_quantized, saved, schemes
+from specjax.models.quantization.stored import Ragged
+from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
 
@@ -48,7 +48,7 @@ def directory(tmp_path):
     return tmp_path
 
 
-def test_blocks_are_dequantised_as_numpy_does_it(directory) -> None:
+def test_blocks_are_dequantized_as_numpy_does_it(directory) -> None:
     found = tensors()
     expected = [reference(found[name], found[f"{name}_scale_inv"]).T for name in NAMES]
     read = checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
@@ -98,7 +98,7 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
     assert sorted(parts) == [(300, 66), (300, 66), (300, 132), (300, 132)]
 
 
-# --- kept narrow -------------------------------------------------------------------------------------------------------
+# --- kept quantized -------------------------------------------------------------------------------------------------------
 
 FULL, FULL_BLOCKS = (300, 256), (3, 2)  # the inputs are of whole blocks, the outputs are not
 KEPT = {
@@ -142,7 +142,7 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
     floats = checkpoint.load(tmp_path, KEPT, jnp.float32, "two experts", mesh=mesh, units=units)
     scales = [np.broadcast_to(found[f"{name}{suffix}"], FULL_BLOCKS) for name in NAMES]
     expected = [reference(found[name], of).T for name, of in zip(NAMES, scales, strict=True)]
-    for read in (floats, jax.tree.map(widened, kept, is_leaf=is_narrow)):
+    for read in (floats, jax.tree.map(dequantize_matrix, kept, is_leaf=is_quantized)):
         np.testing.assert_array_equal(read["down"], expected[0])
         np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
@@ -166,16 +166,16 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     floats = Target.from_pretrained(tmp_path, dtype=np.float32)
-    assert not any(map(is_narrow, jax.tree.leaves(floats.params, is_leaf=is_narrow)))
+    assert not any(map(is_quantized, jax.tree.leaves(floats.params, is_leaf=is_quantized)))
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
-    narrow = Target.from_pretrained(tmp_path, dtype=np.float32)
-    forms = {name: value.form for name, value in narrow.params["layers"][1].items() if is_narrow(value)}
+    quantized = Target.from_pretrained(tmp_path, dtype=np.float32)
+    forms = {name: value.form for name, value in quantized.params["layers"][1].items() if is_quantized(value)}
     # 256 inputs are two blocks; 128 are one, whose scales are those of all inputs, and 16 are less than one.
     assert forms == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), Form("fp8")) | {"down": Form("fp8", 128)}
-    assert not is_narrow(narrow.params["embed"])
+    assert not is_quantized(quantized.params["embed"])
     prompts = np.array([[1, 2, 3, 4, 5]])
     np.testing.assert_allclose(
-        narrow.forward(prompts)[0].logits,
+        quantized.forward(prompts)[0].logits,
         floats.forward(prompts)[0].logits,
         rtol=0,
         atol=2e-5 * float(jnp.abs(floats.forward(prompts)[0].logits).max()),
@@ -187,7 +187,7 @@ def test_a_cpu_reads_floats_and_others_what_is_stored(tmp_path, monkeypatch) -> 
 FAULTS = [
     (
         lambda found: found.pop("experts.1.weight_scale_inv"),
-        "'experts.1.weight' is narrow, and 'experts.1.weight_scale_inv', which goes with it, is missing: download",
+        "'experts.1.weight' is quantized, and 'experts.1.weight_scale_inv', which goes with it, is missing: download",
     ),
     (
         lambda found: found.update({"down.weight_scale_inv": np.ones((2, 2), np.float32)}),

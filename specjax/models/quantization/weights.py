@@ -1,4 +1,4 @@
-"""What a narrow matrix is, and how floats become one.
+"""What a quantized matrix is, and how floats become one.
 
 A weight is ``(value - zero) * scale``. The value is a number of 8 or 4 bits. Neighbouring inputs of one output, a *group*,
 share the scale and the zero; one group may be all inputs. This is the layout of qwix's ``QArray`` (google/qwix), but that the
@@ -29,8 +29,8 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 
 @struct.dataclass
-class Narrow:
-    """A matrix ``[..., in, out]`` as narrow values with their scales. In a declaration its leaves are each a `Param`.
+class QuantizedMatrix:
+    """A matrix ``[..., in, out]`` as quantized values with their scales. In a declaration its leaves are each a `Param`.
 
     Attributes:
         values: ``[..., groups, out, size]`` int8, int4 or float8_e4m3fn: the inputs of a group, ``groups * size`` in all.
@@ -43,13 +43,13 @@ class Narrow:
             8, or 16, which is close to not at all.
 
     Examples:
-        >>> from specjax.models.narrow import Form
-        >>> from specjax.models.narrow.weights import narrowed, widened
+        >>> from specjax.models.quantization import Form
+        >>> from specjax.models.quantization.weights import quantize_matrix, dequantize_matrix
         >>> weights = np.array([[1.0, 0.5], [-2.0, 0.25]], np.float32)
-        >>> narrow = narrowed(weights, Form("int8"))
-        >>> narrow.shape, narrow.values.tolist()
+        >>> quantized = quantize_matrix(weights, Form("int8"))
+        >>> quantized.shape, quantized.values.tolist()
         ((2, 2), [[[64, -127], [127, 64]]])
-        >>> float(jnp.max(jnp.abs(widened(narrow) - weights))) < 2 / 127
+        >>> float(jnp.max(jnp.abs(dequantize_matrix(quantized) - weights))) < 2 / 127
         True
     """
 
@@ -73,35 +73,35 @@ class Narrow:
 
     @property
     def form(self) -> "Form":
-        """How it is narrow."""
+        """How it is quantized."""
         kind = "fp8" if jnp.dtype(self.values.dtype) == jnp.float8_e4m3fn else "int4" if self.bits == 4 else "int8"
         *_, groups, _, size = self.values.shape
         return Form(kind, 0 if groups == 1 else size, self.zeros is not None, self.order is not None, self.activations)
 
 
-def is_narrow(value: Any) -> bool:
-    """Whether ``value`` is a `Narrow`; for ``is_leaf`` of `jax.tree.map`."""
-    return isinstance(value, Narrow)
+def is_quantized(value: Any) -> bool:
+    """Whether ``value`` is a `QuantizedMatrix`; for ``is_leaf`` of `jax.tree.map`."""
+    return isinstance(value, QuantizedMatrix)
 
 
-def matrices_in(tree: Any) -> list[Narrow]:
-    """The narrow matrices of any pytree of parameters, or of their declarations."""
-    return list(filter(is_narrow, jax.tree.leaves(tree, is_leaf=is_narrow)))
+def matrices_in(tree: Any) -> list[QuantizedMatrix]:
+    """The quantized matrices of any pytree of parameters, or of their declarations."""
+    return list(filter(is_quantized, jax.tree.leaves(tree, is_leaf=is_quantized)))
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is narrow.
+    """How a matrix is quantized.
 
     Attributes:
         kind: of its values.
         group: inputs that share a scale; 0: all of them.
-        has_zeros: see `Narrow`.
-        is_ordered: see ``order`` of `Narrow`.
-        activations: see `Narrow`.
+        has_zeros: see `QuantizedMatrix`.
+        is_ordered: see ``order`` of `QuantizedMatrix`.
+        activations: see `QuantizedMatrix`.
 
     Examples:
-        >>> from specjax.models.narrow import Form
+        >>> from specjax.models.quantization import Form
         >>> Form("int4", group=128).bits
         4
     """
@@ -130,8 +130,8 @@ class Form:
             size = size // 2 if size > 16 else 0
         return replace(self, group=size)
 
-    def declare(self, param: Param, dtype: DTypeLike | None = None) -> Narrow:
-        """The declarations of the parts of a narrow matrix that is declared as one of floats.
+    def declare(self, param: Param, dtype: DTypeLike | None = None) -> QuantizedMatrix:
+        """The declarations of the parts of a quantized matrix that is declared as one of floats.
 
         Args:
             param: the matrix, ``(..., in, out)``.
@@ -159,7 +159,7 @@ class Form:
             jnp.dtype(self.dtype if dtype is None else dtype).name,
         )
         of_group = ((groups, outputs), (of_groups, out_axis))
-        return Narrow(
+        return QuantizedMatrix(
             values=values,
             scales=part("scales", *of_group, "float32"),
             zeros=part("zeros", *of_group, "int8") if self.has_zeros else None,
@@ -174,7 +174,7 @@ def _in_out(param: Param, of_axes: tuple[T, ...]) -> tuple[T, ...]:
     return (*of_axes[:-2], of_axes[-1], of_axes[-2]) if param.is_rows else of_axes
 
 
-def narrowed(weights: np.ndarray, form: Form) -> Narrow:
+def quantize_matrix(weights: np.ndarray, form: Form) -> QuantizedMatrix:
     """The matrix ``weights [..., in, out]`` in a ``form`` without zeros and order: each weight is the nearest number under the
     scale of its group, see `scales_of`."""
     rows = np.swapaxes(np.asarray(weights, np.float32), -1, -2)
@@ -182,7 +182,7 @@ def narrowed(weights: np.ndarray, form: Form) -> Narrow:
     size = form.group or inputs
     grouped = np.moveaxis(rows.reshape(*lead, outputs, inputs // size, size), -2, -3)  # [..., groups, out, size]
     scales = scales_of(grouped, form)
-    return Narrow(rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations)
+    return QuantizedMatrix(rounded(grouped, scales, form), scales, bits=form.bits, activations=form.activations)
 
 
 def scales_of(grouped: Numbers, form: Form) -> Numbers:
@@ -216,8 +216,8 @@ def rounded(grouped: Numbers, scales: Numbers, form: Form) -> Numbers:
     return xp.clip(xp.rint(numbers), -_LARGEST[form.kind], _LARGEST[form.kind]).astype(np.int8)
 
 
-def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """``[..., in, out]`` the weights of a narrow ``matrix`` as floats."""
+def dequantize_matrix(matrix: QuantizedMatrix, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """``[..., in, out]`` the weights of a quantized ``matrix`` as floats."""
     values = matrix.values.astype(jnp.float32)
     if matrix.zeros is not None:
         values = values - matrix.zeros.astype(jnp.float32)[..., None]
@@ -229,9 +229,9 @@ def widened(matrix: Narrow, dtype: DTypeLike = jnp.float32) -> jax.Array:
     return columns.astype(dtype)
 
 
-def rows_of(table: Narrow, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """``[..., in]`` the weights of the outputs ``rows`` of a narrow matrix ``[in, out]``: of an embedding, those of tokens."""
+def rows_of(table: QuantizedMatrix, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """``[..., in]`` the weights of the outputs ``rows`` of a quantized ``table [in, out]``: of an embedding those of tokens."""
     flat = rows.reshape(-1)
     zeros = None if table.zeros is None else table.zeros[:, flat]
     found = replace(table, values=table.values[:, flat], scales=table.scales[:, flat], zeros=zeros)
-    return widened(found, dtype).T.reshape(*rows.shape, -1)
+    return dequantize_matrix(found, dtype).T.reshape(*rows.shape, -1)

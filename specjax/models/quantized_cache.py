@@ -25,7 +25,7 @@ _LEAST = 1e-30
 
 
 @struct.dataclass
-class Quantized:
+class QuantizedPart:
     """One part of an entry in 8 bits; it stands for ``numbers * scales[..., None]``.
 
     Attributes:
@@ -42,15 +42,15 @@ class Quantized:
         return self.numbers.shape
 
 
-Part = jax.Array | Quantized
+Part = jax.Array | QuantizedPart
 """What one layer remembers of S tokens, or one part of it: ``[B, heads, S, dim]``."""
 
 
-def quantize(x: Float[Array, "B heads S dim"]) -> Quantized:
+def quantize(x: Float[Array, "B heads S dim"]) -> QuantizedPart:
     """``x`` in 8 bits. Each head's vector of a token has a scale, by which its largest number becomes 127 or -127.
 
     Examples:
-        >>> from specjax.models.quantized import dequantize, quantize
+        >>> from specjax.models.quantized_cache import dequantize, quantize
         >>> part = quantize(jnp.array([[[[1.0, -0.5, 0.25, 0.1]]]]))
         >>> part.numbers.tolist()
         [[[[127, -64, 32, 13]]]]
@@ -59,29 +59,29 @@ def quantize(x: Float[Array, "B heads S dim"]) -> Quantized:
     """
     wide = x.astype(jnp.float32)
     scales = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), _LEAST) / _MOST
-    return Quantized(jnp.round(wide / scales[..., None]).astype(jnp.int8), scales)
+    return QuantizedPart(jnp.round(wide / scales[..., None]).astype(jnp.int8), scales)
 
 
 def dequantize(part: Part) -> jax.Array:
     """What a part stands for: float32 of one in 8 bits, another as it is."""
-    return part.numbers.astype(jnp.float32) * part.scales[..., None] if isinstance(part, Quantized) else part
+    return part.numbers.astype(jnp.float32) * part.scales[..., None] if isinstance(part, QuantizedPart) else part
 
 
 def quantized_as(part: Part, kept: Part) -> Part:
     """``part`` as ``kept`` is stored: in 8 bits, or in floats of its type."""
-    if isinstance(kept, Quantized):
-        return part if isinstance(part, Quantized) else quantize(part)
+    if isinstance(kept, QuantizedPart):
+        return part if isinstance(part, QuantizedPart) else quantize(part)
     return dequantize(part).astype(kept.dtype)
 
 
 def is_part(node: object) -> bool:
     """For functions of trees that take a part as one leaf."""
-    return isinstance(node, Quantized)
+    return isinstance(node, QuantizedPart)
 
 
 def operand(part: Part, dtype: DTypeLike) -> jax.Array:
     """The factor of a product that a part is, before `rescaled`: numbers of 8 bits in ``dtype``, which has them all exactly."""
-    return part.numbers.astype(dtype) if isinstance(part, Quantized) else part
+    return part.numbers.astype(dtype) if isinstance(part, QuantizedPart) else part
 
 
 def rescaled(by_slot: jax.Array, part: Part, axes: Sequence[int]) -> jax.Array:
@@ -90,7 +90,7 @@ def rescaled(by_slot: jax.Array, part: Part, axes: Sequence[int]) -> jax.Array:
     A score is ``q . (numbers * scale)``, which is ``(q . numbers) * scale``, and a sum of weighted values likewise. So a scale
     is multiplied with one number of a slot, and not with all of its ``dim``.
     """
-    return by_slot * jnp.expand_dims(part.scales, axes) if isinstance(part, Quantized) else by_slot
+    return by_slot * jnp.expand_dims(part.scales, axes) if isinstance(part, QuantizedPart) else by_slot
 
 
 def check_cache_type(name: str) -> None:

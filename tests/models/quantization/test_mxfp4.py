@@ -1,4 +1,4 @@
-"""MXFP4: against a table in numpy and against transformers, as floats and kept narrow, in slices, and what is refused."""
+"""MXFP4: against a table in numpy and against transformers, as floats and kept quantized, in slices, and what is refused."""
 
 import json
 from dataclasses import replace
@@ -14,12 +14,12 @@ from specjax import sharding
 from specjax.models import checkpoint, fingerprint
 from specjax.models.config import MoE
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import Form, is_narrow, mxfp4, schemes
-from specjax.models.narrow.weights import widened
 from specjax.models.params import Param, Within
+from specjax.models.quantization import Form, is_quantized, mxfp4, schemes
+from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
-from tests.models.narrow.in_memory import Numbers
+from tests.models.quantization.in_memory import Numbers
 
 EXPERTS, MLP, HIDDEN = 4, 6, 96
 UP = (EXPERTS, HIDDEN, MLP)
@@ -129,7 +129,7 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_checkpoint_appears_unquantised_and_is_written_so(directory, dtype) -> None:
+def test_a_checkpoint_appears_unquantized_and_is_written_so(directory, dtype) -> None:
     shapes = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * MLP), "down_proj": (EXPERTS, 32, HIDDEN), "norm": (3,)}
     assert checkpoint.stored_shapes(directory) == shapes
     assert checkpoint.stored_type(directory) == checkpoint.type_of(directory, "down_proj") == jnp.bfloat16
@@ -167,7 +167,7 @@ def test_blocks_and_scales_may_lie_in_different_shards(directory) -> None:
     np.testing.assert_array_equal(bits(read["up"]), bits(expected()["up"]))
 
 
-# --- kept narrow -------------------------------------------------------------------------------------------------------
+# --- kept quantized -------------------------------------------------------------------------------------------------------
 
 KEPT = {name: replace(param, is_product=name != "norm") for name, param in DECLARED.items()}
 
@@ -179,7 +179,7 @@ def declare(directory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sizes", [None, (1, 2), (2, 4)])
-def test_kept_narrow_they_are_the_same_weights(directory, sizes) -> None:
+def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     mesh = sizes and sharding.make_mesh(*sizes)
     declared = declare(directory)
     kept = checkpoint.load(directory, declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS)
@@ -187,14 +187,14 @@ def test_kept_narrow_they_are_the_same_weights(directory, sizes) -> None:
     assert kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32) and kept["up"].values.dtype == jnp.int8
     assert set(np.unique(kept["up"].values)) <= {0, *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1))}
     for name, value in expected().items():
-        found = widened(kept[name]) if is_narrow(kept[name]) else kept[name]
+        found = dequantize_matrix(kept[name]) if is_quantized(kept[name]) else kept[name]
         np.testing.assert_array_equal(np.asarray(found, np.float32), value.astype(np.float32))
     if sizes == (1, 2):
         assert kept["gate"].values.addressable_shards[0].data.shape == (2, HIDDEN // 32, MLP, 32)
         assert kept["up"].scales.addressable_shards[0].data.shape == (EXPERTS, HIDDEN // 32, MLP // 2)
     with checkpoint.reading(directory, declared, jnp.bfloat16, WHAT) as values:
         assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(kept, UNITS, mesh)
-    with pytest.raises(CheckpointError, match=r"_proj is narrow, .* load the model with weights='float' to save it"):
+    with pytest.raises(CheckpointError, match=r"_proj is quantized, .* load the model with weights='float' to save it"):
         checkpoint.save(directory / "again", declared, kept, {})
 
 
@@ -235,11 +235,13 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
 
     stored, floats = (Target.from_pretrained(tmp_path, dtype=np.float32, weights=weights) for weights in ("stored", "float"))
-    forms = {name: value.form for name, value in stored.params["layers"][1].items() if is_narrow(value)}
+    forms = {name: value.form for name, value in stored.params["layers"][1].items() if is_quantized(value)}
     group = Form("int8", 32)
     assert forms == {"experts_gate": group, "experts_up": group, "experts_down": Form("int8")}
-    widened_ = jax.tree.map(lambda leaf: widened(leaf) if is_narrow(leaf) else leaf, stored.params, is_leaf=is_narrow)
-    jax.tree.map(np.testing.assert_array_equal, widened_, floats.params)
+    wide = jax.tree.map(
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, stored.params, is_leaf=is_quantized
+    )
+    jax.tree.map(np.testing.assert_array_equal, wide, floats.params)
     prompts = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
     expected = np.asarray(floats.forward(prompts)[0].logits)
     on_mesh = Target.from_pretrained(tmp_path, dtype=np.float32, mesh=sharding.make_mesh(1, 2))

@@ -1,5 +1,6 @@
-"""Which matrices of a model become narrow, and how."""
+"""Which matrices of a model are quantized, and how."""
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,24 +12,24 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.errors import InputError
-from specjax.models.narrow.gptq import Watched, gptq
-from specjax.models.narrow.weights import Form, Narrow, is_narrow, narrowed
 from specjax.models.params import Param
+from specjax.models.quantization.gptq import Watched, gptq
+from specjax.models.quantization.weights import Form, QuantizedMatrix, is_quantized, quantize_matrix
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the matrices of a model become narrow.
+    """How the matrices of a model are quantized.
 
     Attributes:
         layers: those of its layers.
         vocabulary: its embedding and its head; None: they stay floats.
 
     Examples:
-        >>> from specjax.models.narrow import Form
-        >>> from specjax.models.narrow.schemes import Scheme
-        >>> narrow = target.narrow(Scheme(layers=Form("int4", group=16), vocabulary=None))
-        >>> narrow.params["layers"][0]["down"].form.kind, narrow.params["embed"].dtype
+        >>> from specjax.models.quantization import Form
+        >>> from specjax.models.quantization.schemes import Scheme
+        >>> quantized = target.quantize(Scheme(layers=Form("int4", group=16), vocabulary=None))
+        >>> quantized.params["layers"][0]["down"].form.kind, quantized.params["embed"].dtype
         ('int4', dtype('float32'))
     """
 
@@ -52,7 +53,7 @@ SCHEMES: dict[str, Scheme] = {
 """By name: 8-bit weights; the same, multiplied with activations of 8 bits; 4-bit weights in groups of 128; FP8."""
 
 AS_STORED, FLOATS = "stored", "float"
-"""What else may be asked for: matrices are narrow as a checkpoint has them, or not at all."""
+"""What else may be asked for: matrices are quantized as a checkpoint has them, or not at all."""
 
 Weights = str | Scheme
 """`AS_STORED`, `FLOATS`, a name in `SCHEMES`, or a scheme of one's own."""
@@ -72,7 +73,7 @@ def check_weights(weights: Weights, others: Sequence[str] = (AS_STORED, FLOATS),
 
 
 FormOf = Callable[[Param], Form | None]
-"""How a parameter becomes narrow; None: not at all."""
+"""How a parameter is quantized; None: not at all."""
 
 
 def of_model(form_of: FormOf, tied: bool) -> FormOf:
@@ -102,7 +103,7 @@ def _essence(form: Form) -> tuple[str, int, int]:
 
 
 def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
-    """``declared``, any pytree of `Param`, with a `Narrow` of declarations in place of every matrix that is given a form.
+    """``declared``, any pytree of `Param`, with declarations of a `QuantizedMatrix` in place of each matrix that has a form.
 
     A CPU has no 4-bit numbers: on one, values of 4 bits are held in int8.
     """
@@ -116,21 +117,24 @@ def declare(declared: Any, form_of: FormOf, mesh: Mesh | None = None) -> Any:
     return jax.tree.map(one, declared)
 
 
-def make_narrow(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
-    """``params``, as ``declared`` without narrow ones, with a `Narrow` in place of every matrix that is given a form; one after
-    the other. Of a `Watched` matrix, by what was seen. ``units`` as in `specjax.sharding.partition`."""
+def quantize_params(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, units: Mapping[str, int]) -> Any:
+    """Return ``params`` with a `QuantizedMatrix` in place of every matrix that ``form_of`` gives a form, one after the other.
+
+    A `Watched` matrix is quantized by the moments that were seen. ``declared`` has no quantized matrix yet; ``units`` are as in
+    `specjax.sharding.partition`.
+    """
     targets = declare(declared, form_of, mesh)
 
     def one(param: Param, target: Any, value: Any) -> Any:
-        if isinstance(value, Narrow):
-            raise InputError("weights: they are narrow already: load them in floats, with weights='float'")
-        if not isinstance(target, Narrow):
+        if isinstance(value, QuantizedMatrix):
+            raise InputError("weights: they are quantized already: load them in floats, with weights='float'")
+        if not isinstance(target, QuantizedMatrix):
             return value
         if isinstance(value, Watched):
             made = gptq(value.weight, value.moments, target.form)
         else:
             floats = np.asarray(sharding.to_host(value, mesh))
-            made = narrowed(floats.T if param.is_rows else floats, target.form)
+            made = quantize_matrix(floats.T if param.is_rows else floats, target.form)
 
         def put(part: Param, numbers: np.ndarray) -> jax.Array:
             numbers = np.asarray(numbers, jnp.dtype(part.dtype))
@@ -142,9 +146,15 @@ def make_narrow(declared: Any, params: Any, form_of: FormOf, mesh: Mesh | None, 
 
 
 def declare_like(declared: Any, params: Any) -> Any:
-    """``declared`` with a `Narrow` of declarations wherever ``params``, of the same structure else, have a narrow matrix."""
+    """Return ``declared`` with the declarations of a `QuantizedMatrix` wherever ``params`` have a quantized matrix."""
 
     def one(value: Any, param: Param) -> Any:
-        return value.form.declare(param, value.values.dtype) if isinstance(value, Narrow) else param
+        return value.form.declare(param, value.values.dtype) if isinstance(value, QuantizedMatrix) else param
 
-    return jax.tree.map(one, params, declared, is_leaf=is_narrow)
+    return jax.tree.map(one, params, declared, is_leaf=is_quantized)
+
+
+def narrow(model: Any, weights: Weights) -> Any:
+    """Quantize the weights of a target or drafter: its method under an old name, which warns."""
+    warnings.warn(f"{type(model).__name__}.narrow has a new name: call it quantize", DeprecationWarning, stacklevel=2)
+    return model.quantize(weights)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specjax.models.narrow.packing import packed, unpacked
+from specjax.models.quantization.packing import packed, unpacked
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -1,4 +1,4 @@
-"""Narrow checkpoints as they are published: which of them are read, and where their matrices lie in them.
+"""Quantized checkpoints as they are published: which of them are read, and where their matrices lie in them.
 
 Read are FP8 with a scale for each block (DeepSeek, Qwen) or for each matrix; compressed-tensors of 8-bit whole numbers
 (``int-quantized``), of FP8 (``float-quantized``), and packed (``pack-quantized``); AWQ; GPTQ. Whatever else there is, is
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from specjax.models.fields import CheckpointError, show
-from specjax.models.narrow.stored import Awq, Gptq, PackedMatrix, PlainMatrix, Ragged, StoredMatrix, is_neighbourly
-from specjax.models.narrow.weights import BLOCK, Form
+from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMatrix, Ragged, StoredMatrix, is_neighbourly
+from specjax.models.quantization.weights import BLOCK, Form
 
-ADVICE = "use the checkpoint without quantisation, and weights='int8' or 'int4'"
-"""What to do about a narrow checkpoint that cannot be read."""
+ADVICE = "use the checkpoint without quantization, and weights='int8' or 'int4'"
+"""What to do about a quantized checkpoint that cannot be read."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _READ = ("fp8", "mxfp4", "compressed-tensors", "awq", "gptq")
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
@@ -69,7 +69,7 @@ def check_config(raw: Any, source: str) -> None:
     if method == "gptq":
         need.one_of("checkpoint_format", _gptq_format(raw), "gptq", "gptq_v2")
         need.one_of("pack_dtype", raw.get("pack_dtype", "int32"), "int32")
-        special = raw.get("dynamic") or {}  # of some matrices: how they differ, or that they are not narrow
+        special = raw.get("dynamic") or {}  # of some matrices: how they differ, or that they are not quantized
         is_alike = isinstance(special, dict) and all(str(name).startswith("-") for name in special)
         need(is_alike, "dynamic", special, "left out, or say only which matrices stay floats")
     if method == "compressed-tensors":
@@ -77,7 +77,7 @@ def check_config(raw: Any, source: str) -> None:
 
 
 def method_of(raw: Mapping[str, Any]) -> Any:
-    """The name of the method by which a checkpoint was made narrow, as its ``quantization_config`` says it."""
+    """The name of the method by which a checkpoint was quantized, as its ``quantization_config`` says it."""
     return raw.get("quant_method", raw.get("method"))  # the second is GPTQModel's own
 
 
@@ -145,7 +145,7 @@ def _strategy(weights: Mapping[str, Any]) -> Any:
 
 
 def matrices(tensors: Mapping[str, Any], raw: Mapping[str, Any], directory: Path) -> tuple[dict[str, StoredMatrix], set[str]]:
-    """The narrow matrices of a checkpoint, but for those of MXFP4.
+    """The quantized matrices of a checkpoint, but for those of MXFP4.
 
     Args:
         tensors: all of the checkpoint's, by name.
@@ -197,7 +197,7 @@ class _Parts:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise CheckpointError(
-                f"{self.directory}: {show(whole)} is narrow, and {show(name)}, which goes with it, is missing: "
+                f"{self.directory}: {show(whole)} is quantized, and {show(name)}, which goes with it, is missing: "
                 "download the checkpoint again"
             )
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
@@ -213,7 +213,7 @@ class _Parts:
         """The shape of the tensor ``name``, which must have two axes."""
         shape = tuple(self.tensors[name].get_shape())
         if len(shape) != 2 or 0 in shape:
-            self.refuse(f"{show(name)} has shape {shape}: {show(whole)} is narrow, and must be a matrix")
+            self.refuse(f"{show(name)} has shape {shape}: {show(whole)} is quantized, and must be a matrix")
         self.get(name, whole, shape, kinds=(kind,))
         return shape[0], shape[1]
 
@@ -245,7 +245,7 @@ class _Parts:
         by_class = [group for group in groups if kind in group["targets"]]
         found = by_name or by_pattern or by_class or groups[:1] * (len(groups) == 1)
         if not found:
-            self.refuse(f"{show(matrix)} is narrow, and config.json does not say how: none of its config_groups is for it")
+            self.refuse(f"{show(matrix)} is quantized, and config.json does not say how: none of its config_groups is for it")
         return found[0]
 
 

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: written number by number from the layouts' descriptions, read as floats, narrow, in parts, and on a mesh."""
+"""AWQ and GPTQ: written number by number from the layouts' descriptions, read as floats, quantized, in parts, and on a mesh."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import Form, is_narrow
-from specjax.models.narrow.stored import Awq, Gptq, PackedMatrix, PlainMatrix
+from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization.stored import Awq, Gptq, PackedMatrix, PlainMatrix
 from specjax.models.transformer import Target
 from tests.conftest import tiny_target
-from tests.models.narrow.in_memory import Numbers
+from tests.models.quantization.in_memory import Numbers
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 PROMPTS = np.array([[1, 4, 2, 7, 7, 9, 0, 3]])
@@ -130,7 +130,7 @@ def logits(target: Target) -> np.ndarray:
 
 
 def kept(target: Target) -> dict[str, Form]:
-    return {name: value.form for name, value in target.params["layers"][-1].items() if is_narrow(value)}
+    return {name: value.form for name, value in target.params["layers"][-1].items() if is_quantized(value)}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
@@ -168,15 +168,15 @@ def test_weights_are_those_that_the_slow_packer_packed(tmp_path, name) -> None:
         read(tmp_path, weights="float").params,
         floats.params,
     )
-    narrow = read(tmp_path)
-    assert kept(narrow) == dict.fromkeys(MATRICES, form)
+    quantized = read(tmp_path)
+    assert kept(quantized) == dict.fromkeys(MATRICES, form)
     expected = logits(floats)
-    assert 0 < np.abs(logits(narrow) - expected).max() < 1e-3 * np.abs(expected).max()  # of activations, as above
+    assert 0 < np.abs(logits(quantized) - expected).max() < 1e-3 * np.abs(expected).max()  # of activations, as above
 
-    narrow.save_pretrained(tmp_path / "again")  # in the layout of compressed-tensors
+    quantized.save_pretrained(tmp_path / "again")  # in the layout of compressed-tensors
     again = read(tmp_path / "again")
-    jax.tree.map(np.testing.assert_array_equal, again.params, narrow.params)
-    assert again.fingerprint() == narrow.fingerprint()
+    jax.tree.map(np.testing.assert_array_equal, again.params, quantized.params)
+    assert again.fingerprint() == quantized.fingerprint()
 
 
 @pytest.mark.parametrize("name", ["AWQ", "GPTQ, symmetric", "GPTQ, act order", "GPTQ of 8 bits", "GPTQ, one group"])
@@ -268,7 +268,11 @@ def test_biases_of_zeros_are_left_out_and_others_are_refused(tmp_path) -> None:
 
 Q = "model.layers.0.self_attn.q_proj."
 FAULTS = [
-    (FIRST, lambda t: t.pop(f"{Q}scales"), f"'{Q}weight' is narrow, and '{Q}scales', which goes with it, is missing: download"),
+    (
+        FIRST,
+        lambda t: t.pop(f"{Q}scales"),
+        f"'{Q}weight' is quantized, and '{Q}scales', which goes with it, is missing: download",
+    ),
     (FIRST, lambda t: t.pop(f"{Q}qzeros"), f"'{Q}qzeros', which goes with it, is missing"),
     (FIRST, lambda t: t.pop(f"{Q}qweight"), f"'{Q}weight' of a llama model with this config.json is missing"),
     (
@@ -327,7 +331,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(originals, tmp_path, said, 
 
 
 CONFIG_FAULTS = [
-    (FIRST | {"bits": 3}, "quantization_config.bits=3: must be 4 or 8: use the checkpoint without quantisation"),
+    (FIRST | {"bits": 3}, "quantization_config.bits=3: must be 4 or 8: use the checkpoint without quantization"),
     (FIRST | {"bits": None}, "bits=None: must be 4 or 8"),
     (FIRST | {"bits": 8}, r"scales' is F16 of shape"),
     (FIRST | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin': must be gptq or gptq_v2"),

@@ -1,4 +1,4 @@
-"""Floats that become narrow: against qwix, in range, and how far from what they were."""
+"""Floats that are quantized: against qwix, in range, and how far from what they were."""
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from qwix._src.core import qarray
 
-from specjax.models.narrow import Form
-from specjax.models.narrow.weights import narrowed, rows_of, widened
 from specjax.models.params import Param, Within
+from specjax.models.quantization import Form
+from specjax.models.quantization.weights import dequantize_matrix, quantize_matrix, rows_of
 
 FORMS = [Form("int8"), Form("int8", 16), Form("int4"), Form("int4", 16), Form("fp8"), Form("fp8", 16)]
 LARGEST = {"int8": 127, "int4": 7, "fp8": 448}
@@ -24,7 +24,7 @@ def test_numbers_and_scales_are_those_of_qwix(group) -> None:
     how = qarray.HowToQuantize(
         qtype=jnp.int8, channelwise_axes=(1,), tiled_axes={0: group} if group else {}, calibration_method="absmax"
     )
-    theirs, ours = qarray.quantize(jnp.asarray(matrix), how), narrowed(matrix, Form("int8", group))
+    theirs, ours = qarray.quantize(jnp.asarray(matrix), how), quantize_matrix(matrix, Form("int8", group))
     assert theirs.zero_point is None and ours.zeros is None
     # qwix divides by 127.5, so that the largest weight is rounded to 128 and cut off at 127.
     np.testing.assert_allclose(np.asarray(theirs.scale) * 127.5 / 127, np.asarray(ours.scales), rtol=1e-6)
@@ -32,7 +32,9 @@ def test_numbers_and_scales_are_those_of_qwix(group) -> None:
     exact = matrix / np.repeat(np.asarray(ours.scales), 64 // len(ours.scales), axis=0)
     assert np.abs(values - np.asarray(theirs.qvalue, np.int32)).max() <= 1
     np.testing.assert_array_equal(values, np.rint(exact))
-    np.testing.assert_allclose(widened(ours), qarray.dequantize(theirs), rtol=0, atol=float(np.asarray(theirs.scale).max()))
+    np.testing.assert_allclose(
+        dequantize_matrix(ours), qarray.dequantize(theirs), rtol=0, atol=float(np.asarray(theirs.scale).max())
+    )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -40,13 +42,13 @@ def test_numbers_are_in_range_and_weights_change_little(form) -> None:
     matrix = weights(3, 64, 24)
     matrix[1, :, 5] = 0  # a column of zeros
     matrix[2, :, 7] *= 1e-30
-    narrow = narrowed(matrix, form)
-    assert narrow.shape == matrix.shape and narrow.form == form
+    quantized = quantize_matrix(matrix, form)
+    assert quantized.shape == matrix.shape and quantized.form == form
     groups = 64 // (form.group or 64)
-    assert narrow.values.shape == (3, groups, 24, 64 // groups) and narrow.scales.shape == (3, groups, 24)
-    values = np.asarray(narrow.values).astype(np.float32)
-    assert np.abs(values).max() == LARGEST[form.kind] and (np.asarray(narrow.scales) > 0).all()
-    found = np.asarray(widened(narrow))
+    assert quantized.values.shape == (3, groups, 24, 64 // groups) and quantized.scales.shape == (3, groups, 24)
+    values = np.asarray(quantized.values).astype(np.float32)
+    assert np.abs(values).max() == LARGEST[form.kind] and (np.asarray(quantized.scales) > 0).all()
+    found = np.asarray(dequantize_matrix(quantized))
     assert not found[1, :, 5].any()
     lost = np.abs(found - matrix)
     size = form.group or 64
@@ -67,18 +69,18 @@ def test_weights_in_another_order_come_back_in_their_own() -> None:
     rng = np.random.default_rng(1)
     order = np.stack([rng.permutation(32), rng.permutation(32)]).astype(np.int32)
     turned = np.take_along_axis(matrix, order[..., None], axis=1)
-    narrow = narrowed(turned, Form("int8", 8)).replace(order=order)
-    assert narrow.form.is_ordered
-    assert float(jnp.abs(widened(narrow) - matrix).max()) < np.abs(matrix).max() / 127
-    one = jax.tree.map(lambda part: part[1], narrow)
-    np.testing.assert_array_equal(widened(one), widened(narrow)[1])
+    quantized = quantize_matrix(turned, Form("int8", 8)).replace(order=order)
+    assert quantized.form.is_ordered
+    assert float(jnp.abs(dequantize_matrix(quantized) - matrix).max()) < np.abs(matrix).max() / 127
+    one = jax.tree.map(lambda part: part[1], quantized)
+    np.testing.assert_array_equal(dequantize_matrix(one), dequantize_matrix(quantized)[1])
 
 
 def test_rows_of_an_embedding_are_its_outputs() -> None:
     table = weights(20, 16)
-    narrow = narrowed(table.T, Form("int8"))
+    quantized = quantize_matrix(table.T, Form("int8"))
     tokens = jnp.array([[3, 0], [19, 3]])
-    np.testing.assert_array_equal(rows_of(narrow, tokens, jnp.float32), widened(narrow).T[tokens])
+    np.testing.assert_array_equal(rows_of(quantized, tokens, jnp.float32), dequantize_matrix(quantized).T[tokens])
 
 
 @pytest.mark.parametrize(("asked", "inputs", "found"), [(128, 256, 128), (128, 96, 32), (128, 36, 0), (128, 9, 0), (0, 9, 0)])
@@ -102,8 +104,8 @@ def test_the_parts_of_a_matrix_are_declared_after_it() -> None:
 
 
 def test_zeros_are_taken_off_before_the_scale() -> None:
-    narrow = narrowed(weights(32, 8), Form("int8", 16))
-    zeros = np.random.default_rng(1).integers(-3, 4, narrow.scales.shape).astype(np.int8)
-    shifted = widened(narrow.replace(zeros=zeros))
-    lost = np.repeat(zeros * np.asarray(narrow.scales), 16, axis=0)  # [in, out]: a group is 16 neighbouring inputs
-    np.testing.assert_allclose(shifted, widened(narrow) - lost, rtol=1e-5, atol=1e-6)
+    quantized = quantize_matrix(weights(32, 8), Form("int8", 16))
+    zeros = np.random.default_rng(1).integers(-3, 4, quantized.scales.shape).astype(np.int8)
+    shifted = dequantize_matrix(quantized.replace(zeros=zeros))
+    lost = np.repeat(zeros * np.asarray(quantized.scales), 16, axis=0)  # [in, out]: a group is 16 neighbouring inputs
+    np.testing.assert_allclose(shifted, dequantize_matrix(quantized) - lost, rtol=1e-5, atol=1e-6)

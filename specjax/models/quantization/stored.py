@@ -1,7 +1,7 @@
-"""Matrices as checkpoints have them narrow, of which parts are read: one class for each way in which they are laid out.
+"""Matrices as checkpoints have them quantized, of which parts are read: one class for each way in which they are laid out.
 
-Each shows itself in two ways: as the matrix in floats, as if the checkpoint were not narrow; and as the parts of a `Narrow`,
-values, scales, zeros and order, in their shapes.
+Each shows itself in two ways: as the matrix in floats, as if the checkpoint were not quantized; and as the parts of a
+`QuantizedMatrix`, values, scales, zeros and order, in their shapes.
 """
 
 from abc import ABC, abstractmethod
@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.narrow.packing import AWQ_NIBBLES, unpacked
-from specjax.models.narrow.weights import BLOCK, Form, narrowed
+from specjax.models.quantization.packing import AWQ_NIBBLES, unpacked
+from specjax.models.quantization.weights import BLOCK, Form, quantize_matrix
 
 ROLES = ("values", "scales", "zeros", "order")
 _STORED_TYPES = {"int8": "I8", "int4": "I8", "fp8": "F8_E4M3"}
 
 
 class Parts(ABC):
-    """What the parts of a `Narrow` are read from.
+    """What the parts of a `QuantizedMatrix` are read from.
 
     Attributes:
-        form: how it is narrow.
+        form: how it is quantized.
     """
 
     form: Form
@@ -40,7 +40,7 @@ class Parts(ABC):
 
 
 class Role:
-    """One of the parts of a `Narrow`, of which slices are read from a checkpoint."""
+    """One of the parts of a `QuantizedMatrix`, of which slices are read from a checkpoint."""
 
     def __init__(self, parts: Parts, role: str) -> None:
         self._parts, self._role = parts, role
@@ -59,8 +59,8 @@ class Role:
 
 
 class StoredMatrix(Parts):
-    """A matrix, or a stack of them, that a checkpoint has narrow. Like any tensor, it has a shape, a type and slices: those of
-    the matrix in floats.
+    """A matrix, or a stack of them, that a checkpoint has quantized. Like any tensor, it has a shape, a type and slices: those
+    of the matrix in floats.
 
     Attributes:
         is_kept: whether it can be held as it is; otherwise it is read as floats.
@@ -91,7 +91,7 @@ class OneMatrix(StoredMatrix):
     """A matrix of numbers ``[out, in]``, by whatever they are read.
 
     Args:
-        form: how it is narrow.
+        form: how it is quantized.
         shape: ``(out, in)``.
         of_input: the group of each input, where those of a group are no neighbours; None: they are.
     """
@@ -114,7 +114,7 @@ class OneMatrix(StoredMatrix):
         return np.zeros((len(range(self.shape[0])[outputs]), self.groups), np.int8)
 
     def order(self) -> np.ndarray:
-        """``[in]``, as in `Narrow`."""
+        """``[in]``, as in `QuantizedMatrix`."""
         if self._of_input is None:
             return np.arange(self.shape[1], dtype=np.int32)
         return np.argsort(self._group_of_inputs(), kind="stable").astype(np.int32)
@@ -170,7 +170,7 @@ class PlainMatrix(OneMatrix):
     Args:
         values: int8 or float8_e4m3fn.
         scales: of all of it, of each output, of each group of each output, or of blocks of several outputs.
-        form: how it is narrow.
+        form: how it is quantized.
         block: outputs that share a scale.
     """
 
@@ -227,7 +227,7 @@ class PackedMatrix(_PackedFormat):
         scales: ``[out, groups]``.
         zeros: ``[out bits / 32, groups]``, packed along the outputs; None: there are none.
         of_input: the group of each input, where they are no neighbours; None: they are.
-        form: how it is narrow.
+        form: how it is quantized.
         inputs: how many there are: the last number may be filled up.
     """
 
@@ -258,7 +258,7 @@ class Gptq(_PackedFormat):
         scales: ``[groups, out]``.
         zeros: ``[groups, out bits / 32]``, packed along the outputs; ``add`` is to be added to them.
         of_input: the group of each input; None: they are neighbours.
-        form: how it is narrow, with zeros; it has none where all of them turn out to be 0.
+        form: how it is quantized, with zeros; it has none where all of them turn out to be 0.
         add: 1 in the first version of the layout, 0 in the second.
         is_symmetric: whether the checkpoint says that zeros are 0; None: it does not say.
     """
@@ -299,7 +299,7 @@ class Awq(OneMatrix):
         packed: ``[in, out / 8]``.
         scales: ``[groups, out]``.
         zeros: ``[groups, out / 8]``.
-        form: how it is narrow.
+        form: how it is quantized.
     """
 
     def __init__(self, packed: Any, scales: Any, zeros: Any, form: Form) -> None:
@@ -331,11 +331,11 @@ def _signed(numbers: np.ndarray, bits: int) -> np.ndarray:
 
 
 class Rounded(Parts):
-    """A matrix of floats that becomes narrow as it is read: `narrowed`.
+    """A matrix of floats that is quantized as it is read: `quantize_matrix`.
 
     Args:
         floats: ``[..., out, in]``, or ``[..., in, out]`` where it is ``turned``.
-        form: how it becomes narrow.
+        form: how it is quantized.
         turned: see ``floats``.
     """
 
@@ -356,11 +356,11 @@ class Rounded(Parts):
         if scales is None:
             place = (*lead, slice(None), outputs) if self._turned else (*lead, outputs, slice(None))
             floats = self._floats[place] if self._turned else np.swapaxes(self._floats[place], -1, -2)
-            narrow = narrowed(floats, self.form)
+            quantized = quantize_matrix(floats, self.form)
             if role == "values":  # which are large: only what is asked for next is kept
-                self._scales[asked] = narrow.scales
-                return narrow.values[..., groups, :, part[-1]]
-            scales = narrow.scales
+                self._scales[asked] = quantized.scales
+                return quantized.values[..., groups, :, part[-1]]
+            scales = quantized.scales
         return scales[..., groups, :]
 
 

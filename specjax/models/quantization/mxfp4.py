@@ -3,9 +3,9 @@
 Of a tensor NAME there are NAME_blocks, of type U8 and shape ``[experts, out, in / 32, 16]``, and NAME_scales, of type U8 and
 shape ``[experts, out, in / 32]``. A byte of the blocks holds two numbers of 1 bit sign, 2 bits exponent and 1 bit mantissa, the
 first one in its low half; a weight is such a number times ``2 ** (scale - 127)``. Scale 255 is not a number, and nor are then
-its weights. NAME appears here as ``[experts, in, out]``, which is the unquantised tensor; every weight below 2 ** 128 is exact
-in bfloat16. Or it is narrow: twice such a number is a whole number from -12 to 12, so that in int8, in groups of 32 with scales
-``2 ** (scale - 128)``, nothing is rounded either.
+its weights. NAME appears here as ``[experts, in, out]``, which is the unquantized tensor; every weight below 2 ** 128 is exact
+in bfloat16. Or it is quantized: twice such a number is a whole number from -12 to 12, so that in int8, in groups of 32 with
+scales ``2 ** (scale - 128)``, nothing is rounded either.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.fields import CheckpointError, show
-from specjax.models.narrow.stored import StoredMatrix
-from specjax.models.narrow.weights import Form
+from specjax.models.quantization.stored import StoredMatrix
+from specjax.models.quantization.weights import Form
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -78,7 +78,7 @@ def doubled(blocks: np.ndarray) -> np.ndarray:
     """Twice the numbers of ``blocks [..., 16]`` uint8, without their scales: int8 ``[..., 32]``.
 
     Examples:
-        >>> from specjax.models.narrow import mxfp4
+        >>> from specjax.models.quantization import mxfp4
         >>> mxfp4.doubled(np.full((1, 16), 0x97, np.uint8))[0, :4].tolist()
         [12, -1, 12, -1]
     """
@@ -103,7 +103,7 @@ def unpack(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     Examples:
         The numbers 2 and 4 stand for 1 and 2:
 
-        >>> from specjax.models.narrow import mxfp4
+        >>> from specjax.models.quantization import mxfp4
         >>> weights = mxfp4.unpack(np.full((1, 16), 0x42, np.uint8), np.array([128], np.uint8))
         >>> weights.shape, weights[:4].tolist()
         ((32,), [2.0, 4.0, 2.0, 4.0])
@@ -137,19 +137,19 @@ def unpacked(tensors: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         if shape[-1] != _BYTES:
             raise CheckpointError(
                 f"{directory}: {show(name)} has shape {shape}: each block of MXFP4 must have {_BYTES} bytes: "
-                "use the unquantised checkpoint"
+                "use the unquantized checkpoint"
             )
         scales = tensors.get(f"{whole}_scales")
         if scales is None:
             raise CheckpointError(
                 f"{directory}: {show(name)} is in MXFP4, and its scales, {show(f'{whole}_scales')}, are missing: "
-                "download the checkpoint again, or use the unquantised one"
+                "download the checkpoint again, or use the unquantized one"
             )
         of_scales = tuple(scales.get_shape())
         if of_scales != shape[:-1] or scales.get_dtype() != "U8":
             raise CheckpointError(
                 f"{directory}: {show(f'{whole}_scales')} is {scales.get_dtype()} of shape {of_scales}: it must be "
-                f"U8 of shape {shape[:-1]}, one for each block of {show(name)}: use the unquantised checkpoint"
+                f"U8 of shape {shape[:-1]}, one for each block of {show(name)}: use the unquantized checkpoint"
             )
         del found[name], found[f"{whole}_scales"]
         found[whole] = Mxfp4Tensor(tensor, scales)

@@ -13,7 +13,7 @@ from specjax.models import layers, params
 from specjax.models.attention import by_device
 from specjax.models.attention.plain import attend_plainly
 from specjax.models.cache import PagedCache
-from specjax.models.quantized import Quantized, dequantize, operand, quantize, quantized_as, rescaled
+from specjax.models.quantized_cache import QuantizedPart, dequantize, operand, quantize, quantized_as, rescaled
 from specjax.models.transformer import Target
 from specjax.serving import memory
 from tests.conftest import LAYERED, MIXTURES, own_programs, tiny_config, tiny_target
@@ -169,7 +169,7 @@ def test_it_is_split_over_devices_as_floats_are() -> None:
 
     found, entries = run(on_mesh)
     for part in entries[0]:
-        assert isinstance(part, Quantized)
+        assert isinstance(part, QuantizedPart)
         assert part.numbers.sharding.shard_shape(part.shape) == (2, 1, 12, 4)
         assert part.scales.sharding.shard_shape(part.scales.shape) == (2, 1, 12)
     np.testing.assert_allclose(found, target.forward(TOKENS)[0].logits[:, 6:], atol=1e-4)

@@ -10,7 +10,7 @@ def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
     """The numbers in ``packed [rows, words]`` int32, from the lowest bits on: uint8 ``[rows, words * 32 / bits]``.
 
     Examples:
-        >>> from specjax.models.narrow.packing import packed, unpacked
+        >>> from specjax.models.quantization.packing import packed, unpacked
         >>> unpacked(np.array([[0x76543210]], np.int32), 4).tolist()
         [[0, 1, 2, 3, 4, 5, 6, 7]]
         >>> packed(np.arange(8)[None], 4).tolist() == [[0x76543210]]

@@ -1,4 +1,4 @@
-"""Narrow checkpoints as they are written: in compressed-tensors' layout, which other programs read too."""
+"""Quantized checkpoints as they are written: in compressed-tensors' layout, which other programs read too."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,34 +7,34 @@ import jax
 import numpy as np
 
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow.packing import packed
-from specjax.models.narrow.weights import BLOCK, Form, is_narrow, matrices_in
 from specjax.models.params import Param
+from specjax.models.quantization.packing import packed
+from specjax.models.quantization.weights import BLOCK, Form, is_quantized, matrices_in
 
 
 def compressed(arrays: Mapping[str, np.ndarray], declared: Any) -> dict[str, np.ndarray]:
-    """``arrays`` with the parts of narrow matrices in compressed-tensors' layout.
+    """``arrays`` with the parts of quantized matrices in compressed-tensors' layout.
 
     Args:
-        arrays: by name; a part of a narrow matrix is called as its declaration is.
+        arrays: by name; a part of a quantized matrix is called as its declaration is.
         declared: the declarations, any pytree.
 
     Raises:
-        CheckpointError: a matrix that compressed-tensors has no name for is narrow.
+        CheckpointError: a matrix that compressed-tensors has no name for is quantized.
     """
     found = dict(arrays)
-    for narrow in matrices_in(declared):
-        for stored in narrow.values.stored_names:
+    for quantized in matrices_in(declared):
+        for stored in quantized.values.stored_names:
             name = stored.removesuffix(":values")
             if f"{name}:values" not in found:
                 continue  # several parameters are one tensor there
             if not name.endswith(".weight"):
                 raise CheckpointError(
-                    f"{name} is narrow, and compressed-tensors has no names for the parts of such a tensor: load the model "
+                    f"{name} is quantized, and compressed-tensors has no names for the parts of such a tensor: load the model "
                     "with weights='float' to save it"
                 )
             parts = {role: found.pop(f"{name}:{role}", None) for role in ("values", "scales", "zeros", "order")}
-            found |= _compressed(name, parts, narrow.form)
+            found |= _compressed(name, parts, quantized.form)
     return found
 
 
@@ -77,11 +77,11 @@ def _of_blocks(name: str, scales: np.ndarray) -> np.ndarray:
 
 
 def format_config(declared: Any) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a checkpoint that `compressed` makes of ``declared``; None: nothing in it is narrow."""
+    """The ``quantization_config`` of a checkpoint that `compressed` makes of ``declared``; None: nothing in it is quantized."""
     modules: dict[Form, list[str]] = {}
     floats: list[str] = []
-    for each in jax.tree.leaves(declared, is_leaf=is_narrow):
-        if is_narrow(each):
+    for each in jax.tree.leaves(declared, is_leaf=is_quantized):
+        if is_quantized(each):
             names = [name.removesuffix(".weight:values") for name in each.values.stored_names]
             modules.setdefault(each.form, []).extend(names)
         elif isinstance(each, Param) and len(each.shape) > 1 and not each.is_rows:

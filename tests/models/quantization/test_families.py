@@ -1,4 +1,4 @@
-"""Narrow matrices in families whose tensors are fused, stacked, tied, or in blocks of FP8: made, saved, read, on a mesh."""
+"""Quantized matrices in families whose tensors are fused, stacked, tied, or in blocks of FP8: made, saved, read, on a mesh."""
 
 import itertools
 import json
@@ -13,9 +13,9 @@ from safetensors.numpy import load_file, save_file
 from specjax import sharding
 from specjax.models import checkpoint
 from specjax.models.config import MLA, MoE
-from specjax.models.narrow import Form, is_narrow
-from specjax.models.narrow.packing import packed
-from specjax.models.narrow.weights import widened
+from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization.packing import packed
+from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_target
 
@@ -31,14 +31,16 @@ def logits(target: Target) -> np.ndarray:
 
 
 def in_floats(target: Target) -> Target:
-    floats = jax.tree.map(lambda leaf: widened(leaf) if is_narrow(leaf) else leaf, target.params, is_leaf=is_narrow)
-    if is_narrow(target.params["embed"]):
+    floats = jax.tree.map(
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, target.params, is_leaf=is_quantized
+    )
+    if is_quantized(target.params["embed"]):
         floats["embed"] = floats["embed"].T
     return target.replace(params=floats)
 
 
 def kept(target: Target, layer: int = -1) -> dict[str, Form]:
-    return {name: value.form for name, value in target.params["layers"][layer].items() if is_narrow(value)}
+    return {name: value.form for name, value in target.params["layers"][layer].items() if is_quantized(value)}
 
 
 def assert_equal(one: Target, other: Target) -> None:
@@ -78,38 +80,38 @@ OFTEN = [
 )
 def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monkeypatch, name, weights) -> None:
     tiny_target(**MODELS[name], hidden_size=32).save_pretrained(tmp_path)
-    narrow = read(tmp_path, weights=weights)
-    expected = logits(in_floats(narrow))
+    quantized = read(tmp_path, weights=weights)
+    expected = logits(in_floats(quantized))
     bound = (0.15 if weights == "w8a8" else 1e-3) * np.abs(expected).max()
-    np.testing.assert_allclose(logits(narrow), expected, rtol=0, atol=bound)
-    narrow.save_pretrained(tmp_path / "narrow")
+    np.testing.assert_allclose(logits(quantized), expected, rtol=0, atol=bound)
+    quantized.save_pretrained(tmp_path / "quantized")
     if weights == "fp8":  # which a CPU converts
         monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
-    again = read(tmp_path / "narrow")
-    assert_equal(again, narrow)
-    assert_equal(read(tmp_path / "narrow", mesh=sharding.make_mesh(1, 2)), narrow)
+    again = read(tmp_path / "quantized")
+    assert_equal(again, quantized)
+    assert_equal(read(tmp_path / "quantized", mesh=sharding.make_mesh(1, 2)), quantized)
     on_mesh = read(tmp_path, weights=weights, mesh=sharding.make_mesh(1, 2))
-    assert_equal(on_mesh, narrow)
-    np.testing.assert_allclose(logits(on_mesh), logits(narrow), rtol=0, atol=1e-3 * np.abs(expected).max())
+    assert_equal(on_mesh, quantized)
+    np.testing.assert_allclose(logits(on_mesh), logits(quantized), rtol=0, atol=1e-3 * np.abs(expected).max())
 
 
 def test_fused_matrices_are_one_in_the_file(tmp_path) -> None:
     tiny_target(model_type="phi3", hidden_size=32).save_pretrained(tmp_path)
-    read(tmp_path, weights="int4").save_pretrained(tmp_path / "narrow")
-    shapes = checkpoint.stored_shapes(tmp_path / "narrow")
+    read(tmp_path, weights="int4").save_pretrained(tmp_path / "quantized")
+    shapes = checkpoint.stored_shapes(tmp_path / "quantized")
     assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (32, 32)
-    tensors = load_file(tmp_path / "narrow" / "model.safetensors")
+    tensors = load_file(tmp_path / "quantized" / "model.safetensors")
     assert tensors["model.layers.0.self_attn.qkv_proj.weight_packed"].shape == (32, 32 * 4 // 32)
     assert tensors["model.layers.1.mlp.gate_up_proj.weight_scale"].shape == (48, 1)
 
 
 def test_a_tied_embedding_is_one_matrix(tmp_path) -> None:
     tiny_target(**MODELS["tied"]).save_pretrained(tmp_path)
-    narrow = read(tmp_path, weights="int8")
-    narrow.save_pretrained(tmp_path / "narrow")
-    names = load_file(tmp_path / "narrow" / "model.safetensors").keys()
+    quantized = read(tmp_path, weights="int8")
+    quantized.save_pretrained(tmp_path / "quantized")
+    names = load_file(tmp_path / "quantized" / "model.safetensors").keys()
     assert "model.embed_tokens.weight_packed" in names and not any(name.startswith("lm_head") for name in names)
-    assert narrow.params["embed"].form == Form("int8") and "lm_head" not in narrow.params
+    assert quantized.params["embed"].form == Form("int8") and "lm_head" not in quantized.params
 
 
 # --- experts one by one --------------------------------------------------------------------------------------------------
@@ -146,30 +148,30 @@ def test_experts_whose_inputs_are_in_different_orders(tmp_path) -> None:
     said = {"quant_method": "gptq", "bits": 4, "group_size": 8, "sym": True, "desc_act": True}
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": said}))
 
-    narrow, expected = read(tmp_path), read(tmp_path / "floats")
+    quantized, expected = read(tmp_path), read(tmp_path / "floats")
     # An expert has 8 units: its last matrix is of one group.
     ordered = Form("int4", 8, is_ordered=True)
-    assert kept(narrow) == {"experts_gate": ordered, "experts_up": ordered, "experts_down": Form("int4")}
-    assert narrow.params["layers"][0]["experts_up"].order.shape == (8, 32)
-    found = in_floats(narrow).params
+    assert kept(quantized) == {"experts_gate": ordered, "experts_up": ordered, "experts_down": Form("int4")}
+    assert quantized.params["layers"][0]["experts_up"].order.shape == (8, 32)
+    found = in_floats(quantized).params
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-6), found, expected.params)
-    np.testing.assert_allclose(logits(narrow), logits(expected), rtol=0, atol=1e-3 * np.abs(logits(expected)).max())
-    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), narrow)
-    narrow.save_pretrained(tmp_path / "again")
-    assert_equal(read(tmp_path / "again"), narrow)
+    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-3 * np.abs(logits(expected)).max())
+    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
+    quantized.save_pretrained(tmp_path / "again")
+    assert_equal(read(tmp_path / "again"), quantized)
 
 
-def test_experts_of_which_one_is_not_narrow_are_read_as_floats(tmp_path) -> None:
+def test_experts_of_which_one_is_not_quantized_are_read_as_floats(tmp_path) -> None:
     target = tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32, num_layers=1)
     target.save_pretrained(tmp_path)
-    read(tmp_path, weights="int8").save_pretrained(tmp_path / "narrow")
-    tensors, floats = load_file(tmp_path / "narrow" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    read(tmp_path, weights="int8").save_pretrained(tmp_path / "quantized")
+    tensors, floats = load_file(tmp_path / "quantized" / "model.safetensors"), load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.experts.5.up_proj.weight"
     for part in ("_packed", "_scale", "_shape"):
         del tensors[name + part]
-    save_file(tensors | {name: floats[name]}, tmp_path / "narrow" / "model.safetensors")
-    found = read(tmp_path / "narrow")
-    assert not is_narrow(found.params["layers"][0]["experts_up"]) and is_narrow(found.params["layers"][0]["experts_gate"])
+    save_file(tensors | {name: floats[name]}, tmp_path / "quantized" / "model.safetensors")
+    found = read(tmp_path / "quantized")
+    assert not is_quantized(found.params["layers"][0]["experts_up"]) and is_quantized(found.params["layers"][0]["experts_gate"])
     np.testing.assert_array_equal(found.params["layers"][0]["experts_up"][5], floats[name].T)
 
 
@@ -219,14 +221,14 @@ def test_blocks_of_fp8_also_where_they_do_not_fill_a_matrix(tmp_path, monkeypatc
     assert_equal(read(tmp_path), expected)  # on a CPU
     assert_equal(read(tmp_path, weights="float", mesh=sharding.make_mesh(1, 2)), expected)
     monkeypatch.setattr(sharding, "is_on_cpu", lambda mesh: False)
-    narrow = read(tmp_path)
+    quantized = read(tmp_path)
     blocks = Form("fp8", 128)
     if name == "qwen3":  # `down` has 300 inputs
-        assert kept(narrow) == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), blocks)
+        assert kept(quantized) == dict.fromkeys(("q", "k", "v", "o", "gate", "up"), blocks)
     else:  # `kv_b` is no product, and 144, 136, 160 and 200 inputs are no whole blocks
         names = ("q_a", "kv_a", "experts_gate", "experts_up", "shared_gate", "shared_up")
-        assert kept(narrow) == dict.fromkeys(names, blocks)
-    np.testing.assert_allclose(logits(narrow), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max())
-    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), narrow)
-    narrow.save_pretrained(tmp_path / "again")
-    assert_equal(read(tmp_path / "again"), narrow)
+        assert kept(quantized) == dict.fromkeys(names, blocks)
+    np.testing.assert_allclose(logits(quantized), logits(expected), rtol=0, atol=1e-4 * np.abs(logits(expected)).max())
+    assert_equal(read(tmp_path, mesh=sharding.make_mesh(1, 2)), quantized)
+    quantized.save_pretrained(tmp_path / "again")
+    assert_equal(read(tmp_path / "again"), quantized)

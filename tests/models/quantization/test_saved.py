@@ -20,9 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specjax.models import checkpoint
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import is_narrow, saved, schemes, stored
-from specjax.models.narrow.weights import BLOCK, Form, Narrow, narrowed, widened
 from specjax.models.params import Param
+from specjax.models.quantization import is_quantized, saved, schemes, stored
+from specjax.models.quantization.weights import BLOCK, Form, QuantizedMatrix, dequantize_matrix, quantize_matrix
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
 
@@ -43,28 +43,28 @@ def read_by_library(directory: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("weights", schemes.SCHEMES)
-@pytest.mark.represents("narrow weights as transformers reads them")
+@pytest.mark.represents("quantized weights as transformers reads them")
 def test_the_library_reads_our_weights(tmp_path, weights) -> None:
     tiny_target(hidden_size=128, intermediate_size=256, head_dim=32, scale=6.0).save_pretrained(tmp_path)
-    narrow = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
-    narrow.save_pretrained(tmp_path / weights)
+    quantized = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
+    quantized.save_pretrained(tmp_path / weights)
     theirs = read_by_library(tmp_path / weights)
     with torch.no_grad():
         logits = theirs(torch.tensor(PROMPTS)).logits.numpy()
     state = {name: tensor.numpy() for name, tensor in theirs.state_dict().items()}
-    for i, layer in enumerate(narrow.params["layers"]):
+    for i, layer in enumerate(quantized.params["layers"]):
         for ours, name in NAMES.items():
-            assert is_narrow(layer[ours])
-            np.testing.assert_allclose(state[f"model.layers.{i}.{name}.weight"].T, widened(layer[ours]), rtol=1e-6)
-    np.testing.assert_allclose(state["model.embed_tokens.weight"], narrow.embedding, rtol=1e-6)
-    np.testing.assert_allclose(state["lm_head.weight"].T, narrow.head_weights, rtol=1e-6)
-    found = np.asarray(narrow.forward(PROMPTS)[0].logits)
+            assert is_quantized(layer[ours])
+            np.testing.assert_allclose(state[f"model.layers.{i}.{name}.weight"].T, dequantize_matrix(layer[ours]), rtol=1e-6)
+    np.testing.assert_allclose(state["model.embed_tokens.weight"], quantized.embedding, rtol=1e-6)
+    np.testing.assert_allclose(state["lm_head.weight"].T, quantized.head_weights, rtol=1e-6)
+    found = np.asarray(quantized.forward(PROMPTS)[0].logits)
     # Of "w8a8" the library rounds activations too, each program in its own way.
     bound = (0.1 if weights == "w8a8" else 1e-3) * np.abs(logits).max()
     np.testing.assert_allclose(found, logits, rtol=0, atol=bound)
 
 
-def random_matrix(form: Form, outputs: int = 256, inputs: int = 256) -> Narrow:
+def random_matrix(form: Form, outputs: int = 256, inputs: int = 256) -> QuantizedMatrix:
     """Numbers over the whole range of a ``form``."""
     rng, size = np.random.default_rng(0), form.group or inputs
     groups, half = inputs // size, 1 << (form.bits - 1)
@@ -76,7 +76,7 @@ def random_matrix(form: Form, outputs: int = 256, inputs: int = 256) -> Narrow:
         scales = np.repeat(scales[:, ::BLOCK], BLOCK, axis=1)
     zeros = rng.integers(-half, half, (groups, outputs)).astype(np.int8) if form.has_zeros else None
     order = np.argsort(rng.permutation(inputs) // size, kind="stable").astype(np.int32) if form.is_ordered else None
-    return Narrow(values, scales, zeros, order, form.bits, form.activations)
+    return QuantizedMatrix(values, scales, zeros, order, form.bits, form.activations)
 
 
 FORMS = [
@@ -115,7 +115,7 @@ def test_every_form_is_read_back_bit_for_bit_and_unpacked_by_the_library(tmp_pat
     scheme = QuantizationScheme(**raw)
     state = {part.removeprefix("layer."): tensor for part, tensor in load_file(tmp_path / "model.safetensors").items()}
     theirs = BaseCompressor.get_value_from_registry(scheme.format).decompress(state, scheme)["weight"]
-    np.testing.assert_allclose(theirs.numpy().T, widened(matrix), rtol=1e-6)
+    np.testing.assert_allclose(theirs.numpy().T, dequantize_matrix(matrix), rtol=1e-6)
 
 
 def test_what_has_no_name_there_is_refused(tmp_path) -> None:
@@ -124,7 +124,7 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
     declared = {"down": form.declare(stack)}
     params = {"down": jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), declared["down"])}
     with pytest.raises(
-        CheckpointError, match=r"experts\.down_proj is narrow, and .* load the model with weights='float' to save it"
+        CheckpointError, match=r"experts\.down_proj is quantized, and .* load the model with weights='float' to save it"
     ):
         checkpoint.save(tmp_path, declared, params, {})
     matrix = random_matrix(Form("fp8", 128))
@@ -137,7 +137,7 @@ def test_what_has_no_name_there_is_refused(tmp_path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_model_becomes_narrow_within_the_memory_of_a_layer(tmp_path, weights) -> None:
+def test_a_model_becomes_quantized_within_the_memory_of_a_layer(tmp_path, weights) -> None:
     """Beside what is kept. Only what numpy takes is counted: what has become JAX's is no more of its own."""
     config = tiny_config(num_layers=24, hidden_size=256, intermediate_size=1024)
     floats = Target.init(config, jax.random.key(0))
@@ -145,20 +145,22 @@ def test_a_model_becomes_narrow_within_the_memory_of_a_layer(tmp_path, weights) 
     gc.collect()
     tracemalloc.start()
     try:
-        narrow = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
+        quantized = Target.from_pretrained(tmp_path, weights=weights, dtype=np.float32)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert is_narrow(narrow.params["layers"][0]["down"])
+    assert is_quantized(quantized.params["layers"][0]["down"])
     assert peak < 2 * sum(matrix.nbytes for matrix in jax.tree.leaves(floats.params["layers"][0]))
 
 
-def test_every_matrix_becomes_narrow_once(tmp_path, monkeypatch) -> None:
+def test_every_matrix_becomes_quantized_once(tmp_path, monkeypatch) -> None:
     """Experts too, which are read one by one: first the values of all, then the scales."""
     tiny_target(**MIXTURES["qwen3_moe"], hidden_size=32).save_pretrained(tmp_path)
     made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(stored, "narrowed", lambda floats, form: made.append(floats.shape) or narrowed(floats, form))
-    narrow = Target.from_pretrained(tmp_path, weights="int4", dtype=np.float32)
-    matrices = [value for layer in narrow.params["layers"] for value in layer.values() if is_narrow(value)]
+    monkeypatch.setattr(
+        stored, "quantize_matrix", lambda floats, form: made.append(floats.shape) or quantize_matrix(floats, form)
+    )
+    quantized = Target.from_pretrained(tmp_path, weights="int4", dtype=np.float32)
+    matrices = [value for layer in quantized.params["layers"] for value in layer.values() if is_quantized(value)]
     in_all = sum(int(np.prod(matrix.values.shape[:-3])) for matrix in matrices)
-    assert len(made) == in_all + is_narrow(narrow.params["embed"]) + is_narrow(narrow.params.get("lm_head"))
+    assert len(made) == in_all + is_quantized(quantized.params["embed"]) + is_quantized(quantized.params.get("lm_head"))

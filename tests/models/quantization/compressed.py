@@ -37,7 +37,7 @@ STATIC = QuantizationArgs(num_bits=8, type="float", strategy="tensor")
 def scheme(
     bits: int, strategy: str, inputs: QuantizationArgs | None = None, layout: str | None = None, targets=("Linear",), **own: Any
 ) -> QuantizationScheme:
-    """The library's words for matrices that are narrow so."""
+    """The library's words for matrices that are quantized so."""
     weights = QuantizationArgs(num_bits=bits, strategy=strategy, **own)
     return QuantizationScheme(targets=list(targets), weights=weights, input_activations=inputs, format=layout)
 
@@ -57,8 +57,8 @@ def grouped(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor,
 
 
 def write(directory: Path, schemes: list[QuantizationScheme], **sizes: Any) -> LlamaForCausalLM:
-    """Writes a checkpoint of a model whose linear layers are narrow as the ``schemes`` say; gives the model of floats with the
-    weights that the library itself reads there."""
+    """Writes a checkpoint of a model whose linear layers are quantized as the ``schemes`` say; gives the model of floats with
+    the weights that the library itself reads there."""
     torch.manual_seed(0)
     config = LlamaConfig(**(SIZES | sizes))
     model = LlamaForCausalLM(config)

@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models.fields import CheckpointError
-from specjax.models.narrow import Form, is_narrow
-from specjax.models.narrow.weights import widened
+from specjax.models.quantization import Form, is_quantized
+from specjax.models.quantization.weights import dequantize_matrix
 from specjax.models.transformer import Target
-from tests.models.narrow.compressed import FLOAT_TOKEN, PROMPTS, STATIC, TOKEN, logits, scheme, write
+from tests.models.quantization.compressed import FLOAT_TOKEN, PROMPTS, STATIC, TOKEN, logits, scheme, write
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 ATTENTION, MLP = "re:.*self_attn.*", "re:.*mlp.*"
@@ -60,13 +60,15 @@ def our_logits(target: Target) -> np.ndarray:
 
 
 def kept(target: Target) -> dict[str, Form]:
-    """How the matrices of the last layer are narrow."""
-    return {name: value.form for name, value in target.params["layers"][-1].items() if is_narrow(value)}
+    """How the matrices of the last layer are quantized."""
+    return {name: value.form for name, value in target.params["layers"][-1].items() if is_quantized(value)}
 
 
 def as_floats(target: Target):
-    """The params, the narrow ones in floats."""
-    return jax.tree.map(lambda leaf: widened(leaf) if is_narrow(leaf) else leaf, target.params, is_leaf=is_narrow)
+    """The params, the quantized ones in floats."""
+    return jax.tree.map(
+        lambda leaf: dequantize_matrix(leaf) if is_quantized(leaf) else leaf, target.params, is_leaf=is_quantized
+    )
 
 
 def share(found: np.ndarray, expected: np.ndarray) -> float:
@@ -97,7 +99,7 @@ def test_logits_are_those_of_the_weights_that_the_library_reads(tmp_path, monkey
     )
     bits = min(form.activations for form in forms.values())
     assert share(our_logits(stored), expected) < ROUNDED[bits]
-    assert is_float8 or share(our_logits(stored), expected) > 0  # what is read narrow is multiplied so
+    assert is_float8 or share(our_logits(stored), expected) > 0  # what is read quantized is multiplied so
 
 
 def test_groups_of_inputs_that_are_no_neighbours(tmp_path) -> None:
@@ -182,9 +184,9 @@ def test_other_forms_are_made_of_what_is_stored(tmp_path) -> None:
     floats = read(write(tmp_path, [scheme(8, "channel")]) and tmp_path, weights="float")
     asked = read(tmp_path, weights="int4")
     assert kept(asked) == dict.fromkeys(MATRICES, Form("int4", 128))
-    weights, narrow = floats.params["layers"][0]["q"], asked.params["layers"][0]["q"]
-    step = float(narrow.scales.max())
-    assert 0 < float(jnp.abs(widened(narrow) - weights).max()) <= 2.5 * step  # the largest may be cut off
+    weights, quantized = floats.params["layers"][0]["q"], asked.params["layers"][0]["q"]
+    step = float(quantized.scales.max())
+    assert 0 < float(jnp.abs(dequantize_matrix(quantized) - weights).max()) <= 2.5 * step  # the largest may be cut off
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------------
@@ -199,7 +201,7 @@ def swap(tensors, one: str, other: str) -> None:
 
 
 FAULTS = [
-    (PACKED, lambda t: t.pop(f"{Q}_scale"), f"'{Q}' is narrow, and '{Q}_scale', which goes with it, is missing: download"),
+    (PACKED, lambda t: t.pop(f"{Q}_scale"), f"'{Q}' is quantized, and '{Q}_scale', which goes with it, is missing: download"),
     (PACKED, lambda t: t.pop(f"{Q}_zero_point"), f"'{Q}_zero_point', which goes with it, is missing"),
     (PACKED, lambda t: t.pop(f"{Q}_shape"), f"'{Q}_shape', which goes with it, is missing"),
     (PACKED, lambda t: t.pop(f"{Q}_packed"), f"'{Q}' of a llama model with this config.json is missing"),
@@ -366,7 +368,7 @@ CONFIG_FAULTS = [
                 or raw["config_groups"]["group_0"].update(targets=["y"])
             ),
         ),
-        "is narrow, and config.json does not say how: none of its config_groups is for it",
+        "is quantized, and config.json does not say how: none of its config_groups is for it",
     ),
 ]
 

@@ -1,9 +1,9 @@
-"""What narrow weights cost and give: the model's quality, whether drafted texts stay the plain ones, and speed.
+"""What quantized weights cost and give: the model's quality, whether drafted texts stay the plain ones, and speed.
 
-    python -m benchmarks.narrow --parts quality texts --targets embedded DIR --prompts "" STORIES.jsonl
-    python -m benchmarks.narrow --parts quality --weights float32 int4 int4-calibrated --targets DIR --prompts STORIES.jsonl \\
-        --calibration OTHERS.jsonl
-    python -m benchmarks.narrow --parts speed --llama PYTHON         # an interpreter with llama-cpp-python
+    python -m benchmarks.quantization --parts quality texts --targets embedded DIR --prompts "" STORIES.jsonl
+    python -m benchmarks.quantization --parts quality --weights float32 int4 int4-calibrated --targets DIR \\
+        --prompts STORIES.jsonl --calibration OTHERS.jsonl
+    python -m benchmarks.quantization --parts speed --llama PYTHON         # an interpreter with llama-cpp-python
 
 Quality is the loss over text, and how much of its acceptance an EAGLE-3 drafter keeps that was trained for the model
 in floats. Texts are greedy, plain and drafted: how many part, and by what margin of logits. Speed is of the target inflated to
@@ -61,8 +61,8 @@ WEIGHTS: tuple[Weights, ...] = ("float32", "bfloat16", "int8", "w8a8", "int4", "
 
 
 @dataclass(frozen=True)
-class NarrowConfig:
-    """Measure narrow weights.
+class QuantizationConfig:
+    """Measure quantized weights.
 
     Attributes:
         parts: what to measure.
@@ -108,7 +108,7 @@ def load(name: str, weights: Weights, calibration: str = "") -> Target:
     return Target.from_pretrained(name, dtype=jnp.float32, weights=weights)
 
 
-def _texts_of(config: NarrowConfig) -> list[tuple[str, str, str]]:
+def _texts_of(config: QuantizationConfig) -> list[tuple[str, str, str]]:
     """Of each target its name, its prompts, and what calibrates it."""
     calibration = config.calibration or ("",) * len(config.targets)
     return list(zip(config.targets, config.prompts, calibration, strict=True))
@@ -136,7 +136,7 @@ def _loss(target: Target, tokens: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1))
 
 
-def quality(config: NarrowConfig) -> list[dict[str, Any]]:
+def quality(config: QuantizationConfig) -> list[dict[str, Any]]:
     """The loss with each kind of weights, and for the embedded target the acceptance length of its EAGLE-3 drafter."""
     rows = []
     for name, prompts, calibration in _texts_of(config):
@@ -160,7 +160,7 @@ def quality(config: NarrowConfig) -> list[dict[str, Any]]:
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def texts(config: NarrowConfig) -> list[dict[str, Any]]:
+def texts(config: QuantizationConfig) -> list[dict[str, Any]]:
     """How many greedy texts part from the plain ones, with each drafter and kind of weights, and in batches of another size."""
     rows = []
     for name, prompts, calibration in _texts_of(config):
@@ -206,7 +206,7 @@ def _drafters(name: str, target: Target) -> dict[str, Drafter]:
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def speed(config: NarrowConfig) -> list[dict[str, Any]]:
+def speed(config: QuantizationConfig) -> list[dict[str, Any]]:
     """Tokens a second: plain, with the draft model in chains, and with EAGLE-3; and llama.cpp's."""
     hidden, mlp, layers = config.inflate
     small = Target.from_pretrained(config.targets[0], dtype=jnp.float32)
@@ -217,9 +217,9 @@ def speed(config: NarrowConfig) -> list[dict[str, Any]]:
     for weights in config.weights:
         if weights in ("bfloat16", "fp8") or "-" in weights:
             continue  # a CPU converts the first two at every product; calibrated weights are as fast as others
-        narrow = weights != "float32"
-        target = inflated.narrow(weights) if narrow else inflated
-        own = draft.narrow(weights) if narrow else draft
+        quantized = weights != "float32"
+        target = inflated.quantize(weights) if quantized else inflated
+        own = draft.quantize(weights) if quantized else draft
         drafters: dict[str, Drafter | None] = {"plain": None}
         for length in (2, 3, 4, 6):
             drafters[f"draft model, chain of {length}"] = specjax.DraftModel(own, draft=Chain(length))
@@ -280,7 +280,7 @@ for line in sys.stdin:
 """
 
 
-def _llama(config: NarrowConfig, target: Target, scratch: Path) -> dict[str, Callable[[np.ndarray], int]]:
+def _llama(config: QuantizationConfig, target: Target, scratch: Path) -> dict[str, Callable[[np.ndarray], int]]:
     """llama.cpp with 8-bit weights, in a process of its own."""
     import shutil
 
@@ -306,7 +306,7 @@ def _llama(config: NarrowConfig, target: Target, scratch: Path) -> dict[str, Cal
     return {name: method(name) for name in ("plain", "prompt lookup")}
 
 
-def main(config: NarrowConfig) -> None:
+def main(config: QuantizationConfig) -> None:
     """Print the tables, and write them."""
     results: dict[str, Any] = {"machine": machine(), "settings": asdict(config)}
     for part in config.parts:
@@ -329,6 +329,6 @@ def _cell(value: Any) -> str:
 if __name__ == "__main__":
     show_waits()
     try:
-        main(tyro.cli(NarrowConfig))
+        main(tyro.cli(QuantizationConfig))
     except InputError as error:
         sys.exit(f"benchmark: error: {error}")

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.narrow import Form, Narrow
-from specjax.models.narrow.gptq import DAMPING, Watched, gptq
-from specjax.models.narrow.weights import narrowed, rounded, widened
 from specjax.models.products import product
+from specjax.models.quantization import Form, QuantizedMatrix
+from specjax.models.quantization.gptq import DAMPING, Watched, gptq
+from specjax.models.quantization.weights import dequantize_matrix, quantize_matrix, rounded
 
 FORMS = [Form("int8"), Form("int8", 16), Form("int4"), Form("int4", 16), Form("fp8")]
 INPUTS, OUTPUTS = 48, 24
@@ -29,8 +29,8 @@ def moments(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x.T @ x)
 
 
-def lost(x: np.ndarray, floats: np.ndarray, narrow: Narrow) -> float:
-    return float(np.square(x.astype(np.float64) @ (floats - np.asarray(widened(narrow), np.float64))).sum())
+def lost(x: np.ndarray, floats: np.ndarray, quantized: QuantizedMatrix) -> float:
+    return float(np.square(x.astype(np.float64) @ (floats - np.asarray(dequantize_matrix(quantized), np.float64))).sum())
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -38,16 +38,16 @@ def test_every_number_is_the_nearest_after_what_those_before_it_lost(form) -> No
     """Optimal Brain Surgeon (GPTQ's equations 2 and 3): the rest makes up for an error by the inverse of its own moments, found
     anew for every input. Its choices are GPTQ's, so that one near tie does not lead the two apart."""
     floats, x = weights(), rows()
-    narrow = gptq(jnp.asarray(floats), moments(x), form)
+    quantized = gptq(jnp.asarray(floats), moments(x), form)
     size = form.group or INPUTS
-    values = np.asarray(narrow.values.astype(jnp.float32), np.float64).swapaxes(1, 2).reshape(INPUTS, OUTPUTS)
-    scales = np.repeat(np.asarray(narrow.scales, np.float64), size, axis=0)
+    values = np.asarray(quantized.values.astype(jnp.float32), np.float64).swapaxes(1, 2).reshape(INPUTS, OUTPUTS)
+    scales = np.repeat(np.asarray(quantized.scales, np.float64), size, axis=0)
     second = x.T.astype(np.float64) @ x
     second += DAMPING * second.trace() / INPUTS * np.eye(INPUTS)
     rest = floats.astype(np.float64)
     for row in range(INPUTS):
         if row % size == 0:
-            expected = narrowed(rest[row : row + size].astype(np.float32), Form(form.kind)).scales[0]
+            expected = quantize_matrix(rest[row : row + size].astype(np.float32), Form(form.kind)).scales[0]
             np.testing.assert_allclose(scales[row], expected, rtol=1e-4)
         wanted = rest[row] / scales[row]
         # float32 has 24 bits, and the numbers of a column are sums of up to 48 products
@@ -63,7 +63,7 @@ def test_products_change_less_than_with_the_nearest_numbers(form) -> None:
     x = rows(count=800)
     seen, others = x[:400], x[400:]
     floats = weights()
-    by_gptq, nearest = gptq(jnp.asarray(floats), moments(seen), form), narrowed(floats, form)
+    by_gptq, nearest = gptq(jnp.asarray(floats), moments(seen), form), quantize_matrix(floats, form)
     assert by_gptq.form == nearest.form and by_gptq.values.shape == nearest.values.shape
     for each in (seen, others):  # what it was chosen by, and more of the same kind
         assert lost(each, floats, by_gptq) < lost(each, floats, nearest)
@@ -72,7 +72,7 @@ def test_products_change_less_than_with_the_nearest_numbers(form) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_where_nothing_was_seen_numbers_are_the_nearest(form) -> None:
     floats = weights()
-    expected = narrowed(floats, form)
+    expected = quantize_matrix(floats, form)
     found = gptq(jnp.asarray(floats), jnp.zeros((INPUTS, INPUTS)), form)
     np.testing.assert_allclose(found.scales, expected.scales, rtol=1e-6)
     exact = floats / np.repeat(expected.scales, form.group or INPUTS, axis=0)
@@ -93,11 +93,13 @@ def test_several_matrices_are_each_as_alone() -> None:
 def test_an_input_that_is_always_zero_changes_nothing_for_others() -> None:
     form, floats, x = Form("int4"), weights(), rows()
     x[:, 5] = 0
-    narrow = gptq(jnp.asarray(floats), moments(x), form)
-    assert np.isfinite(np.asarray(widened(narrow))).all()
+    quantized = gptq(jnp.asarray(floats), moments(x), form)
+    assert np.isfinite(np.asarray(dequantize_matrix(quantized))).all()
     floats[5] = -floats[5]  # of the same size, so that scales stay
     other = gptq(jnp.asarray(floats), moments(x), form)
-    np.testing.assert_array_equal(np.delete(widened(narrow), 5, axis=0), np.delete(widened(other), 5, axis=0))
+    np.testing.assert_array_equal(
+        np.delete(dequantize_matrix(quantized), 5, axis=0), np.delete(dequantize_matrix(other), 5, axis=0)
+    )
 
 
 def test_moments_come_out_of_scans_and_from_behind_each_other() -> None:
