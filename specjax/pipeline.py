@@ -24,6 +24,7 @@ from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.narrow import schemes
 from specjax.models.quantized import CacheType, check_cache_type
 from specjax.models.transformer import Target
@@ -119,11 +120,11 @@ def load(
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
         config = target.config
     else:
-        directory = hub.locate(target, weights=False)
-        config_json.check_whole(directory)
-        config = config_json.read_config(directory)
-        default_sampling = _read_default_sampling(directory, generation_config)
-        tokenizer = directory if tokenizer is None else tokenizer
+        target = hub.open_checkpoint(target, weights=False)
+        config_json.check_whole(target)
+        config = config_json.read_config(target)
+        default_sampling = _read_default_sampling(target, generation_config)
+        tokenizer = target.directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
     tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
@@ -151,13 +152,14 @@ def _check_generation_config(generation_config: Any) -> None:
         raise InputError(f"generation_config={generation_config!r}: must be 'auto', or None for greedy")
 
 
-def _read_default_sampling(directory: Path, generation_config: str | None) -> Sampling | None:
+def _read_default_sampling(files: CheckpointFiles, generation_config: str | None) -> Sampling | None:
     """Return a checkpoint's own sampling parameters, if they are wanted, and say which fields of its file are not applied."""
-    if generation_config is None:
+    if generation_config is None or not files.has(generation_configs.FILE):
         return None
-    defaults = generation_configs.read_defaults(directory)
+    source = str(files.directory / generation_configs.FILE)
+    defaults = generation_configs.parse_defaults(files.json(generation_configs.FILE), source)
     if defaults.not_applied:
-        line = f"{directory / generation_configs.FILE}: not applied to its texts: {defaults.describe_not_applied()}"
+        line = f"{source}: not applied to its texts: {defaults.describe_not_applied()}"
         say(line, unasked=True)
     return defaults.sampling
 

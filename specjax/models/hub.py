@@ -3,8 +3,32 @@
 from pathlib import Path
 
 from specjax.assets import embedded
-from specjax.models import checkpoint, directories
+from specjax.models import directories
+from specjax.models.checkpoint_files import MEDUSA_WEIGHTS, TORCH_WEIGHTS, CheckpointFiles
 from specjax.models.fields import CheckpointError, show
+
+
+def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) -> CheckpointFiles:
+    """Locate a checkpoint, and return its files, of which nothing has been read yet. Errors are those of `locate`.
+
+    Args:
+        path: as in `locate`; or files that were opened before, which are returned. Of those whose weights have not been
+            fetched, these are fetched first.
+        weights: as in `locate`.
+
+    Examples:
+        >>> from specjax.models import hub
+        >>> files = hub.open_checkpoint("embedded", weights=False)
+        >>> hub.open_checkpoint(files) is files
+        True
+    """
+    if not isinstance(path, CheckpointFiles):
+        return CheckpointFiles(locate(path, weights), str(path), weights)
+    if path.has_weights or not weights:
+        return path
+    directory = locate(path.name)
+    # The hub's snapshot has the same directory unless the repository has changed: what has been read of it is still right.
+    return path if directory == path.directory else CheckpointFiles(directory, path.name)
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:
@@ -50,7 +74,7 @@ def locate(path: str | Path, weights: bool = True) -> Path:
     try:
         directory = fetch(patterns)
         if weights and not any(directory.glob("*.safetensors")):
-            directory = fetch([*patterns, checkpoint.TORCH_WEIGHTS, *checkpoint.MEDUSA_WEIGHTS])
+            directory = fetch([*patterns, TORCH_WEIGHTS, *MEDUSA_WEIGHTS])
         return directory
     except Exception as error:  # the hub's client raises a dozen unrelated types
         raise CheckpointError(
