@@ -154,10 +154,10 @@ def _check_generation_config(generation_config: Any) -> None:
 
 def _read_default_sampling(files: CheckpointFiles, generation_config: str | None) -> Sampling | None:
     """Return a checkpoint's own sampling parameters, if they are wanted, and say which fields of its file are not applied."""
-    if generation_config is None or not files.has(generation_configs.FILE):
+    if generation_config is None:
         return None
     source = str(files.directory / generation_configs.FILE)
-    defaults = generation_configs.parse_defaults(files.json(generation_configs.FILE), source)
+    defaults = generation_configs.parse_defaults(files.json(generation_configs.FILE, {}), source)
     if defaults.not_applied:
         line = f"{source}: not applied to its texts: {defaults.describe_not_applied()}"
         say(line, unasked=True)

@@ -183,13 +183,17 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what eq
 }
 
 
-def read_config(stored: CheckpointFiles) -> Eagle3Config:
+def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
     """The shape of a checkpoint in either layout.
+
+    Args:
+        stored: the checkpoint.
+        raw: is read in place of what config.json holds; None: config.json is read.
 
     Raises:
         CheckpointError: a field is not as it must be, or counts what there are no tensors of; ``d2t`` or ``t2d`` is missing.
     """
-    raw, source, shapes, layout = stored.raw, stored.file, stored.shapes, layout_of(stored)
+    raw, source, shapes, layout = stored.raw if raw is None else raw, stored.file, stored.shapes, layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
     nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)

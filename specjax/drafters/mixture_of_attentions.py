@@ -100,7 +100,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,

@@ -100,7 +100,7 @@ def read_config(stored: CheckpointFiles, mask_token_id: int | None = None) -> PE
     described = stored.raw.get("transformer_layer_config")
     plain, windows = _without_windows(stored.raw if described is None else described, stored.file)
     raw = plain if described is None else {**stored.raw, "transformer_layer_config": plain}
-    config = PEagleConfig.of(eagle3_checkpoint.read_config(stored.with_config(raw)), mask)
+    config = PEagleConfig.of(eagle3_checkpoint.read_config(stored, raw), mask)
     kinds, window = windows
     if not kinds:
         return config

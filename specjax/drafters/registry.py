@@ -84,11 +84,6 @@ class DrafterRequest:
     files: CheckpointFiles | None = None
 
     @property
-    def checkpoint(self) -> str | CheckpointFiles:
-        """What ``from_pretrained`` is given as the place."""
-        return self.where if self.files is None else self.files
-
-    @property
     def draft_given(self) -> dict[str, Any]:
         """``draft`` as a keyword argument, where there is one."""
         return {} if self.draft is None else {"draft": self.draft}
@@ -128,7 +123,7 @@ class DraftingMethod:
         """The method called ``name`` whose drafters are checkpoints of ``kind``, with the settings that it ``takes``."""
 
         def make(request: DrafterRequest) -> Drafter:
-            return kind.from_pretrained(request.checkpoint, **request.options)
+            return kind.from_pretrained(request.files or request.where, **request.options)
 
         with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
         return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}", make, kind.recognises, kind, takes=takes)
@@ -158,7 +153,7 @@ def _make_compressed_cache(scheme: Scheme, request: DrafterRequest) -> Drafter:
 def _make_draft_model(asked: Asked | None, request: DrafterRequest) -> Drafter:
     if request.draft is not None:
         request.draft.check(request.target.vocab_size)
-    files = hub.open_checkpoint(request.checkpoint, weights=False)
+    files = hub.open_checkpoint(request.files or request.where, weights=False)
     config_json.check_whole(files)
     config, shared = config_json.read_config(files), None
     if request.tokenizer is not None and text.has_tokenizer(files.directory):
@@ -253,7 +248,7 @@ def load_drafter(
     """
     method, where, files = _resolve(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
-        files = hub.open_checkpoint(where if files is None else files, weights=False)
+        files = hub.open_checkpoint(files or where, weights=False)
         if text.has_tokenizer(files.directory):
             text.check_same_tokenizer(tokenizer, text.load_tokenizer(files.directory))
     shape = None if draft is None else as_shape(draft)

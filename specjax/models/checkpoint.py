@@ -85,8 +85,7 @@ def reader(files: CheckpointFiles, declared: Any, dtype: DTypeLike, what: str, i
     _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, files.directory)
 
     def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
-        array = _turned(param, tensors[name][param.stored_part(part)])
-        return np.ascontiguousarray(array, jnp.dtype(param.dtype or dtype))
+        return np.ascontiguousarray(_turned(param, tensors[name][param.stored_part(part)]), jnp.dtype(param.dtype or dtype))
 
     def values(param: Param, part: tuple[slice, ...]) -> np.ndarray:
         if not param.stacked:
@@ -111,8 +110,7 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
             matrix = tensors[name]
             *lead, groups, outputs, size = narrow.values.stored_shape
             wanted = (outputs, groups * size) if narrow.values.is_rows else (groups * size, outputs)
-            _check_shape(name, matrix, (*lead, *wanted), what, directory)
-            _check_kind(name, matrix, _FLOATS, what, directory)
+            _check_tensor(name, matrix, (*lead, *wanted), _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(narrow.form)):
                 matrix = Rounded(matrix, narrow.form, turned=not narrow.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(narrow, role) is not None}
@@ -229,18 +227,16 @@ def check_writable(directory: Path) -> None:
         raise CheckpointError(f"{directory} holds a sharded checkpoint: save to another directory")
 
 
-def _check_shape(name: str, tensor: Any, wanted: tuple[int, ...], what: str, directory: Path) -> None:
-    if (shape := tuple(tensor.get_shape())) != wanted:
+def _check_tensor(name: str, tensor: Any, shape: tuple[int, ...], kinds: Sequence[str], what: str, directory: Path) -> None:
+    """Refuse a tensor of another shape than ``shape``, or of a type that is none of ``kinds``."""
+    if (found := tuple(tensor.get_shape())) != shape:
         raise CheckpointError(
-            f"{directory}: {name!r} has shape {shape}, but in {what} it is {wanted}: "
+            f"{directory}: {name!r} has shape {found}, but in {what} it is {shape}: "
             "give the configuration and the weights of one model"
         )
-
-
-def _check_kind(name: str, tensor: Any, wanted: Sequence[str], what: str, directory: Path) -> None:
-    if (kind := tensor.get_dtype()) not in wanted:
+    if (kind := tensor.get_dtype()) not in kinds:
         raise CheckpointError(
-            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
+            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(kinds)}: "
             "use the unquantised checkpoint"
         )
 
@@ -254,10 +250,9 @@ def _check_tensors(
             f"{directory}: {missing[0]!r} of {what} is missing ({len(missing)} such tensors): is a shard lost?"
         )
     for name, param in [(name, one) for one in declared for name in one.stored_names]:
-        _check_shape(name, tensors[name], param.stored_shape, what, directory)
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
-        wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
-        _check_kind(name, tensors[name], wanted, what, directory)
+        kinds = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
+        _check_tensor(name, tensors[name], param.stored_shape, kinds, what, directory)
     extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))
     if extra:
         raise CheckpointError(

@@ -4,10 +4,9 @@ Many readers need the same few files: one wants the configuration, the next the 
 them are narrow. They are all given the same `CheckpointFiles`.
 """
 
-import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,12 @@ TORCH_WEIGHTS = "pytorch_model.bin"
 MEDUSA_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """The names under which Medusa's heads are published."""
 INDEX = "model.safetensors.index.json"
+_ONE_FILE = {"weight_map": {"": WEIGHTS}}
+"""What stands for an index where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
-class CheckpointFiles(os.PathLike[str]):
+class CheckpointFiles:
     """The files of a checkpoint, of a target or of a drafter. `specjax.models.hub.open_checkpoint` makes it for one load.
 
     Each file is read when it is first needed, and never again: files that may have changed need a new object. Files with
@@ -61,15 +62,21 @@ class CheckpointFiles(os.PathLike[str]):
 
     # --- JSON files ---
 
-    def json(self, name: str) -> dict[str, Any]:
-        """Return the object in the JSON file ``name``. Raises `CheckpointError` when the file is missing or is not one."""
+    def json(self, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the object in the JSON file ``name``.
+
+        Args:
+            name: of the file.
+            default: is returned where there is no such file; None: the file must be there.
+
+        Raises:
+            CheckpointError: the file is missing, or holds something else.
+        """
+        if default is not None and not (self.directory / name).exists():
+            return default
         if name not in self._parsed:
             self._parsed[name] = read_json(self.directory / name)
         return self._parsed[name]
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a file ``name``."""
-        return (self.directory / name).exists()
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -81,26 +88,18 @@ class CheckpointFiles(os.PathLike[str]):
         """The path of config.json, as errors name it."""
         return str(self.directory / CONFIG)
 
-    def with_config(self, raw: dict[str, Any]) -> "CheckpointFiles":
-        """Return the same files, as if config.json held ``raw``."""
-        changed = replace(self)
-        vars(changed).update(vars(self), raw=raw)
-        return changed
-
     # --- tensors ---
 
     @cached_property
     def weight_files(self) -> list[str]:
         """The names of the files with the weights. Raises `CheckpointError` where one is not there."""
-        files = [WEIGHTS]
-        if self.has(INDEX):
-            shards = self.json(INDEX).get("weight_map")
-            if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
-                raise CheckpointError(
-                    f"{self.directory / INDEX}: weight_map={show(shards)}: must give the file of every tensor: download the "
-                    "checkpoint again"
-                )
-            files = sorted(set(shards.values()))
+        shards = self.json(INDEX, _ONE_FILE).get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(type(file) is str for file in shards.values()):
+            raise CheckpointError(
+                f"{self.directory / INDEX}: weight_map={show(shards)}: must give the file of every tensor: download the "
+                "checkpoint again"
+            )
+        files = sorted(set(shards.values()))
         # A name is looked for among the directory's own files, so none can lead out of it.
         present = {file.name for file in self.directory.iterdir() if file.is_file()}
         if files == [WEIGHTS] and WEIGHTS not in present:
@@ -130,7 +129,7 @@ class CheckpointFiles(os.PathLike[str]):
             if name.endswith(".safetensors") and (twice := sorted(of_file.keys() & tensors.keys())):
                 raise CheckpointError(f"{self.directory}: two shards hold {show(twice[0])}: download the checkpoint again")
             tensors |= of_file
-        quantization = self.raw.get("quantization_config") if self.has(CONFIG) else None
+        quantization = self.json(CONFIG, {}).get("quantization_config")
         published.check_config(quantization, self.file)
         matrices, used = published.matrices(tensors, quantization or {}, self.directory)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in used} | matrices
@@ -145,8 +144,8 @@ class CheckpointFiles(os.PathLike[str]):
     def tensor_names(self) -> Collection[str]:
         """The names of the tensors; none where neither an index of the shards nor the weights are there."""
         try:
-            return self.json(INDEX)["weight_map"].keys() if self.has(INDEX) else self.shapes.keys()
-        except (CheckpointError, KeyError, AttributeError):
+            return (self.json(INDEX, {}).get("weight_map") or self.shapes).keys()
+        except (CheckpointError, AttributeError):
             return ()
 
     @cached_property

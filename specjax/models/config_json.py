@@ -95,10 +95,8 @@ def read_config(files: CheckpointFiles) -> ModelConfig:
     """
     directories.check(files)
     config = parse_config(files.raw, files.file)
-    if not files.has(generation_config.FILE):
-        return config
     source = str(files.directory / generation_config.FILE)
-    eos = check_fields(files.json(generation_config.FILE), _GENERATION, source)["eos_token_id"]
+    eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
     return config if eos is None else replace(config, eos_token_ids=_end_tokens(eos, config.vocab_size, source))
 
 

@@ -36,7 +36,14 @@ def check(files: CheckpointFiles) -> None:
             f"{directory} holds shards of a model without {_INDEX}, which says what is in them: download that file, too"
         )
     if _QUANTISED_BY_MODELOPT in names:
-        _check_modelopt(files)
+        file = directory / _QUANTISED_BY_MODELOPT
+        quantisation = check_fields(files.json(file.name), _QUANTIZATION, str(file))["quantization"]
+        for name in ("quant_algo", "kv_cache_quant_algo"):
+            if (algorithm := quantisation.get(name)) is not None:
+                raise CheckpointError(
+                    f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantised is not supported: use the "
+                    "checkpoint without quantisation"
+                )
 
 
 def check_file(file: Path) -> None:
@@ -44,14 +51,3 @@ def check_file(file: Path) -> None:
     if file.suffix.lower() == ".gguf":
         raise CheckpointError(f"{file}: GGUF is not read: give the directory of the model's checkpoint in safetensors")
     raise CheckpointError(f"{file} is a file: give the directory of the checkpoint")
-
-
-def _check_modelopt(files: CheckpointFiles) -> None:
-    file = files.directory / _QUANTISED_BY_MODELOPT
-    quantisation = check_fields(files.json(file.name), _QUANTIZATION, str(file))["quantization"]
-    for name in ("quant_algo", "kv_cache_quant_algo"):
-        if (algorithm := quantisation.get(name)) is not None:
-            raise CheckpointError(
-                f"{file}: quantization.{name}={show(algorithm)}: what ModelOpt has quantised is not supported: use the "
-                "checkpoint without quantisation"
-            )

@@ -5,10 +5,8 @@ reads and writes config.json; the tensors themselves are read and written by `sp
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -19,7 +17,7 @@ from specjax.models import checkpoint, config_json, fingerprint
 from specjax.models import params as declarations
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.families import FAMILIES, Family
+from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.narrow import Form, saved, schemes
 from specjax.models.params import Param, Params
@@ -112,9 +110,10 @@ def _reader(
 ) -> tuple[Params, checkpoint.Values]:
     """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
     family, stored = config_json.family_of(files.raw, files.file), files.shapes
-    modules = _modules_behind(files.raw, family) if layers is None else 0
+    # Modules are numbered on from the last layer. The field has been checked by `config_json.parse_config`.
+    modules = (files.raw.get("num_nextn_predict_layers") or 0) if layers is None and family.modules_follow else 0
     prefix = family.prefix_in(stored)
-    _compare_sizes(files.file, stored, config, prefix, modules, layers)
+    _compare_sizes(files, config, prefix, modules, layers)
     left_over = [f"{prefix}layers.{config.num_layers + i}.*" for i in range(modules)]
     left_over += family.left_over(config)
     if family.nested is not None:
@@ -190,34 +189,27 @@ def _with_names(part: Params, whole: Params) -> Params:
     return {**whole, "layers": layers}
 
 
-def _modules_behind(raw: dict[str, Any], family: Family) -> int:
-    """How many modules are numbered on from the last layer; ``raw`` has been checked by `config_json.parse_config`."""
-    return (raw.get("num_nextn_predict_layers") or 0) if family.modules_follow else 0
-
-
-def _compare_sizes(
-    file: str, stored: Mapping[str, tuple[int, ...]], config: ModelConfig, prefix: str, modules: int, part: Layers | None
-) -> None:
-    """Compare the main sizes in config.json, the ``file``, with the shapes that are ``stored``, before declarations are made
-    after them; of a ``part`` of a target, with these layers."""
+def _compare_sizes(files: CheckpointFiles, config: ModelConfig, prefix: str, modules: int, part: Layers | None) -> None:
+    """Compare the main sizes in config.json with the shapes that are stored, before declarations are made after them; of a
+    ``part`` of a target, with these layers."""
     field, last = ("num_hidden_layers", config.num_layers) if part is None else ("the end of specjax_layers", part[1])
     layer = re.compile(re.escape(f"{prefix}layers.") + r"([0-9]{1,9})\.")
-    layers = max((int(match[1]) + 1 for match in map(layer.match, stored) if match), default=0)
+    layers = max((int(match[1]) + 1 for match in map(layer.match, files.shapes) if match), default=0)
     if layers and not 0 <= layers - last <= modules:
         raise CheckpointError(
-            f"{file}: {field}={last}, but the tensors are of {layers} layers: "
+            f"{files.file}: {field}={last}, but the tensors are of {layers} layers: "
             "give the configuration and the weights of one model"
         )
-    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in stored)
+    indices = (re.search(r"\.mlp\.experts\.([0-9]{1,9})\.", name) for name in files.shapes)
     experts = max((int(index[1]) + 1 for index in indices if index), default=0)
     if config.moe is not None and experts and experts != config.moe.num_experts:
         raise CheckpointError(
-            f"{file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
+            f"{files.file}: it says {config.moe.num_experts} experts, but the tensors are of {experts}: "
             "give the configuration and the weights of one model"
         )
-    embedding = stored.get(f"{prefix}embed_tokens.weight", ())
+    embedding = files.shapes.get(f"{prefix}embed_tokens.weight", ())
     if len(embedding) == 2 and embedding != (config.vocab_size, config.hidden_size):
         raise CheckpointError(
-            f"{file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
+            f"{files.file}: vocab_size={config.vocab_size} and hidden_size={config.hidden_size}, but the "
             f"embedding is {embedding[0]} x {embedding[1]}: give the configuration and the weights of one model"
         )

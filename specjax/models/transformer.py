@@ -149,19 +149,17 @@ class Target(OneLine):
         check_cache_type(cache_dtype)
         files = hub.open_checkpoint(path)
         config, stored = config_json.read_config(files), config_json.read_part(files)
+        saved_part, of = (None, "") if stored is None else stored
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             config = huggingface.with_stored_head(files, config)
-            if stored is not None:
-                params = huggingface.load_params(files, config, dtype, mesh, weights, saved_part=stored[0])
-                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)
-                return part if layers is None else part.part(layers)
-            if layers is not None:
+            if layers is not None and saved_part is None:
                 layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
                 params, of = huggingface.load_part(files, config, dtype, layers, mesh, weights)
-                return cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
-            params = huggingface.load_params(files, config, dtype, mesh, weights)
-        return cls(params=params, config=config, mesh=mesh, cache_dtype=cache_dtype)
+            else:
+                params = huggingface.load_params(files, config, dtype, mesh, weights, saved_part)
+        target = cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
+        return target if layers is None or saved_part is None else target.part(layers)
 
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":
