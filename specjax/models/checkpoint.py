@@ -82,7 +82,7 @@ def reader(files: CheckpointFiles, declared: Any, dtype: DTypeLike, what: str, i
     tensors = _with_roles(files.tensors, declared, what, files.directory)
     for name in published.idle_biases(files.tensors, {name for one in jax.tree.leaves(declared) for name in one.stored_names}):
         del tensors[name]
-    _check_tensors(tensors, jax.tree.leaves(declared), what, ignored, files.directory)
+    _check_all(tensors, jax.tree.leaves(declared), what, ignored, files.directory)
 
     def one(param: Param, name: str, part: tuple[slice, ...]) -> np.ndarray:
         return np.ascontiguousarray(_turned(param, tensors[name][param.stored_part(part)]), jnp.dtype(param.dtype or dtype))
@@ -241,9 +241,7 @@ def _check_tensor(name: str, tensor: Any, shape: tuple[int, ...], kinds: Sequenc
         )
 
 
-def _check_tensors(
-    tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path
-) -> None:
+def _check_all(tensors: Mapping[str, Any], declared: list[Param], what: str, ignored: Collection[str], directory: Path) -> None:
     names = {name for param in declared for name in param.stored_names}
     if missing := sorted(names - tensors.keys()):
         raise CheckpointError(

@@ -151,15 +151,13 @@ class CheckpointFiles:
     @cached_property
     def forms(self) -> Mapping[str, Form]:
         """How the matrices are narrow that are, by name."""
-        matrices = ((name, tensor) for name, tensor in self.tensors.items() if isinstance(tensor, StoredMatrix))
-        return {name: matrix.form for name, matrix in matrices if matrix.is_kept}
+        return {name: value.form for name, value in self.tensors.items() if isinstance(value, StoredMatrix) and value.is_kept}
 
     # --- counts ---
 
     def numbered(self, prefix: str, first: int = 0) -> int:
         """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
-        numbers = {number_after(prefix, name) for name in self.shapes}
-        return sum(number is not None and number >= first for number in numbers)
+        return sum(number is not None and number >= first for number in {number_after(prefix, name) for name in self.shapes})
 
     def check_count(self, field: str, said: int, found: int, parts: str) -> None:
         """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.

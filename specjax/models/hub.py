@@ -57,11 +57,10 @@ def locate(path: str | Path, weights: bool = True) -> Path:
         directory = Path(path).expanduser()
         if directory.is_dir():
             return directory
-        is_file = directory.is_file()
+        if directory.is_file():
+            directories.check_file(directory)
     except (OSError, RuntimeError) as error:  # a name that is too long, a home directory that is not there
         raise CheckpointError(f"{show(name)} is not a directory ({error}): check the spelling") from None
-    if is_file:
-        directories.check_file(directory)
     if directory.is_absolute() or name.startswith(".") or name.count("/") != 1:
         raise CheckpointError(f"{name!r} is not a directory, nor a hub id of the form owner/name")
     from huggingface_hub import snapshot_download

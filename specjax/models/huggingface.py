@@ -20,6 +20,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.fields import CheckpointError
 from specjax.models.narrow import Form, saved, schemes
+from specjax.models.narrow.schemes import Weights
 from specjax.models.params import Param, Params
 from specjax.models.parts import Layers
 from specjax.progress import say
@@ -52,7 +53,7 @@ def load_params(
     config: ModelConfig,
     dtype: DTypeLike,
     mesh: Mesh | None = None,
-    weights: schemes.Weights = schemes.AS_STORED,
+    weights: Weights = schemes.AS_STORED,
     saved_part: Layers | None = None,
 ) -> Params:
     """Read the params of all that a checkpoint has.
@@ -79,7 +80,7 @@ def load_part(
     dtype: DTypeLike,
     layers: Layers,
     mesh: Mesh | None = None,
-    weights: schemes.Weights = schemes.AS_STORED,
+    weights: Weights = schemes.AS_STORED,
 ) -> tuple[Params, str]:
     """Read the params of a part of a whole checkpoint, and the fingerprint of the whole, for which a few rows are read.
 
@@ -101,12 +102,7 @@ def load_part(
 
 
 def _reader(
-    files: CheckpointFiles,
-    config: ModelConfig,
-    dtype: DTypeLike,
-    layers: Layers | None,
-    mesh: Mesh | None,
-    weights: schemes.Weights,
+    files: CheckpointFiles, config: ModelConfig, dtype: DTypeLike, layers: Layers | None, mesh: Mesh | None, weights: Weights
 ) -> tuple[Params, checkpoint.Values]:
     """The declarations of a checkpoint, of a saved part with its ``layers``, and what reads its tensors."""
     family, stored = config_json.family_of(files.raw, files.file), files.shapes
@@ -127,7 +123,7 @@ def _reader(
     return declared, checkpoint.reader(files, declared, dtype, what, ignored)
 
 
-def forms_for(files: CheckpointFiles, weights: schemes.Weights, mesh: Mesh | None) -> schemes.FormOf:
+def forms_for(files: CheckpointFiles, weights: Weights, mesh: Mesh | None) -> schemes.FormOf:
     """Which parameters of a checkpoint become narrow, and how; ``weights`` as in `Target.from_pretrained`."""
     schemes.check_weights(weights)
     if weights not in (schemes.AS_STORED, schemes.FLOATS):
