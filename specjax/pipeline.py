@@ -114,17 +114,17 @@ def load(
     schemes.check_weights(weights)
     if cache_dtype is not None:
         check_cache_type(cache_dtype)
-    default_sampling = None
+    default_sampling = files = None
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
         config = target.config
     else:
-        target = hub.open_checkpoint(target, weights=False)
-        config_json.check_whole(target)
-        config = config_json.read_config(target)
-        default_sampling = _read_default_sampling(target, generation_config)
-        tokenizer = target.directory if tokenizer is None else tokenizer
+        files = hub.open_checkpoint(target, weights=False)
+        config_json.check_whole(files)
+        config = config_json.read_config(files)
+        default_sampling = _read_default_sampling(files, generation_config)
+        tokenizer = files.directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
     tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
@@ -138,7 +138,7 @@ def load(
     elif drafter is not None:
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
-        target = Target.from_pretrained(target, dtype=dtype, mesh=mesh, weights=weights)
+        target = Target.from_pretrained(files or target, dtype=dtype, mesh=mesh, weights=weights)
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):

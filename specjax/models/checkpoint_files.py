@@ -199,8 +199,7 @@ def _open_safetensors(path: Path) -> dict[str, Any]:
     try:
         handle = safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path} is truncated or damaged ({reason}): download it again") from None
+        raise CheckpointError(f"{path} is truncated or damaged ({' '.join(str(error).split())}): download it again") from None
     tensors: dict[str, Any] = {key: _Slices(handle.get_slice(key)) for key in handle.keys()}  # noqa: SIM118 - not a dict
     in_float8 = [key for key, tensor in tensors.items() if tensor.get_dtype() == float8.KIND]
     return tensors | (float8.open_tensors(path, in_float8) if in_float8 else {})

@@ -22,13 +22,11 @@ def open_checkpoint(path: str | Path | CheckpointFiles, weights: bool = True) ->
         >>> hub.open_checkpoint(files) is files
         True
     """
-    if not isinstance(path, CheckpointFiles):
-        return CheckpointFiles(locate(path, weights), str(path), weights)
-    if path.has_weights or not weights:
+    if isinstance(path, CheckpointFiles) and (path.has_weights or not weights):
         return path
-    directory = locate(path.name)
+    files = CheckpointFiles(locate(str(path), weights), str(path), weights)
     # The hub's snapshot has the same directory unless the repository has changed: what has been read of it is still right.
-    return path if directory == path.directory else CheckpointFiles(directory, path.name)
+    return path if isinstance(path, CheckpointFiles) and path.directory == files.directory else files
 
 
 def locate(path: str | Path, weights: bool = True) -> Path:

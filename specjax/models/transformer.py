@@ -148,8 +148,8 @@ class Target(OneLine):
         """
         check_cache_type(cache_dtype)
         files = hub.open_checkpoint(path)
-        config, stored = config_json.read_config(files), config_json.read_part(files)
-        saved_part, of = (None, "") if stored is None else stored
+        config = config_json.read_config(files)
+        saved_part, of = config_json.read_part(files) or (None, "")
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
             config = huggingface.with_stored_head(files, config)
