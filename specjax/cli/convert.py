@@ -80,7 +80,7 @@ def run_convert(config: ConvertConfig) -> None:
     if config.client_parts:
         write_client_parts(config)
         return
-    method, where = registry.resolve(config.drafter)
+    method, where, files = registry.find(config.drafter)
     kind = method.trained
     if config.quantize and kind is None and method.recognises is not None:
         raise InputError(f"drafter={config.drafter!r}: is a draft model, a whole one: give it as --target, and no --drafter")
@@ -92,7 +92,7 @@ def run_convert(config: ConvertConfig) -> None:
     layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
     if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
-    files = hub.open_checkpoint(where)
+    files = hub.open_checkpoint(files or where)
     if files.directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
     dtype = checkpoint.stored_type(files)

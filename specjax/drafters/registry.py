@@ -246,7 +246,7 @@ def load_drafter(
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='eagle4': no method of that name, no directory and no hub id owner/name; ...
     """
-    method, where, files = _resolve(name)
+    method, where, files = find(name)
     if tokenizer is not None and method.recognises is not None and not method.translates:
         files = hub.open_checkpoint(files or where, weights=False)
         if text.has_tokenizer(files.directory):
@@ -270,11 +270,11 @@ def resolve(name: str) -> tuple[DraftingMethod, str]:
         Traceback (most recent call last):
         specjax.errors.InputError: drafter='moa,layers=2:runs/best': 'layers=2' is no setting of moa; write moa:DIRECTORY or ...
     """
-    return _resolve(name)[:2]
+    return find(name)[:2]
 
 
-def _resolve(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
-    """`resolve`, and the files of the checkpoint, where the method was found by what they say."""
+def find(name: str) -> tuple[DraftingMethod, str, CheckpointFiles | None]:
+    """Return what `resolve` does, and the files of the checkpoint where they told the method; None where they are not open."""
     if own := OWN_CLASS.fullmatch(name):
         return _method_of_class(name, own[1], own[2]), own[3], None
     before, colon, where = name.partition(":")
