@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax import text
+from specjax.cli.main import main
 from specjax.models import checkpoint_files, config_json, fields, hub
 from specjax.models.checkpoint_files import INDEX, WEIGHTS, CheckpointFiles
 from specjax.models.fields import CheckpointError
@@ -102,6 +103,11 @@ EAGLE = once("eagle3/config.json", "eagle3/model.safetensors")
 )
 def test_a_load_reads_every_file_once(reads, load, expected) -> None:
     assert reads(ASSETS, load) == expected
+
+
+def test_so_does_a_conversion(reads, tmp_path) -> None:
+    line = ["convert", "--drafter", "embedded:eagle3", "--to", "speculators", "--output", str(tmp_path / "out")]
+    assert reads(ASSETS, lambda: main(line)) == EAGLE
 
 
 def sharded(target: Target, directory: Path) -> None:
