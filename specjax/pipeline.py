@@ -24,6 +24,7 @@ from specjax.errors import InputError, LogitsError, check_options
 from specjax.evaluation import metrics
 from specjax.models import config_json, hub
 from specjax.models import generation_config as generation_configs
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.quantization import schemes
 from specjax.models.quantized_cache import CacheType, check_cache_type
 from specjax.models.transformer import Target
@@ -113,17 +114,17 @@ def load(
     schemes.check_weights(weights)
     if cache_dtype is not None:
         check_cache_type(cache_dtype)
-    default_sampling = None
+    default_sampling = files = None
     if isinstance(target, Target):
         if tokenizer is None:
             raise InputError("tokenizer=None: a target that is loaded already does not bring one; give its directory")
         config = target.config
     else:
-        directory = hub.locate(target, weights=False)
-        config_json.check_whole(directory)
-        config = config_json.read_config(directory)
-        default_sampling = _read_default_sampling(directory, generation_config)
-        tokenizer = directory if tokenizer is None else tokenizer
+        files = hub.open_checkpoint(target, weights=False)
+        config_json.check_whole(files)
+        config = config_json.read_config(files)
+        default_sampling = _read_default_sampling(files, generation_config)
+        tokenizer = files.directory if tokenizer is None else tokenizer
     if isinstance(tokenizer, str | Path):
         tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
     tokenizer = with_template(tokenizer, str(chat_template), chat_template_kwargs)
@@ -137,7 +138,7 @@ def load(
     elif drafter is not None:
         raise InputError(f"drafter={drafter!r}: give a name such as 'prompt-lookup', a drafter, or None for plain decoding")
     if not isinstance(target, Target):
-        target = Target.from_pretrained(target, dtype=dtype, mesh=mesh, weights=weights)
+        target = Target.from_pretrained(files or target, dtype=dtype, mesh=mesh, weights=weights)
     if cache_dtype is not None:
         target = replace(target, cache_dtype=cache_dtype)
     if spans_processes(target.mesh):
@@ -151,13 +152,14 @@ def _check_generation_config(generation_config: Any) -> None:
         raise InputError(f"generation_config={generation_config!r}: must be 'auto', or None for greedy")
 
 
-def _read_default_sampling(directory: Path, generation_config: str | None) -> Sampling | None:
+def _read_default_sampling(files: CheckpointFiles, generation_config: str | None) -> Sampling | None:
     """Return a checkpoint's own sampling parameters, if they are wanted, and say which fields of its file are not applied."""
     if generation_config is None:
         return None
-    defaults = generation_configs.read_defaults(directory)
+    source = str(files.directory / generation_configs.FILE)
+    defaults = generation_configs.parse_defaults(files.json(generation_configs.FILE, {}), source)
     if defaults.not_applied:
-        line = f"{directory / generation_configs.FILE}: not applied to its texts: {defaults.describe_not_applied()}"
+        line = f"{source}: not applied to its texts: {defaults.describe_not_applied()}"
         say(line, unasked=True)
     return defaults.sampling
 

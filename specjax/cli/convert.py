@@ -15,6 +15,7 @@ from specjax.errors import InputError
 from specjax.files import replacing
 from specjax.models import checkpoint, config_json, hub, huggingface, parts
 from specjax.models.calibration import calibrate, check_text, windows
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import Form, schemes
 from specjax.models.transformer import Target, default_dtype
@@ -79,7 +80,7 @@ def run_convert(config: ConvertConfig) -> None:
     if config.client_parts:
         write_client_parts(config)
         return
-    method, where = registry.resolve(config.drafter)
+    method, where, files = registry.find(config.drafter)
     kind = method.trained
     if config.quantize and kind is None and method.recognises is not None:
         raise InputError(f"drafter={config.drafter!r}: is a draft model, a whole one: give it as --target, and no --drafter")
@@ -91,13 +92,13 @@ def run_convert(config: ConvertConfig) -> None:
     layout = next(iter(kind.layouts)) if len(kind.layouts) < 2 and config.to == ConvertConfig.to else config.to
     if layout not in kind.layouts:
         raise InputError(f"to={config.to!r}: {kind.title} is written as {', '.join(kind.layouts)}: give one of these")
-    directory = hub.locate(where)
-    if directory.resolve() == Path(config.output).resolve():
+    files = hub.open_checkpoint(files or where)
+    if files.directory.resolve() == Path(config.output).resolve():
         raise InputError(f"output={config.output!r}: is the drafter itself; give another directory")
-    dtype = checkpoint.stored_type(directory)
+    dtype = checkpoint.stored_type(files)
     weights = scheme_of(config) if config.quantize else schemes.AS_STORED
     settings: dict[str, Any] = dict(method.settings)
-    drafter = kind.from_pretrained(directory, dtype=dtype, weights=weights, **settings)
+    drafter = kind.from_pretrained(files, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
     said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, drafter.describe(layout)]
@@ -117,9 +118,9 @@ def scheme_of(config: ConvertConfig) -> schemes.Scheme:
 def write_quantized(config: ConvertConfig) -> None:
     """Write the target with quantized weights, and its tokenizer. All of it or nothing."""
     scheme, output = scheme_of(config), Path(config.output)
-    source = hub.locate(config.target)
+    source = hub.open_checkpoint(config.target)
     checkpoint.check_writable(output)
-    if source.resolve() == output.resolve():
+    if source.directory.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
     dtype, how = huggingface.embedding_type(source), config.quantize
     if config.calibrate:
@@ -130,20 +131,20 @@ def write_quantized(config: ConvertConfig) -> None:
         target = Target.from_pretrained(source, dtype=dtype, weights=scheme)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:
         target.save_pretrained(scratch, dtype=dtype)
-        copy_beside(source, scratch)
-    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+        copy_beside(source.directory, scratch)
+    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
     of_whole = f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target"
     print(f"{config.output}: {how}, {of_whole}")
 
 
-def calibration_tokens(config: ConvertConfig, source: Path) -> np.ndarray:
-    """``[W, T]`` windows of the text by which weights are quantized, in the tokens of the target in ``source``.
+def calibration_tokens(config: ConvertConfig, source: CheckpointFiles) -> np.ndarray:
+    """``[W, T]`` windows of the text by which weights are quantized, in the tokens of the target ``source``.
 
     Raises:
         InputError: there is no such text, or too little of it.
     """
     argument = f"calibrate={config.calibrate!r}"
-    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source)
+    shape, tokenizer = config_json.read_config(source), text.load_tokenizer(source.directory)
     with waiting(f"reading {config.calibrate}"):
         documents = read_documents(config.calibrate, "calibrate")
         if any(document.messages for document in documents) and not tokenizer.chat_template:
@@ -169,22 +170,22 @@ def copy_beside(source: Path, output: Path) -> None:
 def write_client_parts(config: ConvertConfig) -> None:
     """Write the part of the target that the drafter needs, and its tokenizer. All of it or nothing."""
     output = Path(config.output)
-    source = hub.locate(config.target, weights=False)
+    source = hub.open_checkpoint(config.target, weights=False)
     config_json.check_whole(source)
     checkpoint.check_writable(output)
-    if source.resolve() == output.resolve():
+    if source.directory.resolve() == output.resolve():
         raise InputError(f"output={config.output!r}: is the target itself; give another directory")
     shape = config_json.read_config(source)
-    tokenizer = text.load_tokenizer(source)
+    tokenizer = text.load_tokenizer(source.directory)
     drafter = registry.load_drafter(config.drafter, None, shape, tokenizer=tokenizer)
     layers = layers_for(config.drafter, drafter, shape)
-    source = hub.locate(config.target)
+    source = hub.open_checkpoint(source)
     part = Target.from_pretrained(source, dtype=huggingface.embedding_type(source), layers=layers)
     drafter.check(part)
     with waiting(f"writing {config.output}"), replacing(output) as scratch:
         part.save_pretrained(scratch)
-        copy_beside(source, scratch)
-    size, whole = checkpoint.stored_bytes(output), checkpoint.stored_bytes(source)
+        copy_beside(source.directory, scratch)
+    size, whole = CheckpointFiles(output).weight_bytes, source.weight_bytes
     print(
         f"{config.output}: {parts.describe(part.held, shape.num_layers)}, {part.dtype}; "
         f"{size / 1e6:,.1f} MB, {size / whole:.1%} of the {whole / 1e6:,.1f} MB of the target; fingerprint {part.fingerprint()}"

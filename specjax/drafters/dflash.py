@@ -23,12 +23,13 @@ from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
 from specjax.drafters.eagle3_checkpoint import are_different_tokens
 from specjax.drafters.expansion import expand_by_depth
-from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
+from specjax.drafters.trained import TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, RingCache
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
@@ -91,11 +92,11 @@ class DFlash(TrainedDrafter[Cache]):
         return dflash_checkpoint.kind_of(raw) == "dflash"
 
     @classmethod
-    def layout_of(cls, stored: Stored) -> str:
+    def layout_of(cls, stored: CheckpointFiles) -> str:
         return dflash_checkpoint.layout_of(stored.raw) or cls.layouts[0]
 
     @classmethod
-    def read_config(cls, stored: Stored) -> DFlashConfig:
+    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
         config = dflash_checkpoint.read_config(stored)
         if config.has_selector:
             raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
@@ -110,7 +111,7 @@ class DFlash(TrainedDrafter[Cache]):
         return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
 
     @classmethod
-    def left_over(cls, config: DFlashConfig, stored: Stored) -> Collection[str]:
+    def left_over(cls, config: DFlashConfig, stored: CheckpointFiles) -> Collection[str]:
         return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
 
     @classmethod

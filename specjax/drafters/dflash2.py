@@ -24,12 +24,12 @@ from specjax.drafters.candidates import Candidates, CandidateTokens, offered_by
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Piece
 from specjax.models.cache import Cache, Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import attention, normed
@@ -71,7 +71,7 @@ class DFlash2(DFlash):
         return dflash_checkpoint.kind_of(raw) == "dflash2"
 
     @classmethod
-    def read_config(cls, stored: Stored) -> DFlashConfig:
+    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
         config = dflash_checkpoint.read_config(stored)
         if not config.has_selector:
             raise CheckpointError(f"{stored.file}: has neither convolutions nor a selector: load it as a DFlash")

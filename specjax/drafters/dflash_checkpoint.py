@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from specjax.drafters.dflash_config import DFlashConfig, Markov, default_taps
-from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
 
@@ -132,7 +132,7 @@ _QWEN3 = {  # speculators leaves out what equals transformers' defaults
 }
 
 
-def read_config(stored: Stored) -> DFlashConfig:
+def read_config(stored: CheckpointFiles) -> DFlashConfig:
     """The shape of a checkpoint, in any layout.
 
     Raises:
@@ -172,14 +172,14 @@ def read_config(stored: Stored) -> DFlashConfig:
     return config
 
 
-def _read_qwen3(fields: dict[str, Any], stored: Stored, layout: str) -> dict[str, Any]:
+def _read_qwen3(fields: dict[str, Any], stored: CheckpointFiles, layout: str) -> dict[str, Any]:
     """The fields of z-lab's and DeepSpec's config.json."""
     layer = config_json.parse_drafter_config(dict(stored.raw), stored.file)
     own = _read_zlab(fields, layer, stored) if layout == "dflash" else _read_deepspec(fields, stored)
     return {"layer": layer, "draft_vocab_size": layer.vocab_size, "target_layers": fields["num_target_layers"], **own}
 
 
-def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: Stored) -> dict[str, Any]:
+def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: CheckpointFiles) -> dict[str, Any]:
     is_dflash2 = kind_of(stored.raw) == "dflash2"
     nested = check_fields(fields["dflash_config"], _NESTED | (_OF_DFLASH2 if is_dflash2 else {}), stored.file, "dflash_config.")
     _check_hidden(nested["target_hidden_size"], layer, stored)
@@ -201,7 +201,7 @@ def _read_zlab(fields: dict[str, Any], layer: ModelConfig, stored: Stored) -> di
     }
 
 
-def _read_factors(stored: Stored) -> dict[str, float | None]:
+def _read_factors(stored: CheckpointFiles) -> dict[str, float | None]:
     """The factors of embeddings and logits: of each the field in dflash_config, where there is one, else that beside it."""
     nested = stored.raw["dflash_config"]
     within = {name: field for name, field in _FACTORS.items() if name in nested}
@@ -214,7 +214,7 @@ def _read_factors(stored: Stored) -> dict[str, float | None]:
     }
 
 
-def _read_deepspec(fields: dict[str, Any], stored: Stored) -> dict[str, Any]:
+def _read_deepspec(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
     if fields["target_layer_ids"] is None:
         raise CheckpointError(f"{stored.file}: target_layer_ids is missing: the target's layers that are read")
     own = {"block_size": fields["block_size"], "mask_token_id": fields["mask_token_id"], "from_anchor": True}
@@ -226,7 +226,7 @@ def _taps(outputs: list[int]) -> tuple[int, ...]:
     return tuple(number + 1 for number in outputs)
 
 
-def _read_speculators(fields: dict[str, Any], stored: Stored) -> dict[str, Any]:
+def _read_speculators(fields: dict[str, Any], stored: CheckpointFiles) -> dict[str, Any]:
     described = fields["transformer_layer_config"]
     raw = _with_windows({**_QWEN3, "model_type": "qwen3", **described})
     layer = config_json.parse_drafter_config(raw, f"{stored.file}: transformer_layer_config")
@@ -280,7 +280,7 @@ def _read_heads(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_hidden(said: int | None, layer: ModelConfig, stored: Stored) -> None:
+def _check_hidden(said: int | None, layer: ModelConfig, stored: CheckpointFiles) -> None:
     if said not in (None, layer.hidden_size):
         raise CheckpointError(
             f"{stored.file}: target_hidden_size={said}, and the drafter's hidden_size is {layer.hidden_size}: give a drafter "
@@ -288,7 +288,7 @@ def _check_hidden(said: int | None, layer: ModelConfig, stored: Stored) -> None:
         )
 
 
-def _check_parts(own: Mapping[str, Any], stored: Stored) -> None:
+def _check_parts(own: Mapping[str, Any], stored: CheckpointFiles) -> None:
     """Refuse parts of which config.json says one thing and the tensors another: they would be left out without a word."""
     for field, what, part, said in (
         ("markov_rank", "a head", "markov_head.", own.get("markov_rank", 0) > 0),

@@ -23,6 +23,7 @@ from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models.cache import Cache, Entry, gather_entries
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Target
@@ -119,7 +120,7 @@ class DraftModel(Drafter[DraftModelState]):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         draft: DraftShape | int = Chain(4),
         dtype: DTypeLike | None = None,
@@ -131,7 +132,7 @@ class DraftModel(Drafter[DraftModelState]):
         """Load the draft model as `Target.from_pretrained` loads a target.
 
         Args:
-            path: a directory or hub id.
+            path: a directory or hub id; or the opened files of the checkpoint.
             draft: the shape of its drafts.
             dtype: of its params.
             mesh: the target's.
@@ -158,9 +159,9 @@ class DraftModel(Drafter[DraftModelState]):
         if tokenizer is not None:
             if isinstance(tokenizer, str | Path):
                 tokenizer = text.load_tokenizer(hub.locate(tokenizer, weights=False))
-            directory = hub.locate(path, weights=False)
-            size = config_json.read_config(directory).vocab_size
-            shared = share(tokenizer, text.load_tokenizer(directory), vocabulary, sizes=(None, size))
+            path = hub.open_checkpoint(path, weights=False)
+            size = config_json.read_config(path).vocab_size
+            shared = share(tokenizer, text.load_tokenizer(path.directory), vocabulary, sizes=(None, size))
         model = Target.from_pretrained(path, dtype=dtype, mesh=mesh, weights=weights)
         return cls(model=model, draft=draft, shared=shared)
 

@@ -19,11 +19,11 @@ from specjax.drafters.candidates import CandidateTokens, offered_by
 from specjax.drafters.dflash import DFlash
 from specjax.drafters.dflash_config import DFlashConfig, Markov
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Cache, Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
@@ -60,7 +60,7 @@ class DSpark(DFlash):
         return dflash_checkpoint.kind_of(raw) == "dspark"
 
     @classmethod
-    def read_config(cls, stored: Stored) -> DFlashConfig:
+    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
         config = dflash_checkpoint.read_config(stored)
         if not config.has_heads:
             raise CheckpointError(f"{stored.file}: has neither a Markov head nor a confidence head: load it as a DFlash")

@@ -14,12 +14,13 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters.features import FeatureDrafter
-from specjax.drafters.trained import Stored, layer_like
+from specjax.drafters.trained import layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError
 from specjax.models.layers import attention, linear, mlp, rms_norm
@@ -78,7 +79,7 @@ class Eagle(FeatureDrafter):
         return raw.get("num_hidden_layers") == 1 and ("bias" in raw or "fc.weight" in tensors)
 
     @classmethod
-    def read_config(cls, stored: Stored) -> EagleConfig:
+    def read_config(cls, stored: CheckpointFiles) -> EagleConfig:
         if stored.raw.get("layer_self_attention") is not None:
             raise CheckpointError(
                 f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers: load it with "
@@ -139,7 +140,7 @@ class Eagle(FeatureDrafter):
         return target.head(states)
 
 
-def read_layer(stored: Stored) -> EagleConfig:
+def read_layer(stored: CheckpointFiles) -> EagleConfig:
     """The shape of a checkpoint's layer, and of what joins its inputs."""
     layer = config_json.parse_drafter_config(stored.raw, stored.file)
     if layer.num_layers != 1:

@@ -20,11 +20,12 @@ from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Vocabulary
 from specjax.drafters.eagle3_checkpoint import Eagle3Config
 from specjax.drafters.features import FeatureDrafter, FeatureState
-from specjax.drafters.trained import Stored, layer_like
+from specjax.drafters.trained import layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
@@ -76,11 +77,11 @@ class Eagle3(FeatureDrafter):
         return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
     @classmethod
-    def layout_of(cls, stored: Stored) -> str:
+    def layout_of(cls, stored: CheckpointFiles) -> str:
         return eagle3_checkpoint.layout_of(stored)
 
     @classmethod
-    def read_config(cls, stored: Stored) -> Eagle3Config:
+    def read_config(cls, stored: CheckpointFiles) -> Eagle3Config:
         return eagle3_checkpoint.read_config(stored)
 
     @classmethod
@@ -92,7 +93,7 @@ class Eagle3(FeatureDrafter):
         return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
 
     @classmethod
-    def left_over(cls, config: Eagle3Config, stored: Stored) -> Collection[str]:
+    def left_over(cls, config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
         unread = () if config.tap_count else ("fc.weight",)
         return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 

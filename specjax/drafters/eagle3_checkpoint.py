@@ -15,10 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Param, Params, matrix, norm
@@ -133,7 +133,7 @@ def declare(config: Eagle3Config, layout: str) -> Params:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def layout_of(stored: Stored) -> str:
+def layout_of(stored: CheckpointFiles) -> str:
     """By how the first layer's tensors are called."""
     return "eagle3" if "midlayer.self_attn.q_proj.weight" in stored.shapes else "speculators"
 
@@ -183,13 +183,17 @@ _LAYER_DEFAULTS: dict[str, dict[str, Any]] = {  # speculators leaves out what eq
 }
 
 
-def read_config(stored: Stored) -> Eagle3Config:
+def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> Eagle3Config:
     """The shape of a checkpoint in either layout.
+
+    Args:
+        stored: the checkpoint.
+        raw: is read in place of what config.json holds; None: config.json is read.
 
     Raises:
         CheckpointError: a field is not as it must be, or counts what there are no tensors of; ``d2t`` or ``t2d`` is missing.
     """
-    raw, source, shapes, layout = stored.raw, stored.file, stored.shapes, layout_of(stored)
+    raw, source, shapes, layout = stored.raw if raw is None else raw, stored.file, stored.shapes, layout_of(stored)
     fields = check_fields(raw, _FIELDS, source)
     nested, described = fields["eagle_config"] or {}, fields["transformer_layer_config"]
     flags = check_fields({**nested, **raw}, _FLAGS, source)
@@ -251,7 +255,7 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     return None if left is None else tuple(layer + 1 for layer in left)
 
 
-def _check_tables(config: Eagle3Config, stored: Stored, layout: str) -> None:
+def _check_tables(config: Eagle3Config, stored: CheckpointFiles, layout: str) -> None:
     """See that the files say which of the target's tokens the drafter's are."""
     if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in stored.shapes and "t2d" not in stored.shapes:
         return

@@ -12,9 +12,10 @@ from specjax.drafters.base import DraftingReads
 from specjax.drafters.eagle import Eagle, EagleConfig, read_layer
 from specjax.drafters.features import FeatureState
 from specjax.drafters.layer_attention import LayerAttention
-from specjax.drafters.trained import Stored, layer_like
+from specjax.drafters.trained import layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import check_fields, mapping
 from specjax.models.params import Params
 from specjax.models.transformer import States, Target
@@ -50,7 +51,7 @@ class EagleWithLayerAttention(Eagle):
         return raw.get("layer_self_attention") is not None and super().recognises(raw, tensors)
 
     @classmethod
-    def read_config(cls, stored: Stored) -> EagleLayerAttentionConfig:
+    def read_config(cls, stored: CheckpointFiles) -> EagleLayerAttentionConfig:
         eagle, source = read_layer(stored), f"{stored.file}: layer_self_attention"
         fields = check_fields(stored.raw, {"layer_self_attention": mapping()}, stored.file)
         lsa = layer_attention.parse(fields["layer_self_attention"], eagle.layer, source)

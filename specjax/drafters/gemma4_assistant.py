@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import NewestStateDrafter, Stored
+from specjax.drafters.trained import NewestStateDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
@@ -25,6 +25,7 @@ from specjax.models import checkpoint, config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry, KVCache, PagedCache
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import Layer, ModelConfig
 from specjax.models.families import FAMILIES
 from specjax.models.fields import check_fields, flag, mapping, whole
@@ -113,7 +114,7 @@ class Gemma4Assistant(NewestStateDrafter):
         return raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
 
     @classmethod
-    def read_config(cls, stored: Stored) -> AssistantConfig:
+    def read_config(cls, stored: CheckpointFiles) -> AssistantConfig:
         known = {
             "text_config": mapping(),
             "backbone_hidden_size": whole(1, 1_000_000),
@@ -152,12 +153,12 @@ class Gemma4Assistant(NewestStateDrafter):
         return config.model.axis_units
 
     @classmethod
-    def left_over(cls, config: AssistantConfig, stored: Stored) -> Collection[str]:
+    def left_over(cls, config: AssistantConfig, stored: CheckpointFiles) -> Collection[str]:
         made = [f"model.layers.*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
         # Its embedding is its head. A stored head that differs would be left out without a word, and is refused instead.
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         both = {head, embedding} <= stored.shapes.keys()
-        copy = [head] * (both and checkpoint.have_same_values(stored.directory, embedding, head))
+        copy = [head] * (both and checkpoint.have_same_values(stored, embedding, head))
         return (*super().left_over(config, stored), *copy, *made)
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:

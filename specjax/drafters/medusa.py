@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import expand_by_depth
-from specjax.drafters.trained import NewestStateDrafter, Stored
+from specjax.drafters.trained import NewestStateDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
 from specjax.errors import InputError
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix
 from specjax.models.primitives import linear, vocabulary_logits
@@ -81,7 +82,7 @@ class Medusa(NewestStateDrafter):
         return "medusa_num_heads" in raw
 
     @classmethod
-    def read_config(cls, stored: Stored) -> MedusaConfig:
+    def read_config(cls, stored: CheckpointFiles) -> MedusaConfig:
         known = {"medusa_num_heads": whole(1, 100), "medusa_num_layers": whole(0, 100, default=1)}
         fields = check_fields(stored.raw, known, stored.file)
         blocks, output = fields["medusa_num_layers"], f"0.{fields['medusa_num_layers']}.weight"

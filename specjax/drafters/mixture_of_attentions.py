@@ -23,12 +23,13 @@ from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.layer_attention import LayerAttention
 from specjax.drafters.moa_checkpoint import MoAConfig
-from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
+from specjax.drafters.trained import TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece, attend
 from specjax.models.cache import Entry, KVCache, empty_entries, place_entries
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, keys_values, linear, mlp, queries, rms_norm
 from specjax.models.params import Params
@@ -99,7 +100,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
@@ -128,7 +129,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
         return moa_checkpoint.recognises(raw, tensors)
 
     @classmethod
-    def read_config(cls, stored: Stored, tli: int | None = None) -> MoAConfig:
+    def read_config(cls, stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
         return moa_checkpoint.read_config(stored, tli)
 
     @classmethod

@@ -13,10 +13,11 @@ from typing import Any
 
 from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
-from specjax.drafters.trained import Stored, layer_like
+from specjax.drafters.trained import layer_like
 from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models import params as declarations
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Params
@@ -98,7 +99,7 @@ def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
 
 
-def read_config(stored: Stored, tli: int | None = None) -> MoAConfig:
+def read_config(stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
     """The shape of a checkpoint, in any layout.
 
     Args:
@@ -145,7 +146,7 @@ _OWN: dict[str, Field] = {
 _SIZES: dict[str, Field] = {"num_key_value_heads": whole(1, 100_000), "intermediate_size": whole(1, 10_000_000)}
 
 
-def _read_own(stored: Stored) -> MoAConfig:
+def _read_own(stored: CheckpointFiles) -> MoAConfig:
     outer = check_fields(stored.raw, {"moa_config": mapping()}, stored.file)["moa_config"]
     fields = check_fields(outer, _OWN, f"{stored.file}: moa_config")
     layer = config_json.with_switches(config_json.parse_drafter_config(stored.raw, stored.file), stored.shapes, _SELF)
@@ -163,7 +164,7 @@ def _read_own(stored: Stored) -> MoAConfig:
     )
 
 
-def _read_authors(stored: Stored, tli: int) -> MoAConfig:
+def _read_authors(stored: CheckpointFiles, tli: int) -> MoAConfig:
     target = config_json.parse_drafter_config(stored.raw, stored.file)
     layer = layer_like(target, **_stored_sizes(stored, _SELF, target.head_dim))
     lsa = None
@@ -174,7 +175,7 @@ def _read_authors(stored: Stored, tli: int) -> MoAConfig:
     return MoAConfig(layer, cross_like(layer, **cross), target.num_layers, lsa, tli, target)
 
 
-def _shape(stored: Stored, name: str) -> tuple[int, ...]:
+def _shape(stored: CheckpointFiles, name: str) -> tuple[int, ...]:
     """Of a matrix that must be there."""
     if len(shape := stored.shapes.get(name, ())) != 2:
         raise CheckpointError(
@@ -184,7 +185,7 @@ def _shape(stored: Stored, name: str) -> tuple[int, ...]:
     return shape
 
 
-def _stored_sizes(stored: Stored, prefix: str, head_dim: int) -> dict[str, int]:
+def _stored_sizes(stored: CheckpointFiles, prefix: str, head_dim: int) -> dict[str, int]:
     """The sizes of a block that its tensors' shapes tell."""
     keys, intermediate = (_shape(stored, f"{prefix}{name}.weight")[0] for name in ("self_attn.k_proj", "mlp.up_proj"))
     if head_dim < 1 or keys % head_dim:
@@ -215,7 +216,7 @@ _VLLM_LAYERS = {
 }
 
 
-def _read_vllm(stored: Stored, tli: int) -> MoAConfig:
+def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
     raw, source = stored.raw, stored.file
     kv_heads, intermediate = check_fields(raw, _VLLM_SELF, source).values()
     sizes = {"num_key_value_heads": kv_heads, "intermediate_size": intermediate}
@@ -271,7 +272,7 @@ def _sizes(block: ModelConfig) -> tuple[int, int]:
 def _format_authors(config: MoAConfig, dtype: str, name: str) -> dict[str, Any]:
     target, own = config.target, config.self_layer
     if name:
-        target = config_json.read_config(hub.locate(name, weights=False))
+        target = config_json.read_config(hub.open_checkpoint(name, weights=False))
     if target is None:
         raise InputError(
             "layout='authors': its config.json is the target's, which this checkpoint does not say: give target=DIRECTORY or "

@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.features import FeatureDrafter, FeatureState
-from specjax.drafters.trained import Stored, layer_like, number_after
+from specjax.drafters.trained import layer_like
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles, number_after
 from specjax.models.config import ModelConfig
 from specjax.models.families import FAMILIES, delta_net
 from specjax.models.families.qwen2 import MIMO_MODULES
@@ -92,7 +93,7 @@ class MTPConfig:
         return _PREFIX[self.layout] + ("layers." if self.layout == "qwen" else "")
 
 
-def _read_qwen(stored: Stored) -> MTPConfig:
+def _read_qwen(stored: CheckpointFiles) -> MTPConfig:
     """Of a module among the tensors of a Qwen3.5 or Qwen3-Next, or alone. Only the former's config.json counts the modules."""
     whole_model = config_json.parse_drafter_config(stored.raw, stored.file)
     if not whole_model.gated_attention:
@@ -117,7 +118,7 @@ def _attention_layer(config: ModelConfig, is_sparse: bool, **sizes: Any) -> Mode
     return replace(config, **(plain | sizes))
 
 
-def _check_counts(stored: Stored, config: MTPConfig) -> None:
+def _check_counts(stored: CheckpointFiles, config: MTPConfig) -> None:
     """Compare the counts of config.json with the tensors' headers, before declarations are made after them."""
     found = stored.numbered(config.numbered, config.first_layer)
     field = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
@@ -198,7 +199,7 @@ class MTP(FeatureDrafter):
         return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
 
     @classmethod
-    def read_config(cls, stored: Stored) -> MTPConfig:
+    def read_config(cls, stored: CheckpointFiles) -> MTPConfig:
         if _has_qwens(stored.shapes):
             return _read_qwen(stored)
         names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
@@ -244,7 +245,7 @@ class MTP(FeatureDrafter):
         return config.layer.axis_units
 
     @classmethod
-    def left_over(cls, config: MTPConfig, stored: Stored) -> Collection[str]:
+    def left_over(cls, config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
         return _not_of_modules(config, stored.shapes)
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:

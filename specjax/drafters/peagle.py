@@ -20,13 +20,13 @@ from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.features import FeatureState
 from specjax.drafters.peagle_checkpoint import PEagleConfig
-from specjax.drafters.trained import Stored
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.params import Params
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -69,11 +69,11 @@ class PEagle(Eagle3):
         return peagle_checkpoint.recognises(raw, tensors)
 
     @classmethod
-    def layout_of(cls, stored: Stored) -> str:
+    def layout_of(cls, stored: CheckpointFiles) -> str:
         return peagle_checkpoint.layout_of(stored)
 
     @classmethod
-    def read_config(cls, stored: Stored, mask_token_id: int | None = None) -> PEagleConfig:
+    def read_config(cls, stored: CheckpointFiles, mask_token_id: int | None = None) -> PEagleConfig:
         return peagle_checkpoint.read_config(stored, mask_token_id)
 
     @classmethod

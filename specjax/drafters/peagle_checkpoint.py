@@ -13,8 +13,8 @@ from typing import Any
 
 from specjax.drafters import eagle3_checkpoint
 from specjax.drafters.eagle3_checkpoint import Eagle3Config
-from specjax.drafters.trained import Stored
 from specjax.errors import InputError
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, Field, check_fields, texts, whole
 from specjax.models.params import Param, Params
 
@@ -71,12 +71,12 @@ def recognises(raw: Mapping[str, Any], tensors: Any) -> bool:
     return by_name or raw.get("speculators_model_type") == "peagle" or "mask_hidden" in tensors
 
 
-def layout_of(stored: Stored) -> str:
+def layout_of(stored: CheckpointFiles) -> str:
     """By whether config.json describes a layer, or is one's."""
     return "speculators" if "transformer_layer_config" in stored.raw else "specforge"
 
 
-def read_config(stored: Stored, mask_token_id: int | None = None) -> PEagleConfig:
+def read_config(stored: CheckpointFiles, mask_token_id: int | None = None) -> PEagleConfig:
     """The shape of a checkpoint in either layout.
 
     Args:
@@ -100,7 +100,7 @@ def read_config(stored: Stored, mask_token_id: int | None = None) -> PEagleConfi
     described = stored.raw.get("transformer_layer_config")
     plain, windows = _without_windows(stored.raw if described is None else described, stored.file)
     raw = plain if described is None else {**stored.raw, "transformer_layer_config": plain}
-    config = PEagleConfig.of(eagle3_checkpoint.read_config(replace(stored, raw=raw)), mask)
+    config = PEagleConfig.of(eagle3_checkpoint.read_config(stored, raw), mask)
     kinds, window = windows
     if not kinds:
         return config
@@ -110,7 +110,7 @@ def read_config(stored: Stored, mask_token_id: int | None = None) -> PEagleConfi
     return replace(config, layer=replace(config.layer, sliding_window=window, windowed_layers=windowed))
 
 
-def _mask_token(stored: Stored, told: int | None) -> int:
+def _mask_token(stored: CheckpointFiles, told: int | None) -> int:
     said = check_fields(stored.raw, _MASK_FIELDS, stored.file)
     tokens = {token for token in (*said.values(), told) if token is not None}
     if not tokens:

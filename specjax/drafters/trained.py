@@ -5,9 +5,8 @@ is published, laying the parameters out on a mesh and counting what drafting rea
 """
 
 import inspect
-import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,65 +23,25 @@ from specjax.errors import InputError
 from specjax.models import checkpoint, directories, fingerprint, hub, huggingface
 from specjax.models import params as declarations
 from specjax.models.cache import Entry
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
-from specjax.models.fields import CheckpointError, read_json
+from specjax.models.fields import CheckpointError
 from specjax.models.params import Params
 from specjax.models.quantization import is_quantized, saved, schemes
 from specjax.models.transformer import States, Target, default_dtype
 from specjax.progress import waiting
 
 
-@dataclass(frozen=True)
-class Stored:
-    """What the shape of a drafter is read from: a checkpoint without its weights.
+def open_drafter(path: str | Path | CheckpointFiles) -> CheckpointFiles:
+    """Return the files of a drafter's checkpoint; its weights are fetched, and config.json and all headers are read.
 
-    Attributes:
-        directory: where it lies.
-        raw: what its config.json holds.
-        shapes: of its tensors, by name, as their headers say.
+    Raises:
+        CheckpointError: there is no such checkpoint, or a file is missing or damaged.
     """
-
-    directory: Path
-    raw: dict[str, Any]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, directory: Path) -> "Stored":
-        """The checkpoint in ``directory``. Raises `CheckpointError` where a file is missing or damaged."""
-        directories.check(directory)
-        return cls(directory, read_json(directory / "config.json"), checkpoint.stored_shapes(directory))
-
-    @property
-    def file(self) -> str:
-        """config.json, as errors name it."""
-        return str(self.directory / "config.json")
-
-    def numbered(self, prefix: str, first: int = 0) -> int:
-        """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
-        numbers = {number_after(prefix, name) for name in self.shapes}
-        return sum(number is not None and number >= first for number in numbers)
-
-    def check_count(self, field: str, said: int, found: int, parts: str) -> None:
-        """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.
-
-        Args:
-            field: of config.json.
-            said: what it says.
-            found: how many of them there are tensors of.
-            parts: what is counted.
-        """
-        if said != found:
-            raise CheckpointError(
-                f"{self.file}: {field}={said}, but of {parts} there are tensors of {found}: give the configuration and the "
-                "weights of one model"
-            )
-
-
-def number_after(prefix: str, name: str) -> int | None:
-    """The number that follows ``prefix`` in a tensor's ``name``, as 0 follows ``layers.`` in ``layers.0.mlp``; None where there
-    is none. One of more than nine digits is none: it counts nothing, and Python does not read thousands of digits."""
-    found = re.match(r"([0-9]{1,9})\.", name[len(prefix) :]) if name.startswith(prefix) else None
-    return None if found is None else int(found[1])
+    files = hub.open_checkpoint(path)
+    directories.check(files)
+    assert files.raw is not None and files.shapes is not None  # read here: damaged files are refused before any field is
+    return files
 
 
 class TrainedDrafter(Drafter[State]):
@@ -128,16 +87,16 @@ class TrainedDrafter(Drafter[State]):
         raise NotImplementedError
 
     @classmethod
-    def layout_of(cls, stored: Stored) -> str:
+    def layout_of(cls, stored: CheckpointFiles) -> str:
         """Which of its `layouts` a checkpoint is in."""
         return cls.layouts[0]
 
     @classmethod
-    def read_config(cls, stored: Stored, **options: Any) -> Any:
+    def read_config(cls, stored: CheckpointFiles, **options: Any) -> Any:
         """The shape of a checkpoint, by its config.json and by the tensors that are there; ``options`` are those of
         `from_pretrained` beyond the usual.
 
-        Counts are compared with the tensors here (`Stored.check_count`), before anything is declared after them. An
+        Counts are compared with the tensors here (`CheckpointFiles.check_count`), before anything is declared after them. An
         `InputError` becomes a `CheckpointError` that names the file.
         """
         raise NotImplementedError
@@ -180,7 +139,7 @@ class TrainedDrafter(Drafter[State]):
         return {}
 
     @classmethod
-    def left_over(cls, config: Any, stored: Stored) -> Collection[str]:
+    def left_over(cls, config: Any, stored: CheckpointFiles) -> Collection[str]:
         """Patterns of the tensors that a checkpoint may hold beside its own."""
         return ("*rotary_emb.inv_freq",)
 
@@ -206,7 +165,7 @@ class TrainedDrafter(Drafter[State]):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         draft: DraftShape | int | None = None,
         dtype: DTypeLike | None = None,
@@ -217,7 +176,7 @@ class TrainedDrafter(Drafter[State]):
         """Load a checkpoint, in any of its layouts, recognised by what is in it.
 
         Args:
-            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``.
+            path: directory, or hub id, with config.json and safetensors or a ``pytorch_model.bin``; or its opened files.
             draft: the shape of its drafts; None: `default_draft`.
             dtype: of the params; the default is that of `Target.from_pretrained`. It should be the target's.
             mesh: the target's.
@@ -232,14 +191,14 @@ class TrainedDrafter(Drafter[State]):
             inspect.signature(cls.read_config).bind(None, **options)
         except TypeError as error:
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
-        stored = Stored.of(hub.locate(path))
+        stored = open_drafter(path)
         config = cls._config_of(stored, **options)
         beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
         with waiting(f"loading {path}"):
             declared = cls.declare(config, cls.layout_of(stored)) | beside
             params = checkpoint.load(
-                stored.directory,
-                schemes.declare(declared, huggingface.forms_for(stored.directory, weights, mesh), mesh),
+                stored,
+                schemes.declare(declared, huggingface.forms_for(stored, weights, mesh), mesh),
                 default_dtype() if dtype is None else dtype,
                 what=f"{cls.title} with this config.json",
                 ignored=cls.left_over(config, stored),
@@ -251,7 +210,7 @@ class TrainedDrafter(Drafter[State]):
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]
 
     @classmethod
-    def abstract_from(cls, path: str | Path, *, dtype: DTypeLike, **options: Any) -> Self:
+    def abstract_from(cls, path: str | Path | CheckpointFiles, *, dtype: DTypeLike, **options: Any) -> Self:
         """The drafter that `from_pretrained` makes of a checkpoint, with shapes in place of its params.
 
         Reads config.json, and of the tensors their names and shapes; no values, so that damaged ones are not found.
@@ -264,13 +223,13 @@ class TrainedDrafter(Drafter[State]):
         Raises:
             CheckpointError: a file or a field is not as it must be.
         """
-        config = cls._config_of(Stored.of(hub.locate(path)), **options)
+        config = cls._config_of(open_drafter(path), **options)
         declared = cls.declare(config, cls.layouts[0])
         params = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype or dtype)), declared)
         return cls(params=params, config=config, draft=cls.default_draft(config), mesh=None)  # pyright: ignore[reportCallIssue]
 
     @classmethod
-    def _config_of(cls, stored: Stored, **options: Any) -> Any:
+    def _config_of(cls, stored: CheckpointFiles, **options: Any) -> Any:
         """`read_config`, whose errors all name the file."""
         try:
             return cls.read_config(stored, **options)

@@ -81,10 +81,10 @@ def stored_drafter(name: str, target: Target) -> TrainedDrafter:
     Raises:
         InputError: there is no such drafter, it is of another kind, or it does not fit the target.
     """
-    method, where = registry.resolve(name)
+    method, where, files = registry.find(name)
     if method.trained is None:
         raise InputError(f"drafter={name!r}: is no drafter that is trained for its target")
-    drafter = method.trained.abstract_from(where, dtype=jnp.bfloat16, **dict(method.settings))
+    drafter = method.trained.abstract_from(files or where, dtype=jnp.bfloat16, **dict(method.settings))
     alone = replace(target, mesh=None)
     jax.eval_shape(lambda drafter, target: drafter.check(target), drafter, alone)  # it may compute with its params
     return place_model(drafter, target.mesh)

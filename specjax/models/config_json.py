@@ -8,11 +8,11 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from specjax.errors import InputError, did_you_mean
-from specjax.models import directories, parts
+from specjax.models import directories, generation_config, parts
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import Activation, ModelConfig, Rope
 from specjax.models.families import FAMILIES, REFUSED, Family
 from specjax.models.families.ropes import FULL, WINDOWED, format_rope, parse_rope
@@ -23,7 +23,6 @@ from specjax.models.fields import (
     flag,
     mapping,
     number,
-    read_json,
     show,
     text,
     texts,
@@ -88,20 +87,17 @@ _FIELDS: dict[str, Field] = {
 _GENERATION: dict[str, Field] = {"eos_token_id": _TOKENS}  # of generation_config.json
 
 
-def read_config(directory: Path) -> ModelConfig:
+def read_config(files: CheckpointFiles) -> ModelConfig:
     """Read config.json (and the end-of-sequence ids of generation_config.json).
 
     Raises:
         CheckpointError: a field is missing, of another type or out of range, or asks for something that is not supported.
     """
-    directories.check(directory)
-    path = directory / "config.json"
-    config = parse_config(read_json(path), str(path))
-    generation = directory / "generation_config.json"
-    if not generation.exists():
-        return config
-    ids = check_fields(read_json(generation), _GENERATION, str(generation))["eos_token_id"]
-    return config if ids is None else replace(config, eos_token_ids=_eos_token_ids(ids, config.vocab_size, str(generation)))
+    directories.check(files)
+    config = parse_config(files.raw, files.file)
+    source = str(files.directory / generation_config.FILE)
+    eos = check_fields(files.json(generation_config.FILE, {}), _GENERATION, source)["eos_token_id"]
+    return config if eos is None else replace(config, eos_token_ids=_eos_token_ids(eos, config.vocab_size, source))
 
 
 _PART: dict[str, Field] = {
@@ -118,30 +114,28 @@ _PART: dict[str, Field] = {
 }
 
 
-def read_part(directory: Path) -> tuple[Layers, str] | None:
+def read_part(files: CheckpointFiles) -> tuple[Layers, str] | None:
     """Return the layers of a part of a target, and the fingerprint of the whole; None where the checkpoint is whole.
 
     Raises:
         CheckpointError: config.json cannot be read, or says something else there.
     """
-    path = directory / "config.json"
-    raw = read_json(path)
-    fields = check_fields(raw, _PART, str(path))
+    fields = check_fields(files.raw, _PART, files.file)
     if fields["specjax_layers"] is None:
         return None
-    (first, last), count = fields["specjax_layers"], parse_config(raw, str(path)).num_layers
+    (first, last), count = fields["specjax_layers"], parse_config(files.raw, files.file).num_layers
     if not fields["specjax_part_of"] or not 0 <= first <= last <= count or (first == last and last != count):
         raise CheckpointError(
-            f"{path}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of the "
-            f"{count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
+            f"{files.file}: specjax_layers={[first, last]}, specjax_part_of={fields['specjax_part_of']!r}: must be layers of "
+            f"the {count} of the target, and its fingerprint: write the part again with specjax convert --client-parts"
         )
     return (first, last), fields["specjax_part_of"]
 
 
-def check_whole(directory: Path) -> None:
+def check_whole(files: CheckpointFiles) -> None:
     """Refuse, with an InputError, a checkpoint that is a part of a target. No weights are read."""
-    if (part := read_part(directory)) is not None:
-        raise parts.refusal(str(directory), part[0], read_config(directory).num_layers)
+    if (part := read_part(files)) is not None:
+        raise parts.refusal(str(files.directory), part[0], read_config(files).num_layers)
 
 
 def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:

@@ -19,6 +19,7 @@ from specjax.models import config_json, fingerprint, hub, huggingface, parts
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, Memory, RingCache, empty_entries, empty_states
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import decoder_layer, normed
 from specjax.models.linear_attention import Ancestry, Context
@@ -115,7 +116,7 @@ class Target(OneLine):
     @classmethod
     def from_pretrained(
         cls,
-        path: str | Path,
+        path: str | Path | CheckpointFiles,
         *,
         dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
@@ -129,7 +130,7 @@ class Target(OneLine):
         of the quantized model, exactly. Modules that predict further tokens (MTP) are no part of the target and are left out.
 
         Args:
-            path: directory with config.json and safetensors, or a hub id.
+            path: directory with config.json and safetensors, or a hub id; or the opened files of the checkpoint.
             dtype: of the params; by default float32 on CPU (bfloat16 products are several times slower there) and
                 bfloat16 elsewhere.
             mesh: shards the params (see `specjax.sharding`); each device reads only its own part of each file.
@@ -146,21 +147,19 @@ class Target(OneLine):
             CheckpointError: something about the checkpoint is not as it must be; says what, and what to do.
         """
         check_cache_type(cache_dtype)
-        directory = hub.locate(path)
-        config, stored = config_json.read_config(directory), config_json.read_part(directory)
+        files = hub.open_checkpoint(path)
+        config = config_json.read_config(files)
+        saved_part, of = config_json.read_part(files) or (None, "")
         dtype = default_dtype() if dtype is None else dtype
         with waiting(f"loading {path}"):
-            config = huggingface.with_stored_head(directory, config)
-            if stored is not None:
-                params = huggingface.load_params(directory, config, dtype, mesh, weights, saved_part=stored[0])
-                part = cls(params=params, config=config, mesh=mesh, part_of=stored[1], cache_dtype=cache_dtype)
-                return part if layers is None else part.part(layers)
-            if layers is not None:
+            config = huggingface.with_stored_head(files, config)
+            if layers is not None and saved_part is None:
                 layers = parts.check_layers(layers, (0, config.num_layers), config.num_layers)
-                params, of = huggingface.load_part(directory, config, dtype, layers, mesh, weights)
-                return cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
-            params = huggingface.load_params(directory, config, dtype, mesh, weights)
-        return cls(params=params, config=config, mesh=mesh, cache_dtype=cache_dtype)
+                params, of = huggingface.load_part(files, config, dtype, layers, mesh, weights)
+            else:
+                params = huggingface.load_params(files, config, dtype, mesh, weights, saved_part)
+        target = cls(params=params, config=config, mesh=mesh, part_of=of, cache_dtype=cache_dtype)
+        return target if layers is None or saved_part is None else target.part(layers)
 
     @classmethod
     def init(cls, config: ModelConfig, key: jax.Array, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> "Target":

@@ -20,12 +20,13 @@ from specjax.drafters import registry
 from specjax.drafters.base import Committed, check_mesh
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.registry import DraftingMethod, load_drafter
-from specjax.drafters.trained import Stored, TrainedDrafter
+from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape, DynamicTree
 from specjax.evaluation import conformance
 from specjax.lowering import abstract
 from specjax.models import config_json
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, check_fields, whole
 from specjax.models.params import Param, Params, matrix, norm
 from specjax.models.primitives import linear, rms_norm
@@ -61,11 +62,11 @@ class Wizard(TrainedDrafter):
         return "wizard_rungs" in raw
 
     @classmethod
-    def layout_of(cls, stored: Stored) -> str:
+    def layout_of(cls, stored: CheckpointFiles) -> str:
         return "robe" if any(name.startswith("robe.") for name in stored.shapes) else "hat"
 
     @classmethod
-    def read_config(cls, stored: Stored) -> WizardConfig:
+    def read_config(cls, stored: CheckpointFiles) -> WizardConfig:
         known = {name: whole(1, 10_000) for name in ("wizard_rungs", "hidden_size", "vocab_size")}
         rungs, hidden, vocab = check_fields(stored.raw, known, stored.file).values()
         stored.check_count("wizard_rungs", rungs, stored.numbered(f"{cls.layout_of(stored)}."), "rungs")

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.drafters import MTP, DraftModel, Eagle, Eagle3, Medusa, MixtureOfAttentions
 from specjax.drafters.registry import METHODS
-from specjax.drafters.trained import Stored
 from specjax.drafts.shapes import Chain
 from specjax.errors import InputError
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.transformer import Target
 from tests.conftest import MIXTURES, tiny_config, tiny_target
@@ -81,7 +81,7 @@ def test_ids_beyond_a_drafters_vocabulary_are_left_out(tmp_path, name, layout) -
 
 
 def described(directory):
-    stored = Stored.of(directory)
+    stored = CheckpointFiles(directory)
     return stored.raw, stored.shapes
 
 

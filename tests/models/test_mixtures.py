@@ -18,6 +18,7 @@ from specjax.errors import InputError
 from specjax.evaluation import conformance
 from specjax.models import config_json, params
 from specjax.models.cache import KVCache
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.published import published
 from specjax.models.transformer import Target
@@ -122,7 +123,7 @@ def test_what_is_written_is_what_was_read_and_transformers_reads_it(case, tmp_pa
     assert original.keys() == written.keys()
     for name, value in original.items():
         np.testing.assert_array_equal(value, written[name], err_msg=name)
-    assert config_json.read_config(tmp_path) == target.config
+    assert config_json.read_config(CheckpointFiles(tmp_path)) == target.config
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, trust_remote_code=False)(
             torch.tensor(TOKENS)

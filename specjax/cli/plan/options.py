@@ -59,7 +59,7 @@ def is_checkpoint(name: str) -> bool:
 def find_model(argument: str, name: str) -> ModelConfig:
     """The published configuration of that name, or else what the config.json of the directory or hub id says."""
     if is_checkpoint(name):
-        return config_json.read_config(hub.locate(name, weights=False))
+        return config_json.read_config(hub.open_checkpoint(name, weights=False))
     try:
         return published(name)
     except InputError as error:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
-from specjax.models import checkpoint
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import MLA, MoE
 from specjax.models.quantization import Form, is_quantized
 from specjax.models.quantization.packing import packed
@@ -98,7 +98,7 @@ def test_what_is_made_is_saved_and_read_bit_for_bit_and_on_a_mesh(tmp_path, monk
 def test_fused_matrices_are_one_in_the_file(tmp_path) -> None:
     tiny_target(model_type="phi3", hidden_size=32).save_pretrained(tmp_path)
     read(tmp_path, weights="int4").save_pretrained(tmp_path / "quantized")
-    shapes = checkpoint.stored_shapes(tmp_path / "quantized")
+    shapes = CheckpointFiles(tmp_path / "quantized").shapes
     assert shapes["model.layers.0.self_attn.qkv_proj.weight"] == (32, 32)
     tensors = load_file(tmp_path / "quantized" / "model.safetensors")
     assert tensors["model.layers.0.self_attn.qkv_proj.weight_packed"].shape == (32, 32 * 4 // 32)

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models import checkpoint
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param
 from specjax.models.quantization import Form, float8, is_quantized, saved, schemes
@@ -51,7 +52,7 @@ def directory(tmp_path):
 def test_blocks_are_dequantized_as_numpy_does_it(directory) -> None:
     found = tensors()
     expected = [reference(found[name], found[f"{name}_scale_inv"]).T for name in NAMES]
-    read = checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
+    read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
     np.testing.assert_array_equal(read["down"], expected[0])
     np.testing.assert_array_equal(read["experts"], np.stack(expected[1:]))
 
@@ -90,10 +91,12 @@ def test_a_device_reads_its_own_part(directory, monkeypatch) -> None:
         parts.append(tuple(len(range(size)[piece]) for size, piece in zip(SHAPE, part, strict=True)))
         return read(tensor, part)
 
-    whole = checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
+    whole = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")
     monkeypatch.setattr(float8.Float8Tensor, "__getitem__", record)
     mesh = sharding.make_mesh(1, 2)
-    split = checkpoint.load(directory, DECLARED, jnp.float32, "two experts", mesh=mesh, units={"mlp": 132, "experts": 2})
+    split = checkpoint.load(
+        CheckpointFiles(directory), DECLARED, jnp.float32, "two experts", mesh=mesh, units={"mlp": 132, "experts": 2}
+    )
     jax.tree.map(np.testing.assert_array_equal, split, whole)
     assert sorted(parts) == [(300, 66), (300, 66), (300, 132), (300, 132)]
 
@@ -126,12 +129,12 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
     save_file(found, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
 
-    forms = checkpoint.stored_forms(tmp_path)
+    forms = CheckpointFiles(tmp_path).forms
     assert forms == dict.fromkeys(NAMES, Form("fp8", size))
     declared = schemes.declare(KEPT, lambda param: schemes.common(map(forms.get, param.stored_names)))
     mesh = sharding.make_mesh(1, 2) if on_mesh else None
     units = {"mlp": 256, "experts": 2}
-    kept = checkpoint.load(tmp_path, declared, jnp.float32, "two experts", mesh=mesh, units=units)
+    kept = checkpoint.load(CheckpointFiles(tmp_path), declared, jnp.float32, "two experts", mesh=mesh, units=units)
     assert kept["down"].form == kept["experts"].form == Form("fp8", size)
     groups = kept["down"].values.shape[0]
     np.testing.assert_array_equal(  # bit for bit as they are stored
@@ -139,7 +142,7 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
         np.moveaxis(found["down.weight"].reshape(300, groups, -1), 1, 0).view(np.uint8),
     )
     assert kept["experts"].values.dtype == jnp.float8_e4m3fn
-    floats = checkpoint.load(tmp_path, KEPT, jnp.float32, "two experts", mesh=mesh, units=units)
+    floats = checkpoint.load(CheckpointFiles(tmp_path), KEPT, jnp.float32, "two experts", mesh=mesh, units=units)
     scales = [np.broadcast_to(found[f"{name}{suffix}"], FULL_BLOCKS) for name in NAMES]
     expected = [reference(found[name], of).T for name, of in zip(NAMES, scales, strict=True)]
     for read in (floats, jax.tree.map(dequantize_matrix, kept, is_leaf=is_quantized)):
@@ -148,7 +151,7 @@ def test_values_and_scales_are_kept_where_forms_are_asked_for(tmp_path, kind, on
 
     again = tmp_path / "again"
     checkpoint.save(again, declared, kept, {"config.json": {"quantization_config": saved.format_config(declared)}})
-    read = checkpoint.load(again, declared, jnp.float32, "two experts")
+    read = checkpoint.load(CheckpointFiles(again), declared, jnp.float32, "two experts")
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, kept))
 
 
@@ -211,4 +214,4 @@ def test_scales_that_do_not_fit_are_refused_by_name(directory, edit, message, mo
     save_file(found, directory / "model.safetensors")
     monkeypatch.setattr(np, "ascontiguousarray", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(directory, DECLARED, jnp.float32, "two experts")
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, "two experts")

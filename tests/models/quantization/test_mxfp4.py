@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from specjax import sharding
 from specjax.models import checkpoint, fingerprint
+from specjax.models.checkpoint_files import INDEX, WEIGHTS, CheckpointFiles
 from specjax.models.config import MoE
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param, Within
@@ -76,7 +77,7 @@ def bits(array: Any) -> np.ndarray:
 
 @pytest.fixture
 def directory(tmp_path):
-    save_file(tensors(), tmp_path / checkpoint.WEIGHTS)
+    save_file(tensors(), tmp_path / WEIGHTS)
     return tmp_path
 
 
@@ -131,23 +132,26 @@ def test_a_slice_is_that_of_the_whole_and_no_more_is_read(part) -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_checkpoint_appears_unquantized_and_is_written_so(directory, dtype) -> None:
     shapes = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * MLP), "down_proj": (EXPERTS, 32, HIDDEN), "norm": (3,)}
-    assert checkpoint.stored_shapes(directory) == shapes
-    assert checkpoint.stored_type(directory) == checkpoint.type_of(directory, "down_proj") == jnp.bfloat16
-    read = checkpoint.load(directory, DECLARED, dtype, WHAT)
+    files = CheckpointFiles(directory)
+    assert files.shapes == shapes
+    assert checkpoint.stored_type(files) == checkpoint.type_of(files, "down_proj") == jnp.bfloat16
+    read = checkpoint.load(files, DECLARED, dtype, WHAT)
     for name, value in expected().items():
         assert read[name].dtype == dtype
         np.testing.assert_array_equal(bits(read[name]), bits(value.astype(dtype)))
     checkpoint.save(directory / "again", DECLARED, read, {})
-    again = load_file(directory / "again" / checkpoint.WEIGHTS)
+    again = load_file(directory / "again" / WEIGHTS)
     assert {name: tensor.shape for name, tensor in again.items()} == shapes
     np.testing.assert_array_equal(bits(again["gate_up_proj"][..., 1::2]), bits(expected()["up"].astype(dtype)))
-    with checkpoint.reading(directory, DECLARED, dtype, WHAT) as values:
-        assert fingerprint.of_stored(DECLARED, values, UNITS) == fingerprint.of_params(read, UNITS)
+    values = checkpoint.reader(files, DECLARED, dtype, WHAT)
+    assert fingerprint.of_stored(DECLARED, values, UNITS) == fingerprint.of_params(read, UNITS)
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 4)])
 def test_on_a_mesh_there_is_the_same(directory, sizes) -> None:
-    split = checkpoint.load(directory, DECLARED, jnp.bfloat16, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS)
+    split = checkpoint.load(
+        CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT, mesh=sharding.make_mesh(*sizes), units=UNITS
+    )
     for name, value in expected().items():
         np.testing.assert_array_equal(bits(split[name]), bits(value))
     if sizes == (1, 2):
@@ -160,10 +164,10 @@ def test_blocks_and_scales_may_lie_in_different_shards(directory) -> None:
     moved = {name: found.pop(name) for name in list(found) if name.endswith("_scales")}
     save_file(found, directory / "a.safetensors")
     save_file(moved, directory / "b.safetensors")
-    (directory / checkpoint.WEIGHTS).unlink()
+    (directory / WEIGHTS).unlink()
     places = ", ".join([f'"{name}": "a.safetensors"' for name in found] + [f'"{name}": "b.safetensors"' for name in moved])
-    (directory / checkpoint.INDEX).write_text(f'{{"weight_map": {{{places}}}}}')
-    read = checkpoint.load(directory, DECLARED, jnp.bfloat16, WHAT)
+    (directory / INDEX).write_text(f'{{"weight_map": {{{places}}}}}')
+    read = checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.bfloat16, WHAT)
     np.testing.assert_array_equal(bits(read["up"]), bits(expected()["up"]))
 
 
@@ -173,7 +177,7 @@ KEPT = {name: replace(param, is_product=name != "norm") for name, param in DECLA
 
 
 def declare(directory) -> dict[str, Any]:
-    forms = checkpoint.stored_forms(directory)
+    forms = CheckpointFiles(directory).forms
     assert forms == {"gate_up_proj": Form("int8", 32), "down_proj": Form("int8")}  # 32 inputs are one group
     return schemes.declare(KEPT, lambda param: forms.get(param.name) if param.is_product else None)
 
@@ -182,7 +186,7 @@ def declare(directory) -> dict[str, Any]:
 def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     mesh = sizes and sharding.make_mesh(*sizes)
     declared = declare(directory)
-    kept = checkpoint.load(directory, declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS)
+    kept = checkpoint.load(CheckpointFiles(directory), declared, jnp.bfloat16, WHAT, mesh=mesh, units=UNITS)
     assert (kept["gate"].form, kept["down"].form) == (Form("int8", 32), Form("int8"))
     assert kept["up"].values.shape == (EXPERTS, HIDDEN // 32, MLP, 32) and kept["up"].values.dtype == jnp.int8
     assert set(np.unique(kept["up"].values)) <= {0, *(sign * each for each in (1, 2, 3, 4, 6, 8, 12) for sign in (1, -1))}
@@ -192,8 +196,8 @@ def test_kept_quantized_they_are_the_same_weights(directory, sizes) -> None:
     if sizes == (1, 2):
         assert kept["gate"].values.addressable_shards[0].data.shape == (2, HIDDEN // 32, MLP, 32)
         assert kept["up"].scales.addressable_shards[0].data.shape == (EXPERTS, HIDDEN // 32, MLP // 2)
-    with checkpoint.reading(directory, declared, jnp.bfloat16, WHAT) as values:
-        assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(kept, UNITS, mesh)
+    values = checkpoint.reader(CheckpointFiles(directory), declared, jnp.bfloat16, WHAT)
+    assert fingerprint.of_stored(declared, values, UNITS) == fingerprint.of_params(kept, UNITS, mesh)
     with pytest.raises(CheckpointError, match=r"_proj is quantized, .* load the model with weights='float' to save it"):
         checkpoint.save(directory / "again", declared, kept, {})
 
@@ -225,12 +229,12 @@ def test_a_model_is_read_as_it_is_stored_and_as_floats(tmp_path) -> None:
     sizes = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "moe": moe, "sinks": True}
     target = tiny_target(**sizes, qkv_bias=True, output_bias=True, sliding_window=128, windowed_layers=(0,))
     target.save_pretrained(tmp_path)
-    found, rng = load_file(tmp_path / checkpoint.WEIGHTS), np.random.default_rng(0)
+    found, rng = load_file(tmp_path / WEIGHTS), np.random.default_rng(0)
     for name in [name for name in found if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = found.pop(name).shape
         found[f"{name}_blocks"] = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), np.uint8)
         found[f"{name}_scales"] = rng.integers(121, 125, (experts, outputs, inputs // 32), np.uint8)
-    save_file(found, tmp_path / checkpoint.WEIGHTS)
+    save_file(found, tmp_path / WEIGHTS)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": {"quant_method": "mxfp4"}}))
 
@@ -281,14 +285,14 @@ FAULTS = [
 def test_tensors_that_do_not_fit_are_refused_by_name(directory, edit, message, monkeypatch) -> None:
     found = tensors()
     edit(found)
-    save_file(found, directory / checkpoint.WEIGHTS)
+    save_file(found, directory / WEIGHTS)
     monkeypatch.setattr(mxfp4, "unpack", None)  # every check comes before the first weight
     with pytest.raises(CheckpointError, match=message):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)
 
 
 def test_a_truncated_file_is_refused(directory) -> None:
-    file = directory / checkpoint.WEIGHTS
+    file = directory / WEIGHTS
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
-        checkpoint.load(directory, DECLARED, jnp.float32, WHAT)
+        checkpoint.load(CheckpointFiles(directory), DECLARED, jnp.float32, WHAT)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specjax.models import checkpoint
+from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError
 from specjax.models.params import Param
 from specjax.models.quantization import is_quantized, saved, schemes, stored
@@ -101,8 +102,8 @@ def test_every_form_is_read_back_bit_for_bit_and_unpacked_by_the_library(tmp_pat
     checkpoint.save(
         tmp_path, declared, {"layer": jax.tree.map(jnp.asarray, matrix)}, {"config.json": {"quantization_config": said}}
     )
-    assert checkpoint.stored_forms(tmp_path) == {name: form}
-    read = checkpoint.load(tmp_path, declared, np.float32, "a layer")["layer"]
+    assert CheckpointFiles(tmp_path).forms == {name: form}
+    read = checkpoint.load(CheckpointFiles(tmp_path), declared, np.float32, "a layer")["layer"]
     assert read.form == form
     for role in ("values", "scales", "zeros", "order"):
         part = getattr(matrix, role)
