@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from specjax.drafters.dflash_config import DFlashConfig, Markov, default_taps
+from specjax.drafters.draft_vocabulary import DraftVocabulary
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import config_json
@@ -164,11 +165,8 @@ def read_config(stored: Stored) -> DFlashConfig:
             f"{stored.file}: fc.weight reads {read} numbers, and {len(config.taps)} layers of the target with {hidden} each "
             f"are {len(config.taps) * hidden}: give the configuration and the weights of one model, of the target's hidden size"
         )
-    if not config.own_ids and config.draft_vocab_size != config.layer.vocab_size:
-        raise CheckpointError(
-            f"{stored.directory}: 'd2t' is missing: it says which of the target's {config.layer.vocab_size} tokens the "
-            f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
-        )
+    if config.draft_vocab_size != config.layer.vocab_size:
+        DraftVocabulary(config.draft_vocab_size, config.layer.vocab_size).check_stored(stored.shapes, stored.directory)
     return config
 
 

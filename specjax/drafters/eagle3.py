@@ -5,7 +5,6 @@ own state is free; and it may draft from a small vocabulary of its own.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import jax
@@ -15,9 +14,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters import eagle3_checkpoint
+from specjax.drafters import draft_vocabulary, eagle3_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.draft_vocabulary import DraftVocabulary, TokenIds
 from specjax.drafters.eagle3_checkpoint import Eagle3Config
 from specjax.drafters.features import FeatureDrafter, FeatureState
 from specjax.drafters.trained import Stored, layer_like
@@ -97,15 +97,8 @@ class Eagle3(FeatureDrafter):
         return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 
     @classmethod
-    def declare_beside(cls, config: Eagle3Config) -> Params:
-        return eagle3_checkpoint.declare_t2d(config)
-
-    def beside(self) -> Params:
-        return eagle3_checkpoint.t2d_of(self.config, self.params)
-
-    @classmethod
-    def check_values(cls, config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
-        eagle3_checkpoint.check_ids(config, params, beside, directory)
+    def reduced_vocabulary(cls, config: Eagle3Config) -> DraftVocabulary | None:
+        return DraftVocabulary.of(config)
 
     def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
         return eagle3_checkpoint.format_config(self.config, layout, dtype, target)
@@ -124,7 +117,7 @@ class Eagle3(FeatureDrafter):
         key: jax.Array,
         draft: DraftShape | int = DynamicTree(),
         *,
-        ids: np.ndarray | jax.Array | None = None,
+        ids: TokenIds | None = None,
         taps: tuple[int, ...] | None = None,
         variant: dict[str, bool] | None = None,
         **sizes: Any,
@@ -141,8 +134,7 @@ class Eagle3(FeatureDrafter):
             sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
         """
         own = layer_like(target.config, **sizes)
-        if ids is not None and not eagle3_checkpoint.are_different_tokens(np.asarray(ids), own.vocab_size):
-            raise InputError(f"ids: must name different tokens of the target's {own.vocab_size}, from 0 upwards")
+        draft_vocabulary.check_ids(ids, own.vocab_size)
         taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
         config = Eagle3Config(
             layer=own,
@@ -154,10 +146,7 @@ class Eagle3(FeatureDrafter):
             **(variant or {}),
         )
         params = cls._initialise(config, key, target)
-        if ids is not None:
-            params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
-        if config.own_head:
-            params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        params |= draft_vocabulary.initial_params(target, ids, config.own_head)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     @property
@@ -181,10 +170,7 @@ class Eagle3(FeatureDrafter):
         return tuple(sorted(set(self.config.taps_of(config.num_layers))))
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
-        if not self.config.own_ids:
-            return None
-        ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
-        return Vocabulary(ids=ids, size=target.config.vocab_size)
+        return draft_vocabulary.vocabulary_of(self.params, target)
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         if not self.config.tap_count:

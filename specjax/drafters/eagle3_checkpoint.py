@@ -9,12 +9,11 @@ may have no ``lm_head``, or no ``fc``: these read the target's last hidden state
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters.draft_vocabulary import DraftVocabulary, declare_d2t
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import config_json
@@ -126,7 +125,7 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     if config.own_embedding:
         tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
     if config.own_ids:
-        tree["d2t"] = Param((config.draft_vocab_size,), (None,), "d2t", "zeros", dtype="int32", stored_dtype="int64")
+        tree["d2t"] = declare_d2t(config.draft_vocab_size)
     return tree
 
 
@@ -235,7 +234,10 @@ def read_config(stored: Stored) -> Eagle3Config:
             f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are tensors of {norms} norms "
             "fc_norm.*, one for each: give the configuration and the weights of one model"
         )
-    _check_tables(config, stored, layout)
+    if config.draft_vocab_size != layer.vocab_size or {"d2t", "t2d"} & shapes.keys():
+        # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
+        needed = ("d2t", "t2d") if layout == "eagle3" else ("d2t",)
+        DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(shapes, stored.directory, needed)
     return config
 
 
@@ -249,53 +251,6 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     table = {"eagle_aux_hidden_state_layer_ids": _ids()}
     left = check_fields(nested, table, source, "eagle_config.")["eagle_aux_hidden_state_layer_ids"]
     return None if left is None else tuple(layer + 1 for layer in left)
-
-
-def _check_tables(config: Eagle3Config, stored: Stored, layout: str) -> None:
-    """See that the files say which of the target's tokens the drafter's are."""
-    if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in stored.shapes and "t2d" not in stored.shapes:
-        return
-    # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
-    for name in ("d2t", "t2d") if layout == "eagle3" else ("d2t",):
-        if name not in stored.shapes:
-            raise CheckpointError(
-                f"{stored.directory}: {name!r} is missing: it says which of the target's {config.layer.vocab_size} tokens the "
-                f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
-            )
-
-
-def are_different_tokens(ids: np.ndarray, vocab: int) -> bool:
-    """Whether ``ids`` are token ids below ``vocab``, no two alike. Otherwise q would not be what tokens are drawn from."""
-    return bool(ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids))
-
-
-def declare_t2d(config: Eagle3Config) -> Params:
-    """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
-    if not config.own_ids:
-        return {}
-    return {"t2d": Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")}
-
-
-def t2d_of(config: Eagle3Config, params: Params) -> Params:
-    """What `declare_t2d` declares, from ``d2t``."""
-    if not config.own_ids:
-        return {}
-    ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
-    return {"t2d": jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)}
-
-
-def check_ids(config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
-    """Refuse, with a CheckpointError, tables that give no tokens of the target's, or contradict each other."""
-    if not config.own_ids:
-        return
-    ids = np.arange(config.draft_vocab_size) + np.asarray(params["d2t"])
-    if not are_different_tokens(ids, config.layer.vocab_size):
-        raise CheckpointError(
-            f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, "
-            "to each another"
-        )
-    if "t2d" in beside and not np.array_equal(np.flatnonzero(np.asarray(beside["t2d"])), np.sort(ids)):
-        raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

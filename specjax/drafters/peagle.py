@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters import peagle_checkpoint
 from specjax.drafters.base import DraftingReads
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.features import FeatureState
@@ -95,7 +95,7 @@ class PEagle(Eagle3):
         draft: DraftShape | int = Chain(7),
         *,
         mask_token_id: int | None = None,
-        ids: np.ndarray | jax.Array | None = None,
+        ids: TokenIds | None = None,
         taps: tuple[int, ...] | None = None,
         variant: dict[str, bool] | None = None,
         **sizes: Any,

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, State, newest_of
+from specjax.drafters.draft_vocabulary import DraftVocabulary
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models import checkpoint, directories, fingerprint, hub, huggingface
@@ -185,17 +186,9 @@ class TrainedDrafter(Drafter[State]):
         return ("*rotary_emb.inv_freq",)
 
     @classmethod
-    def declare_beside(cls, config: Any) -> Params:
-        """What a checkpoint may hold that follows from the parameters: it is checked and not kept."""
-        return {}
-
-    def beside(self) -> Params:
-        """The values of that, to be written."""
-        return {}
-
-    @classmethod
-    def check_values(cls, config: Any, params: Params, beside: Params, directory: Path) -> None:
-        """Refuse, with a CheckpointError, values that cannot be: of the parameters, and of what was found ``beside`` them."""
+    def reduced_vocabulary(cls, config: Any) -> DraftVocabulary | None:
+        """Return the drafter's own vocabulary, whose table ``d2t`` is one of the parameters; None if it has the target's."""
+        return None
 
     def describe(self, layout: str) -> str:
         """One line on what ``layout`` says otherwise than the others do; empty: nothing."""
@@ -234,9 +227,10 @@ class TrainedDrafter(Drafter[State]):
             raise TypeError(f"{cls.__name__}.from_pretrained() {error}") from None
         stored = Stored.of(hub.locate(path))
         config = cls._config_of(stored, **options)
-        beside = {name: param for name, param in cls.declare_beside(config).items() if param.name in stored.shapes}
+        vocabulary, declared = cls.reduced_vocabulary(config), cls.declare(config, cls.layout_of(stored))
+        if vocabulary is not None and "t2d" in stored.shapes:
+            declared |= vocabulary.declare_t2d()
         with waiting(f"loading {path}"):
-            declared = cls.declare(config, cls.layout_of(stored)) | beside
             params = checkpoint.load(
                 stored.directory,
                 schemes.declare(declared, huggingface.forms_for(stored.directory, weights, mesh), mesh),
@@ -246,7 +240,8 @@ class TrainedDrafter(Drafter[State]):
                 mesh=mesh,
                 units=cls.axis_units(config),
             )
-        cls.check_values(config, params, {name: params.pop(name) for name in beside}, stored.directory)
+        if vocabulary is not None:
+            vocabulary.check_values(params, params.pop("t2d", None), stored.directory)
         draft = cls.default_draft(config) if draft is None else draft
         return cls(params=params, config=config, draft=draft, mesh=mesh)  # pyright: ignore[reportCallIssue]
 
@@ -292,8 +287,10 @@ class TrainedDrafter(Drafter[State]):
         """
         layout = self.check_layout(self.layouts[0] if layout is None else layout)
         content = self.format_config(layout, checkpoint.float_type(self._dtype if dtype is None else dtype).name, target)
-        params = self.params | self.beside()
-        declared = schemes.declare_like(self.declare(self.config, layout) | self.declare_beside(self.config), params)
+        params, declared = self.params, self.declare(self.config, layout)
+        if (vocabulary := self.reduced_vocabulary(self.config)) is not None:
+            params, declared = params | vocabulary.compute_t2d(params), declared | vocabulary.declare_t2d()
+        declared = schemes.declare_like(declared, params)
         if (quantisation := saved.format_config(declared)) is not None:
             content["quantization_config"] = quantisation
         checkpoint.save(Path(path), declared, params, {"config.json": content}, dtype)
