@@ -17,12 +17,13 @@ from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
 from specjax.drafters.mtp import MTP
 from specjax.drafters.peagle import PEagle
 from specjax.drafters.prompt_lookup import PromptLookup
-from specjax.drafters.trained import TrainedDrafter
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
 from specjax.drafters.with_prediction import WithPrediction
 from specjax.drafts.draft import Draft, Verdict
 
 __all__ = [
     "MTP",
+    "CheckpointFormat",
     "CompressedCache",
     "DFlash",
     "DFlash2",

@@ -5,7 +5,7 @@ what is expected there. They see the text before the anchor by keys and values t
 states. So a draft of 15 tokens costs what one of 1 does. No token of it knows which ones were drafted before it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -18,17 +18,16 @@ from specjax.drafters import dflash_checkpoint, draft_vocabulary
 from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.candidates import Vocabulary
-from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
-from specjax.drafters.draft_vocabulary import DraftVocabulary, TokenIds
+from specjax.drafters.dflash_config import DFlashConfig, default_taps
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.expansion import expand_by_depth
-from specjax.drafters.trained import Stored, TrainedDrafter, layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, RingCache
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
 from specjax.models.params import Params
 from specjax.models.primitives import capped, linear, vocabulary_logits
@@ -79,44 +78,7 @@ class DFlash(TrainedDrafter[Cache]):
     budget: int = struct.field(pytree_node=False, default=256)
     grows_trees: ClassVar[bool] = True
 
-    title: ClassVar[str] = "a DFlash drafter"
-    layouts: ClassVar[tuple[str, ...]] = dflash_checkpoint.LAYOUTS
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.kind_of(raw) == "dflash"
-
-    @classmethod
-    def layout_of(cls, stored: Stored) -> str:
-        return dflash_checkpoint.layout_of(stored.raw) or cls.layouts[0]
-
-    @classmethod
-    def read_config(cls, stored: Stored) -> DFlashConfig:
-        config = dflash_checkpoint.read_config(stored)
-        if config.has_selector:
-            raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
-        return config
-
-    @classmethod
-    def declare(cls, config: DFlashConfig, layout: str = "dflash") -> Params:
-        return declare(config)
-
-    @classmethod
-    def axis_units(cls, config: DFlashConfig) -> Mapping[str, int]:
-        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
-
-    @classmethod
-    def left_over(cls, config: DFlashConfig, stored: Stored) -> Collection[str]:
-        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
-
-    @classmethod
-    def reduced_vocabulary(cls, config: DFlashConfig) -> DraftVocabulary | None:
-        return DraftVocabulary.of(config)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return dflash_checkpoint.format_config(self.config, layout, dtype, target)
+    checkpoint_format: ClassVar[CheckpointFormat] = dflash_checkpoint.DFLASH
 
     @classmethod
     def default_draft(cls, config: DFlashConfig) -> Chain:

@@ -152,8 +152,8 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(first + i * (last - first) / (count - 1)) for i in range(count)}))
 
 
-def declare(config: DFlashConfig) -> Params:
-    """The `Param` declarations; the names are the same in all layouts."""
+def declare(config: DFlashConfig, layout: str) -> Params:
+    """Return the `Param` declarations; the names are the same in all layouts."""
     layer, hidden, rank = config.layer, config.layer.hidden_size, config.markov_rank
     own = (hidden, None)
     tree: Params = {

@@ -4,7 +4,7 @@ Against EAGLE-1 it reads several of the target's layers and not the last alone; 
 own state is free; and it may draft from a small vocabulary of its own.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,10 +17,10 @@ from specjax import sharding
 from specjax.drafters import draft_vocabulary, eagle3_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Vocabulary
-from specjax.drafters.draft_vocabulary import DraftVocabulary, TokenIds
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.eagle3_checkpoint import Eagle3Config
 from specjax.drafters.features import FeatureDrafter, FeatureState
-from specjax.drafters.trained import Stored, layer_like
+from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
@@ -64,47 +64,7 @@ class Eagle3(FeatureDrafter):
     config: Eagle3Config = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=DynamicTree())
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    title: ClassVar[str] = "an EAGLE-3 drafter"
-    layouts: ClassVar[tuple[str, ...]] = eagle3_checkpoint.LAYOUTS
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        named = raw.get("architectures")
-        by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
-        return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
-
-    @classmethod
-    def layout_of(cls, stored: Stored) -> str:
-        return eagle3_checkpoint.layout_of(stored)
-
-    @classmethod
-    def read_config(cls, stored: Stored) -> Eagle3Config:
-        return eagle3_checkpoint.read_config(stored)
-
-    @classmethod
-    def declare(cls, config: Eagle3Config, layout: str = "eagle3") -> Params:
-        return eagle3_checkpoint.declare(config, layout)
-
-    @classmethod
-    def axis_units(cls, config: Eagle3Config) -> Mapping[str, int]:
-        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
-
-    @classmethod
-    def left_over(cls, config: Eagle3Config, stored: Stored) -> Collection[str]:
-        unread = () if config.tap_count else ("fc.weight",)
-        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight", *unread)
-
-    @classmethod
-    def reduced_vocabulary(cls, config: Eagle3Config) -> DraftVocabulary | None:
-        return DraftVocabulary.of(config)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return eagle3_checkpoint.format_config(self.config, layout, dtype, target)
-
-    def describe(self, layout: str) -> str:
-        return eagle3_checkpoint.describe(self.config, layout)
+    checkpoint_format: ClassVar[CheckpointFormat] = eagle3_checkpoint.FORMAT
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:

@@ -7,22 +7,20 @@ of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``trans
 may have no ``lm_head``, or no ``fc``: these read the target's last hidden state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from specjax.drafters.draft_vocabulary import DraftVocabulary, declare_d2t
-from specjax.drafters.trained import Stored
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, Stored, TrainedDrafter
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Param, Params, matrix, norm
-
-LAYOUTS = ("eagle3", "speculators")
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
 """How the names of the first layer's tensors begin."""
@@ -130,6 +128,13 @@ def declare(config: Eagle3Config, layout: str) -> Params:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
+    named = raw.get("architectures")
+    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+    return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
 
 def layout_of(stored: Stored) -> str:
@@ -253,22 +258,31 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     return None if left is None else tuple(layer + 1 for layer in left)
 
 
+def left_over(config: Eagle3Config, stored: Stored) -> Collection[str]:
+    """Return patterns of the tensors that are not read."""
+    unread = () if config.tap_count else ("fc.weight",)
+    return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def format_config(config: Eagle3Config, layout: str, dtype: str, target: str) -> dict[str, Any]:
-    """The fields of config.json in ``layout``.
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``.
 
     ``target`` names the target, a directory or hub id: speculators and vLLM read there what to draft for.
     """
-    return _speculators_config(config, dtype, target) if layout == "speculators" else _eagle3_config(config, dtype)
+    if layout == "speculators":
+        return format_speculators(drafter.config, dtype, target)
+    return format_eagle3(drafter.config, dtype)
 
 
 def _flags(config: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(config, name) for name in _FLAGS}
 
 
-def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``eagle3``."""
     content = config_json.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
@@ -282,7 +296,8 @@ def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return content
 
 
-def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
         raise InputError("layout='speculators': has an fc and an lm_head, and this drafter lacks one: write it as 'eagle3'")
     return {
@@ -305,8 +320,9 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
     }
 
 
-def describe(config: Eagle3Config, layout: str) -> str:
-    """One line on what `format_config` writes: which layers' ids, and what they mean."""
+def describe(drafter: TrainedDrafter, layout: str) -> str:
+    """Return a line on what `format_config` writes: which layers' ids, and what they mean."""
+    config: Eagle3Config = drafter.config
     if layout == "speculators":
         return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
     return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"
@@ -320,3 +336,18 @@ def _entered(config: Eagle3Config) -> list[int] | None:
 def _left(config: Eagle3Config) -> list[int] | None:
     """The same, as the layers whose output is read."""
     return None if config.taps is None else [tap - 1 for tap in config.taps]
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE-3 drafter",
+    layouts=("eagle3", "speculators"),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
+    format_config=format_config,
+    layout_of=layout_of,
+    left_over=left_over,
+    reduced_vocabulary=DraftVocabulary.of,
+    describe=describe,
+)

@@ -124,7 +124,8 @@ class DraftingMethod:
             return kind.from_pretrained(request.where, **request.options)
 
         with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
-        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}", make, kind.recognises, kind, takes=takes)
+        usage = f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}"
+        return cls(usage, make, kind.checkpoint_format.recognises, kind, takes=takes)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Gemma4AssistantTraining(TrainingMethod):
                 f"init_from={given.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
                 "method.layers and method.centroids"
             )
-        return Gemma4Assistant.read_config(Stored.of(hub.locate(given.init_from)))
+        return Gemma4Assistant.checkpoint_format.read_config(Stored.of(hub.locate(given.init_from)))
 
     def objective(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""

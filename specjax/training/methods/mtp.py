@@ -66,7 +66,7 @@ class MTPTraining(FeatureMethod):
         if not given.init_from:
             return student
         try:
-            earlier = MTP.read_config(Stored.of(hub.locate(given.init_from)))
+            earlier = MTP.checkpoint_format.read_config(Stored.of(hub.locate(given.init_from)))
         except InputError as error:
             raise ConfigError(f"init_from={given.init_from!r}: {error}") from None
         return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))
