@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import specjax
-from specjax.drafters import DFlash, DFlash2, DSpark, dflash_checkpoint
+from specjax.drafters import DFlash, DFlash2, DSpark
 from specjax.drafters.base import RemoteFeatures
-from specjax.drafters.dflash_config import default_taps
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import default_taps
 from specjax.drafters.registry import load_drafter
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError

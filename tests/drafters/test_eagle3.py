@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.drafters import Eagle3, eagle3_checkpoint
+from specjax.drafters import Eagle3
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
 from specjax.drafts.shapes import Chain, DynamicTree
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.gemma4_assistant import AssistantConfig, Gemma4Assistant
+from specjax.drafters.methods.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specjax.drafters.trained import Stored
 from specjax.models import hub
 from specjax.models.attention import Piece

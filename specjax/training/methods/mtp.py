@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
+from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.trained import Stored
 from specjax.errors import InputError
 from specjax.models import hub

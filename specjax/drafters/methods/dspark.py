@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import CandidateTokens, offered_by
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash_config import Markov
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import Markov
 from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.methods.dflash import DFlash
 from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape

@@ -7,11 +7,12 @@ from typing import Any, ClassVar, Self
 import jax
 from flax import struct
 
-from specjax.drafters import eagle, layer_attention
+from specjax.drafters import layer_attention
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.eagle import Eagle, EagleConfig
 from specjax.drafters.features import FeatureState
 from specjax.drafters.layer_attention import LayerAttention
+from specjax.drafters.methods import eagle
+from specjax.drafters.methods.eagle import Eagle, EagleConfig
 from specjax.drafters.trained import CheckpointFormat, Stored, TrainedDrafter, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models.cache import Entry

@@ -14,11 +14,12 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters import dflash_checkpoint, draft_vocabulary
+from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.candidates import Vocabulary
-from specjax.drafters.dflash_config import DFlashConfig, default_taps
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import DFlashConfig, default_taps
 from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
@@ -48,7 +49,7 @@ class DFlash(TrainedDrafter[Cache]):
     as the draft is deep. Others are always read as long as they were in training.
 
     All nodes of one depth offer the same children, so trees grow from one pass, too. Checkpoints are in z-lab's layout, or in
-    that of speculators (see `specjax.drafters.dflash_checkpoint`).
+    that of speculators (see `specjax.drafters.checkpoints.dflash`).
 
     Attributes:
         params: see `dflash_config.declare`.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
-from specjax.drafters import eagle3_checkpoint
-from specjax.drafters.eagle3_checkpoint import Eagle3Config
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
+from specjax.drafters.checkpoints.eagle3 import Eagle3Config
 from specjax.drafters.trained import CheckpointFormat, Stored, TrainedDrafter
 from specjax.errors import InputError
 from specjax.models.fields import CheckpointError, Field, check_fields, texts, whole

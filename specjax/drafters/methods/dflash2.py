@@ -18,11 +18,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Candidates, CandidateTokens, offered_by
-from specjax.drafters.dflash import DFlash
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
 from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.methods.dflash import DFlash
 from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
@@ -234,7 +234,7 @@ def convolve(
     Examples:
         Two blocks of two tokens, and a kernel that adds the token before:
 
-        >>> from specjax.drafters.dflash2 import convolve
+        >>> from specjax.drafters.methods.dflash2 import convolve
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
         >>> convolve(x, jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1)), jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
         [1.0, 3.0, 3.0, 7.0]

@@ -18,11 +18,12 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax.drafters import layer_attention, moa_checkpoint
+from specjax.drafters import layer_attention
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, told_entries
+from specjax.drafters.checkpoints import moa as moa_checkpoint
+from specjax.drafters.checkpoints.moa import MoAConfig
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.layer_attention import LayerAttention
-from specjax.drafters.moa_checkpoint import MoAConfig
 from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape, DynamicTree

@@ -14,11 +14,12 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters import draft_vocabulary, eagle3_checkpoint
+from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Vocabulary
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
+from specjax.drafters.checkpoints.eagle3 import Eagle3Config
 from specjax.drafters.draft_vocabulary import TokenIds
-from specjax.drafters.eagle3_checkpoint import Eagle3Config
 from specjax.drafters.features import FeatureDrafter, FeatureState
 from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree

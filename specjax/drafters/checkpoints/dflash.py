@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from specjax.drafters.dflash_config import DFlashConfig, Markov, declare, default_taps
+from specjax.drafters.checkpoints.dflash_config import DFlashConfig, Markov, declare, default_taps
 from specjax.drafters.draft_vocabulary import DraftVocabulary
 from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, Stored, TrainedDrafter
 from specjax.errors import InputError

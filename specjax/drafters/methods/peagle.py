@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters import peagle_checkpoint
 from specjax.drafters.base import DraftingReads
+from specjax.drafters.checkpoints import peagle as peagle_checkpoint
+from specjax.drafters.checkpoints.peagle import PEagleConfig
 from specjax.drafters.draft_vocabulary import TokenIds
-from specjax.drafters.eagle3 import Eagle3
 from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.features import FeatureState
-from specjax.drafters.peagle_checkpoint import PEagleConfig
+from specjax.drafters.methods.eagle3 import Eagle3
 from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
