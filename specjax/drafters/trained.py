@@ -102,8 +102,8 @@ class CheckpointFormat:
         recognises: takes the fields of config.json and the names of the tensors, and says whether a checkpoint is of this kind.
             The names are missing if the checkpoint is on the hub, because its weights have not been fetched by then.
         read_config: takes what is stored and the options of `TrainedDrafter.from_pretrained` beyond the usual, and returns the
-            shape. It compares counts with the tensors (`Stored.check_count`) before anything is declared after them. An
-            `InputError` becomes a `CheckpointError` that names the file.
+            shape. It compares counts with the tensors before anything is declared after them (`Stored.check_count`).
+            An `InputError` becomes a `CheckpointError` that names the file.
         declare: takes a shape and a layout, and returns the `Param` declarations with the names of that layout.
         axis_units: takes a shape, and returns what `ModelConfig.axis_units` says of a model's.
         format_config: takes a drafter and the layout, dtype and target of `TrainedDrafter.save_pretrained`, and returns the
