@@ -101,7 +101,7 @@ def run_convert(config: ConvertConfig) -> None:
     drafter = kind.from_pretrained(files, dtype=dtype, weights=weights, **settings)
     with waiting(f"writing {config.output}"):
         drafter.save_pretrained(config.output, layout=layout, target=config.target)
-    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, drafter.describe(layout)]
+    said = [f"{config.output}: layout {layout}, {dtype}", config.quantize, kind.checkpoint_format.describe(drafter, layout)]
     print("; ".join(filter(None, said)))
 
 

@@ -14,7 +14,7 @@ import tyro
 from specjax import decoding, pipeline
 from specjax.cli.defaults import GenerationConfig, read_choice, say_defaults
 from specjax.drafters import NoDraft
-from specjax.drafters.mixture_of_attentions import with_told
+from specjax.drafters.methods.mixture_of_attentions import with_told
 from specjax.errors import InputError
 from specjax.models.quantization import schemes
 from specjax.models.quantized_cache import CacheType

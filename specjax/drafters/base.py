@@ -227,6 +227,11 @@ class Drafter(OneLine, Generic[State]):
                 setattr(cls, new, own[old])
             elif new in own and old not in own:
                 setattr(cls, old, own[new])  # for a subclass that asks for `super()` by the old name
+        cls._complete_class(own)
+
+    @classmethod
+    def _complete_class(cls, own: Mapping[str, Any]) -> None:
+        """Finish a new subclass, of which ``own`` holds what the class itself and its mixins define."""
 
     def __post_init__(self) -> None:
         """What was given as ``draft`` becomes a shape: equal drafters are equal, however their shape was said."""

@@ -20,21 +20,21 @@ from jax.typing import DTypeLike
 from specjax import text
 from specjax.drafters.base import RULES_PAGE, Drafter
 from specjax.drafters.cache_schemes import Scheme, SnapKV, Streaming
-from specjax.drafters.compressed_cache import CompressedCache
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash2 import DFlash2
-from specjax.drafters.draft_model import DraftModel, check_vocabulary
-from specjax.drafters.dspark import DSpark
-from specjax.drafters.eagle import Eagle
-from specjax.drafters.eagle3 import Eagle3
-from specjax.drafters.eagle_layer_attention import EagleWithLayerAttention
-from specjax.drafters.early_exit import EarlyExit
-from specjax.drafters.gemma4_assistant import Gemma4Assistant
-from specjax.drafters.medusa import Medusa
-from specjax.drafters.mixture_of_attentions import MixtureOfAttentions
-from specjax.drafters.mtp import MTP
-from specjax.drafters.peagle import PEagle
-from specjax.drafters.prompt_lookup import PromptLookup
+from specjax.drafters.methods.compressed_cache import CompressedCache
+from specjax.drafters.methods.dflash import DFlash
+from specjax.drafters.methods.dflash2 import DFlash2
+from specjax.drafters.methods.draft_model import DraftModel, check_vocabulary
+from specjax.drafters.methods.dspark import DSpark
+from specjax.drafters.methods.eagle import Eagle
+from specjax.drafters.methods.eagle3 import Eagle3
+from specjax.drafters.methods.eagle_layer_attention import EagleWithLayerAttention
+from specjax.drafters.methods.early_exit import EarlyExit
+from specjax.drafters.methods.gemma4_assistant import Gemma4Assistant
+from specjax.drafters.methods.medusa import Medusa
+from specjax.drafters.methods.mixture_of_attentions import MixtureOfAttentions
+from specjax.drafters.methods.mtp import MTP
+from specjax.drafters.methods.peagle import PEagle
+from specjax.drafters.methods.prompt_lookup import PromptLookup
 from specjax.drafters.shared_vocabulary import Asked, share
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
@@ -126,7 +126,8 @@ class DraftingMethod:
             return kind.from_pretrained(request.files or request.where, **request.options)
 
         with_settings = "".join(f" or {name},{setting}=NUMBER:DIRECTORY" for setting in takes)
-        return cls(f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}", make, kind.recognises, kind, takes=takes)
+        usage = f"{name}:DIRECTORY or {name}:OWNER/NAME{with_settings}"
+        return cls(usage, make, kind.checkpoint_format.recognises, kind, takes=takes)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.drafters import registry
 from specjax.drafters.base import Drafter, NoDraft
-from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.methods.draft_model import DraftModel
 from specjax.drafters.trained import TrainedDrafter
 from specjax.drafts.names import as_shape
 from specjax.drafts.shapes import DraftShape

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import specjax
 from specjax.drafters import DFlash, DFlash2
-from specjax.drafters.dflash2 import convolve
+from specjax.drafters.methods.dflash2 import convolve
 from specjax.drafters.registry import load_drafter
 from specjax.errors import InputError
 from specjax.evaluation import conformance

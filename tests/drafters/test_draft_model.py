@@ -13,7 +13,7 @@ import specjax
 from specjax import decoding
 from specjax.decoding.options import GenerationOptions
 from specjax.drafters import Draft, DraftModel, EarlyExit
-from specjax.drafters.draft_model import MAX_PADDING
+from specjax.drafters.methods.draft_model import MAX_PADDING
 from specjax.drafts import tree
 from specjax.drafts.shapes import Chain, SampledTree
 from specjax.errors import InputError

@@ -726,9 +726,9 @@ CATALOGUE = (
     ),
     Mutant(
         name="d2t-without-its-offset",
-        file="specjax/drafters/eagle3.py",
-        old='ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]',
-        new='ids = self.params["d2t"]',
+        file="specjax/drafters/draft_vocabulary.py",
+        old='return jnp.arange(params["d2t"].shape[0], dtype=jnp.int32) + params["d2t"]',
+        new='return params["d2t"]',
         tests=("tests/training/test_drafter_methods.py::test_the_draft_vocabulary_is_what_is_said_most",),
         breaks="EAGLE-3's table is taken for ids; it holds differences.",
     ),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.config import ConfigError
-from specjax.drafters.gemma4_assistant import AssistantConfig, Gemma4Assistant
+from specjax.drafters.methods.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specjax.drafters.trained import open_drafter
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
@@ -101,7 +101,7 @@ class Gemma4AssistantTraining(TrainingMethod):
                 f"init_from={given.init_from!r}: its shape is kept; leave out method.hidden_size, method.intermediate_size, "
                 "method.layers and method.centroids"
             )
-        return Gemma4Assistant.read_config(open_drafter(given.init_from))
+        return Gemma4Assistant.checkpoint_format.read_config(open_drafter(given.init_from))
 
     def objective(self, student: Gemma4Assistant, batch: Batch, target: Target | None) -> tuple[jax.Array, Metrics]:
         """In nats."""

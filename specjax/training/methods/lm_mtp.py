@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
+from specjax.drafters.methods.mtp import MTP
 from specjax.models.config import ModelConfig
 from specjax.models.quantization import schemes
 from specjax.models.transformer import Output, Target

@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 
 from specjax.config import ConfigError
-from specjax.drafters.mtp import MTP
+from specjax.drafters.methods.mtp import MTP
 from specjax.drafters.trained import open_drafter
 from specjax.errors import InputError
 from specjax.models.transformer import Target
@@ -65,7 +65,7 @@ class MTPTraining(FeatureMethod):
         if not given.init_from:
             return student
         try:
-            earlier = MTP.read_config(open_drafter(given.init_from))
+            earlier = MTP.checkpoint_format.read_config(open_drafter(given.init_from))
         except InputError as error:
             raise ConfigError(f"init_from={given.init_from!r}: {error}") from None
         return replace(student, config=replace(student.config, experts_joined=earlier.experts_joined))

@@ -1,7 +1,7 @@
 """EAGLE's layer fed by layer self-attention: an ablation, Mixture of Attentions (arXiv 2410.03804) without cross-attention."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import jax
@@ -9,10 +9,11 @@ from flax import struct
 
 from specjax.drafters import layer_attention
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.eagle import Eagle, EagleConfig, read_layer
 from specjax.drafters.features import FeatureState
 from specjax.drafters.layer_attention import LayerAttention
-from specjax.drafters.trained import layer_like
+from specjax.drafters.methods import eagle
+from specjax.drafters.methods.eagle import Eagle, EagleConfig
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models.cache import Entry
 from specjax.models.checkpoint_files import CheckpointFiles
@@ -32,6 +33,26 @@ class EagleLayerAttentionConfig(EagleConfig):
     lsa: LayerAttention = field(kw_only=True)
 
 
+def _recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    return raw.get("layer_self_attention") is not None and eagle.recognises(raw, tensors)
+
+
+def _read_config(stored: CheckpointFiles) -> EagleLayerAttentionConfig:
+    of_eagle, source = eagle.read_layer(stored), f"{stored.file}: layer_self_attention"
+    fields = check_fields(stored.raw, {"layer_self_attention": mapping()}, stored.file)
+    lsa = layer_attention.parse(fields["layer_self_attention"], of_eagle.layer, source)
+    return EagleLayerAttentionConfig(**vars(of_eagle), lsa=lsa)
+
+
+def _declare(config: EagleLayerAttentionConfig, layout: str) -> Params:
+    return eagle.declare(config, layout) | layer_attention.declare(config.lsa, config.layer.hidden_size)
+
+
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    fields = layer_attention.format_fields(drafter.config.lsa)
+    return eagle.format_config(drafter, layout, dtype, target) | {"layer_self_attention": fields}
+
+
 @struct.dataclass
 class EagleWithLayerAttention(Eagle):
     """`Eagle` whose feature is a summary of what all of the target's layers remember of a token, and not the last hidden state.
@@ -44,26 +65,14 @@ class EagleWithLayerAttention(Eagle):
     """
 
     config: EagleLayerAttentionConfig = struct.field(pytree_node=False)
-    title: ClassVar[str] = "an EAGLE drafter with layer self-attention"
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return raw.get("layer_self_attention") is not None and super().recognises(raw, tensors)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> EagleLayerAttentionConfig:
-        eagle, source = read_layer(stored), f"{stored.file}: layer_self_attention"
-        fields = check_fields(stored.raw, {"layer_self_attention": mapping()}, stored.file)
-        lsa = layer_attention.parse(fields["layer_self_attention"], eagle.layer, source)
-        return EagleLayerAttentionConfig(**vars(eagle), lsa=lsa)
-
-    @classmethod
-    def declare(cls, config: EagleLayerAttentionConfig, layout: str = "eagle") -> Params:
-        return super().declare(config, layout) | layer_attention.declare(config.lsa, config.layer.hidden_size)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        fields = layer_attention.format_fields(self.config.lsa)
-        return super().format_config(layout, dtype, target) | {"layer_self_attention": fields}
+    checkpoint_format: ClassVar[CheckpointFormat] = replace(
+        eagle.FORMAT,
+        title="an EAGLE drafter with layer self-attention",
+        recognises=_recognises,
+        read_config=_read_config,
+        declare=_declare,
+        format_config=_format_config,
+    )
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
@@ -84,5 +93,5 @@ class EagleWithLayerAttention(Eagle):
     ) -> DraftingReads:
         """Summaries are made once a step; a level is EAGLE's."""
         of_summaries = layer_attention.weights_of(self.params)
-        eagle = {name: value for name, value in self.own_weights.items() if name not in of_summaries}
-        return DraftingReads(level=(eagle, state, target.head_as_stored), step=of_summaries)
+        of_levels = {name: value for name, value in self.own_weights.items() if name not in of_summaries}
+        return DraftingReads(level=(of_levels, state, target.head_as_stored), step=of_summaries)

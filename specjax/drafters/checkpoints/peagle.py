@@ -6,19 +6,18 @@ SpecForge's: the fields of a Llama model, and the layers whose *output* is read.
 SpecForge then takes from the tokenizer: whoever reads such a file must say it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from typing import Any
 
-from specjax.drafters import eagle3_checkpoint
-from specjax.drafters.eagle3_checkpoint import Eagle3Config
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
+from specjax.drafters.checkpoints.eagle3 import Eagle3Config
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter
 from specjax.errors import InputError
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.fields import CheckpointError, Field, check_fields, texts, whole
 from specjax.models.params import Param, Params
-
-LAYOUTS = ("speculators", "specforge")
 
 _FULL, _WINDOWED = "full_attention", "sliding_attention"
 _MASK_FIELDS: dict[str, Field] = {  # the first is both layouts', the others are vLLM's names for it
@@ -53,27 +52,26 @@ class PEagleConfig(Eagle3Config):
         )
 
 
-def declare(config: PEagleConfig) -> Params:
-    """The `Param` declarations; the names are the same in both layouts."""
+def declare(config: PEagleConfig, layout: str) -> Params:
+    """Return the `Param` declarations; the names are the same in both layouts."""
+    return eagle3_checkpoint.declare(config, "speculators") | declare_mask_hidden(config)
+
+
+def declare_mask_hidden(config: PEagleConfig) -> Params:
+    """Return the declaration of the vector that stands in place of the target's layers."""
     joined = config.tap_count * config.target_hidden_size
     # As wide as states are that have been normed: what fc makes of it is then as long as what it makes of the target's.
-    mask_hidden = Param((1, 1, joined), (None, None, None), "mask_hidden", stddev=1.0)
-    return eagle3_checkpoint.declare(config, "speculators") | {"mask_hidden": mask_hidden}
+    return {"mask_hidden": Param((1, 1, joined), (None, None, None), "mask_hidden", stddev=1.0)}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def recognises(raw: Mapping[str, Any], tensors: Any) -> bool:
-    """Whether a checkpoint is P-EAGLE's; arguments as in `TrainedDrafter.recognises`."""
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether a checkpoint is a P-EAGLE drafter's; see `CheckpointFormat`."""
     named = raw.get("architectures")
     by_name = isinstance(named, list) and any("peagle" in str(name).lower() for name in named)
     return by_name or raw.get("speculators_model_type") == "peagle" or "mask_hidden" in tensors
-
-
-def layout_of(stored: CheckpointFiles) -> str:
-    """By whether config.json describes a layer, or is one's."""
-    return "speculators" if "transformer_layer_config" in stored.raw else "specforge"
 
 
 def read_config(stored: CheckpointFiles, mask_token_id: int | None = None) -> PEagleConfig:
@@ -149,27 +147,27 @@ def _without_windows(described: Any, source: str) -> tuple[Any, tuple[list[str],
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def format_config(config: PEagleConfig, layout: str, dtype: str, target: str, depth: int) -> dict[str, Any]:
-    """The fields of config.json in ``layout``; ``depth`` is that of its drafts, the rest as in
-    `TrainedDrafter.save_pretrained`.
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``; arguments as in `TrainedDrafter.save_pretrained`.
 
     Raises:
         InputError: the layout cannot say what the drafter is.
     """
+    config: PEagleConfig = drafter.config
     own: dict[str, Any] = {"mask_token_id": config.mask_token_id}
     window, windowed = config.layer.sliding_window, config.layer.windowed_layers
     plain = replace(config, layer=replace(config.layer, sliding_window=None, windowed_layers=()))
     if layout == "specforge":
         if windowed or config.layer.model_type != "llama" or not config.own_head:
             raise InputError("layout='specforge': has Llama's layers without windows, and a head: write it as 'speculators'")
-        return eagle3_checkpoint.format_config(plain, "eagle3", dtype, target) | own | {"architectures": ["PEagleDraftModel"]}
-    raw = eagle3_checkpoint.format_config(plain, "speculators", dtype, target) | own
+        return eagle3_checkpoint.format_eagle3(plain, dtype) | own | {"architectures": ["PEagleDraftModel"]}
+    raw = eagle3_checkpoint.format_speculators(plain, dtype, target) | own
     if windowed:
         kinds = [_WINDOWED if number in windowed else _FULL for number in range(config.layer.num_layers)]
         raw["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     raw["speculators_config"] |= {
         "algorithm": "peagle",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth}],
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafter.draft_shape.depth}],
     }
     return raw | {
         "architectures": ["PEagleSpeculator"],
@@ -177,3 +175,15 @@ def format_config(config: PEagleConfig, layout: str, dtype: str, target: str, de
         "speculators_version": "0.9.0",
         "embed_requires_grad": True,
     }
+
+
+FORMAT: CheckpointFormat = replace(
+    eagle3_checkpoint.FORMAT,
+    title="a P-EAGLE drafter",
+    layouts=("speculators", "specforge"),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    format_config=format_config,
+    layout_of=None,
+)

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from specjax.drafters.dflash_config import DFlashConfig, Markov, default_taps
+from specjax.drafters.checkpoints.dflash_config import DFlashConfig, Markov, declare, default_taps
+from specjax.drafters.draft_vocabulary import DraftVocabulary
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, number, text, whole
-
-LAYOUTS = ("dflash", "speculators", "deepspec")
 
 Kind = Literal["dflash", "dspark", "dflash2"]
 """Which of the drafters a checkpoint is of."""
@@ -164,11 +164,8 @@ def read_config(stored: CheckpointFiles) -> DFlashConfig:
             f"{stored.file}: fc.weight reads {read} numbers, and {len(config.taps)} layers of the target with {hidden} each "
             f"are {len(config.taps) * hidden}: give the configuration and the weights of one model, of the target's hidden size"
         )
-    if not config.own_ids and config.draft_vocab_size != config.layer.vocab_size:
-        raise CheckpointError(
-            f"{stored.directory}: 'd2t' is missing: it says which of the target's {config.layer.vocab_size} tokens the "
-            f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
-        )
+    if config.draft_vocab_size != config.layer.vocab_size:
+        DraftVocabulary(config.draft_vocab_size, config.layer.vocab_size).check_stored(stored.shapes, stored.directory)
     return config
 
 
@@ -310,15 +307,37 @@ def _check_parts(own: Mapping[str, Any], stored: CheckpointFiles) -> None:
             )
 
 
+def _read_dflash(stored: CheckpointFiles) -> DFlashConfig:
+    config = read_config(stored)
+    if config.has_selector:
+        raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
+    return config
+
+
+def _read_dflash2(stored: CheckpointFiles) -> DFlashConfig:
+    config = read_config(stored)
+    if not config.has_selector:
+        raise CheckpointError(f"{stored.file}: has neither convolutions nor a selector: load it as a DFlash")
+    return config
+
+
+def _read_dspark(stored: CheckpointFiles) -> DFlashConfig:
+    config = read_config(stored)
+    if not config.has_heads:
+        raise CheckpointError(f"{stored.file}: has neither a Markov head nor a confidence head: load it as a DFlash")
+    return config
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def format_config(config: DFlashConfig, layout: str, dtype: str, target: str) -> dict[str, Any]:
-    """The fields of config.json in ``layout``; ``target`` as in `TrainedDrafter.save_pretrained`.
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``; arguments as in `TrainedDrafter.save_pretrained`.
 
     Raises:
         InputError: the layout cannot say what the drafter is.
     """
+    config: DFlashConfig = drafter.config
     if layout == "speculators":
         return _speculators_config(config, dtype, target)
     wrong = [name for name, is_so in _unsaid(config, layout).items() if is_so]
@@ -403,3 +422,32 @@ def _speculators_config(config: DFlashConfig, dtype: str, target: str) -> dict[s
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+# --- the formats -----------------------------------------------------------------------------------------------------
+
+DFLASH = CheckpointFormat(
+    title="a DFlash drafter",
+    layouts=("dflash", "speculators", "deepspec"),
+    recognises=lambda raw, tensors: kind_of(raw) == "dflash",
+    read_config=_read_dflash,
+    declare=declare,
+    axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
+    format_config=format_config,
+    left_over=lambda config, stored: (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight"),
+    reduced_vocabulary=DraftVocabulary.of,
+)
+DFLASH2: CheckpointFormat = replace(
+    DFLASH,
+    title="a DFlash2 drafter",
+    layouts=("dflash", "speculators"),
+    recognises=lambda raw, tensors: kind_of(raw) == "dflash2",
+    read_config=_read_dflash2,
+)
+DSPARK: CheckpointFormat = replace(
+    DFLASH,
+    title="a DSpark drafter",
+    layouts=("deepspec", "speculators"),
+    recognises=lambda raw, tensors: kind_of(raw) == "dspark",
+    read_config=_read_dspark,
+)

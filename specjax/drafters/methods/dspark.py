@@ -5,7 +5,7 @@ was drafted before it, so that a chain goes on from what it has drafted, and the
 *confidence head* says how likely a token is to be accepted: chains may end by it (`Chain.stop_below`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import CandidateTokens, offered_by
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash_config import DFlashConfig, Markov
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import Markov
 from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.methods.dflash import DFlash
+from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.cache import Cache, Entry
-from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.fields import CheckpointError
 from specjax.models.primitives import linear, vocabulary_logits
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
@@ -52,19 +51,7 @@ class DSpark(DFlash):
         True
     """
 
-    title: ClassVar[str] = "a DSpark drafter"
-    layouts: ClassVar[tuple[str, ...]] = ("deepspec", "speculators")
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.kind_of(raw) == "dspark"
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
-        config = dflash_checkpoint.read_config(stored)
-        if not config.has_heads:
-            raise CheckpointError(f"{stored.file}: has neither a Markov head nor a confidence head: load it as a DFlash")
-        return config
+    checkpoint_format: ClassVar[CheckpointFormat] = dflash_checkpoint.DSPARK
 
     @classmethod
     def init(

@@ -5,35 +5,32 @@ what is expected there. They see the text before the anchor by keys and values t
 states. So a draft of 15 tokens costs what one of 1 does. No token of it knows which ones were drafted before it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters import dflash_checkpoint
+from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads, RemoteFeatures, check_mesh
 from specjax.drafters.cache_schemes import Streaming, check_own_cache
 from specjax.drafters.candidates import Vocabulary
-from specjax.drafters.dflash_config import DFlashConfig, declare, default_taps
-from specjax.drafters.eagle3_checkpoint import are_different_tokens
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
+from specjax.drafters.checkpoints.dflash_config import DFlashConfig, default_taps
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.expansion import expand_by_depth
-from specjax.drafters.trained import TrainedDrafter, layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Cache, Entry, KVCache, RingCache
-from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
 from specjax.models.layers import decoder_layer, keys_values, normed
-from specjax.models.params import Param, Params
+from specjax.models.params import Params
 from specjax.models.primitives import capped, linear, vocabulary_logits
 from specjax.models.rope import Rotations, rotations
 from specjax.models.transformer import States, Target
@@ -52,7 +49,7 @@ class DFlash(TrainedDrafter[Cache]):
     as the draft is deep. Others are always read as long as they were in training.
 
     All nodes of one depth offer the same children, so trees grow from one pass, too. Checkpoints are in z-lab's layout, or in
-    that of speculators (see `specjax.drafters.dflash_checkpoint`).
+    that of speculators (see `specjax.drafters.checkpoints.dflash`).
 
     Attributes:
         params: see `dflash_config.declare`.
@@ -82,64 +79,7 @@ class DFlash(TrainedDrafter[Cache]):
     budget: int = struct.field(pytree_node=False, default=256)
     grows_trees: ClassVar[bool] = True
 
-    title: ClassVar[str] = "a DFlash drafter"
-    layouts: ClassVar[tuple[str, ...]] = dflash_checkpoint.LAYOUTS
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.kind_of(raw) == "dflash"
-
-    @classmethod
-    def layout_of(cls, stored: CheckpointFiles) -> str:
-        return dflash_checkpoint.layout_of(stored.raw) or cls.layouts[0]
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
-        config = dflash_checkpoint.read_config(stored)
-        if config.has_selector:
-            raise CheckpointError(f"{stored.file}: is of a DFlash2, whose convolutions a DFlash lacks: load it as a DFlash2")
-        return config
-
-    @classmethod
-    def declare(cls, config: DFlashConfig, layout: str = "dflash") -> Params:
-        return declare(config)
-
-    @classmethod
-    def axis_units(cls, config: DFlashConfig) -> Mapping[str, int]:
-        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
-
-    @classmethod
-    def left_over(cls, config: DFlashConfig, stored: CheckpointFiles) -> Collection[str]:
-        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight")
-
-    @classmethod
-    def declare_beside(cls, config: DFlashConfig) -> Params:
-        if not config.own_ids:
-            return {}
-        return {"t2d": Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")}
-
-    def beside(self) -> Params:
-        if not self.config.own_ids:
-            return {}
-        return {"t2d": jnp.zeros(self.config.layer.vocab_size, bool).at[self._ids].set(True)}
-
-    @classmethod
-    def check_values(cls, config: DFlashConfig, params: Params, beside: Params, directory: Path) -> None:
-        if not config.own_ids:
-            return
-        ids = np.arange(config.draft_vocab_size) + np.asarray(params["d2t"])
-        if not are_different_tokens(ids, config.layer.vocab_size):
-            raise CheckpointError(
-                f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, to "
-                "each another"
-            )
-        if "t2d" in beside and not np.array_equal(np.flatnonzero(np.asarray(beside["t2d"])), np.sort(ids)):
-            raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return dflash_checkpoint.format_config(self.config, layout, dtype, target)
+    checkpoint_format: ClassVar[CheckpointFormat] = dflash_checkpoint.DFLASH
 
     @classmethod
     def default_draft(cls, config: DFlashConfig) -> Chain:
@@ -161,7 +101,7 @@ class DFlash(TrainedDrafter[Cache]):
         block_size: int = 8,
         mask_token_id: int | None = None,
         taps: tuple[int, ...] | None = None,
-        ids: np.ndarray | jax.Array | None = None,
+        ids: TokenIds | None = None,
         variant: Mapping[str, Any] | None = None,
         **sizes: Any,
     ) -> Self:
@@ -181,8 +121,7 @@ class DFlash(TrainedDrafter[Cache]):
         """
         of_target = target.config
         layer = layer_like(of_target, **({"model_type": "qwen3", "qk_norm": True} | sizes))
-        if ids is not None and not are_different_tokens(np.asarray(ids), layer.vocab_size):
-            raise InputError(f"ids: must name different tokens of the target's {layer.vocab_size}, from 0 upwards")
+        draft_vocabulary.check_ids(ids, layer.vocab_size)
         given: dict[str, Any] = {} if ids is None else {"own_ids": True, "own_head": True}
         config = DFlashConfig(
             layer=layer,
@@ -194,10 +133,7 @@ class DFlash(TrainedDrafter[Cache]):
             **given | dict(variant or {}),
         )
         params = cls._initialise(config, key, target)
-        if ids is not None:
-            params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
-        if config.own_head:
-            params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        params |= draft_vocabulary.initial_params(target, ids, config.own_head)
         if config.own_embedding:
             params["embed"] = target.embedding
         return cls(params=params, config=config, draft=cls.default_draft(config) if draft is None else draft, mesh=target.mesh)
@@ -328,11 +264,7 @@ class DFlash(TrainedDrafter[Cache]):
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
         """The tokens that it can draft; None is the target's vocabulary."""
-        return Vocabulary(ids=self._ids, size=target.config.vocab_size) if self.config.own_ids else None
-
-    @property
-    def _ids(self) -> jax.Array:
-        return jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
+        return draft_vocabulary.vocabulary_of(self.params, target)
 
     def logits(self, target: Target, states: jax.Array) -> jax.Array:
         """``[..., Vd]`` float32 of what its head reads, ``states [..., H]``."""

@@ -7,7 +7,7 @@ of a tree's nodes differ. The vocabulary is looked through once, for all places 
 candidates are scored.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -18,20 +18,18 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from specjax.drafters import dflash_checkpoint
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Candidates, CandidateTokens, offered_by
-from specjax.drafters.dflash import DFlash
-from specjax.drafters.dflash_config import DFlashConfig
+from specjax.drafters.checkpoints import dflash as dflash_checkpoint
 from specjax.drafters.expansion import Frontier, expand
+from specjax.drafters.methods.dflash import DFlash
+from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape
 from specjax.errors import InputError
 from specjax.models.attention import Piece
 from specjax.models.cache import Cache, Entry
-from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
-from specjax.models.fields import CheckpointError
 from specjax.models.layers import attention, normed
 from specjax.models.params import Params
 from specjax.models.primitives import linear, mlp
@@ -63,19 +61,7 @@ class DFlash2(DFlash):
         True
     """
 
-    title: ClassVar[str] = "a DFlash2 drafter"
-    layouts: ClassVar[tuple[str, ...]] = ("dflash", "speculators")
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return dflash_checkpoint.kind_of(raw) == "dflash2"
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> DFlashConfig:
-        config = dflash_checkpoint.read_config(stored)
-        if not config.has_selector:
-            raise CheckpointError(f"{stored.file}: has neither convolutions nor a selector: load it as a DFlash")
-        return config
+    checkpoint_format: ClassVar[CheckpointFormat] = dflash_checkpoint.DFLASH2
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
@@ -248,7 +234,7 @@ def convolve(
     Examples:
         Two blocks of two tokens, and a kernel that adds the token before:
 
-        >>> from specjax.drafters.dflash2 import convolve
+        >>> from specjax.drafters.methods.dflash2 import convolve
         >>> x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
         >>> convolve(x, jnp.ones((2, 1)), jnp.zeros((1, 4, 2, 1)), jnp.array([0, 1, 0, 1]))[0, :, 0].tolist()
         [1.0, 3.0, 3.0, 7.0]

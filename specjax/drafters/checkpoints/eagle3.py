@@ -7,14 +7,14 @@ of the speculators package and vLLM: ``layers.0.``, the layer's sizes in ``trans
 may have no ``lm_head``, or no ``fc``: these read the target's last hidden state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters.draft_vocabulary import DraftVocabulary, declare_d2t
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, TrainedDrafter
 from specjax.errors import InputError
 from specjax.models import config_json
 from specjax.models import params as declarations
@@ -22,8 +22,6 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Param, Params, matrix, norm
-
-LAYOUTS = ("eagle3", "speculators")
 
 _FIRST_LAYER: dict[str, str] = {"eagle3": "midlayer.", "speculators": "layers.0."}
 """How the names of the first layer's tensors begin."""
@@ -126,11 +124,18 @@ def declare(config: Eagle3Config, layout: str) -> Params:
     if config.own_embedding:
         tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
     if config.own_ids:
-        tree["d2t"] = Param((config.draft_vocab_size,), (None,), "d2t", "zeros", dtype="int32", stored_dtype="int64")
+        tree["d2t"] = declare_d2t(config.draft_vocab_size)
     return tree
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 drafter's; see `CheckpointFormat`."""
+    named = raw.get("architectures")
+    by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
+    return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
 
 
 def layout_of(stored: CheckpointFiles) -> str:
@@ -239,7 +244,10 @@ def read_config(stored: CheckpointFiles, raw: dict[str, Any] | None = None) -> E
             f"{source}: fc.weight joins {config.tap_count} layers of the target, but there are tensors of {norms} norms "
             "fc_norm.*, one for each: give the configuration and the weights of one model"
         )
-    _check_tables(config, stored, layout)
+    if config.draft_vocab_size != layer.vocab_size or {"d2t", "t2d"} & shapes.keys():
+        # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
+        needed = ("d2t", "t2d") if layout == "eagle3" else ("d2t",)
+        DraftVocabulary(config.draft_vocab_size, layer.vocab_size).check_stored(shapes, stored.directory, needed)
     return config
 
 
@@ -255,69 +263,31 @@ def _read_taps(fields: Mapping[str, Any], nested: Mapping[str, Any], source: str
     return None if left is None else tuple(layer + 1 for layer in left)
 
 
-def _check_tables(config: Eagle3Config, stored: CheckpointFiles, layout: str) -> None:
-    """See that the files say which of the target's tokens the drafter's are."""
-    if config.draft_vocab_size == config.layer.vocab_size and "d2t" not in stored.shapes and "t2d" not in stored.shapes:
-        return
-    # ModelOpt leaves out t2d, which follows from d2t; the eagle3 layout always has both.
-    for name in ("d2t", "t2d") if layout == "eagle3" else ("d2t",):
-        if name not in stored.shapes:
-            raise CheckpointError(
-                f"{stored.directory}: {name!r} is missing: it says which of the target's {config.layer.vocab_size} tokens the "
-                f"{config.draft_vocab_size} of the drafter are. Take a checkpoint that has it"
-            )
-
-
-def are_different_tokens(ids: np.ndarray, vocab: int) -> bool:
-    """Whether ``ids`` are token ids below ``vocab``, no two alike. Otherwise q would not be what tokens are drawn from."""
-    return bool(ids.min() >= 0 and ids.max() < vocab and len(np.unique(ids)) == len(ids))
-
-
-def declare_t2d(config: Eagle3Config) -> Params:
-    """Which of the target's tokens can be drafted: published beside ``d2t``, and follows from it."""
-    if not config.own_ids:
-        return {}
-    return {"t2d": Param((config.layer.vocab_size,), (None,), "t2d", "zeros", dtype="bool")}
-
-
-def t2d_of(config: Eagle3Config, params: Params) -> Params:
-    """What `declare_t2d` declares, from ``d2t``."""
-    if not config.own_ids:
-        return {}
-    ids = jnp.arange(config.draft_vocab_size) + params["d2t"]
-    return {"t2d": jnp.zeros(config.layer.vocab_size, bool).at[ids].set(True)}
-
-
-def check_ids(config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
-    """Refuse, with a CheckpointError, tables that give no tokens of the target's, or contradict each other."""
-    if not config.own_ids:
-        return
-    ids = np.arange(config.draft_vocab_size) + np.asarray(params["d2t"])
-    if not are_different_tokens(ids, config.layer.vocab_size):
-        raise CheckpointError(
-            f"{directory}: 'd2t' must give each of the drafter's tokens one of the target's {config.layer.vocab_size}, "
-            "to each another"
-        )
-    if "t2d" in beside and not np.array_equal(np.flatnonzero(np.asarray(beside["t2d"])), np.sort(ids)):
-        raise CheckpointError(f"{directory}: 't2d' and 'd2t' name different tokens: the checkpoint is damaged")
+def left_over(config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
+    """Return patterns of the tensors that are not read."""
+    unread = () if config.tap_count else ("fc.weight",)
+    return (*LEFT_OVER, "verifier_norm.weight", "verifier_lm_head.weight", *unread)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def format_config(config: Eagle3Config, layout: str, dtype: str, target: str) -> dict[str, Any]:
-    """The fields of config.json in ``layout``.
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``.
 
     ``target`` names the target, a directory or hub id: speculators and vLLM read there what to draft for.
     """
-    return _speculators_config(config, dtype, target) if layout == "speculators" else _eagle3_config(config, dtype)
+    if layout == "speculators":
+        return format_speculators(drafter.config, dtype, target)
+    return format_eagle3(drafter.config, dtype)
 
 
 def _flags(config: Eagle3Config) -> dict[str, bool]:
     return {name: getattr(config, name) for name in _FLAGS}
 
 
-def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+def format_eagle3(config: Eagle3Config, dtype: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``eagle3``."""
     content = config_json.format_config(config.layer, dtype) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": config.draft_vocab_size if config.own_head else None,
@@ -331,7 +301,8 @@ def _eagle3_config(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     return content
 
 
-def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+def format_speculators(config: Eagle3Config, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in the layout ``speculators``."""
     if not (config.own_head and config.tap_count):
         raise InputError("layout='speculators': has an fc and an lm_head, and this drafter lacks one: write it as 'eagle3'")
     return {
@@ -354,8 +325,9 @@ def _speculators_config(config: Eagle3Config, dtype: str, target: str) -> dict[s
     }
 
 
-def describe(config: Eagle3Config, layout: str) -> str:
-    """One line on what `format_config` writes: which layers' ids, and what they mean."""
+def describe(drafter: TrainedDrafter, layout: str) -> str:
+    """Return a line on what `format_config` writes: which layers' ids, and what they mean."""
+    config: Eagle3Config = drafter.config
     if layout == "speculators":
         return f"eagle_aux_hidden_state_layer_ids={_entered(config)}: the layers that are entered"
     return f"eagle_config.eagle_aux_hidden_state_layer_ids={_left(config)}: the layers whose output is read"
@@ -369,3 +341,18 @@ def _entered(config: Eagle3Config) -> list[int] | None:
 def _left(config: Eagle3Config) -> list[int] | None:
     """The same, as the layers whose output is read."""
     return None if config.taps is None else [tap - 1 for tap in config.taps]
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE-3 drafter",
+    layouts=("eagle3", "speculators"),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    axis_units=lambda config: config.layer.axis_units | {"draft_vocab": config.draft_vocab_size},
+    format_config=format_config,
+    layout_of=layout_of,
+    left_over=left_over,
+    reduced_vocabulary=DraftVocabulary.of,
+    describe=describe,
+)

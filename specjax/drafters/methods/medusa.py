@@ -1,6 +1,6 @@
 """Medusa (Cai et al. 2024, arXiv 2401.10774): heads on the target's last hidden state, each for a token further ahead."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import expand_by_depth
-from specjax.drafters.trained import NewestStateDrafter
+from specjax.drafters.trained import CheckpointFormat, NewestStateDrafter, TrainedDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.published import MEDUSA_TREE
 from specjax.drafts.shapes import DraftShape, StaticTree
@@ -47,6 +47,46 @@ class MedusaConfig:
             raise InputError(f"heads={self.heads}, blocks={self.blocks}: must be at least 1 and 0")
 
 
+def read_config(stored: CheckpointFiles) -> MedusaConfig:
+    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    known = {"medusa_num_heads": whole(1, 100), "medusa_num_layers": whole(0, 100, default=1)}
+    fields = check_fields(stored.raw, known, stored.file)
+    blocks, output = fields["medusa_num_layers"], f"0.{fields['medusa_num_layers']}.weight"
+    if len(stored.shapes.get(output, ())) != 2:
+        raise CheckpointError(
+            f"{stored.directory}: has no {output!r}, the output of the first head after medusa_num_layers={blocks} blocks: "
+            "these are not the weights of Medusa heads of this config.json"
+        )
+    vocab, hidden = stored.shapes[output]
+    heads = stored.numbered("")
+    if heads < fields["medusa_num_heads"]:  # published files may hold more heads than their config.json says
+        stored.check_count("medusa_num_heads", fields["medusa_num_heads"], heads, "heads")
+    for head in range(heads):
+        stored.check_count("medusa_num_layers", blocks, stored.numbered(f"{head}.") - 1, f"blocks in head {head}")
+    return MedusaConfig(hidden, vocab, heads, blocks)
+
+
+def declare(config: MedusaConfig, layout: str) -> Params:
+    """Return the `Param` declarations, named as the authors name them: a head's blocks by number, and after them its output."""
+    hidden = (config.hidden_size, None)
+
+    def declare_block(name: str) -> Params:  # begins as the identity
+        weight = replace(matrix(name, hidden, hidden), init="zeros")
+        return {"linear": weight, "linear_bias": Param((config.hidden_size,), (None,), f"{name}.bias", "zeros")}
+
+    def declare_head(head: int) -> Params:
+        return {
+            "blocks": [declare_block(f"{head}.{block}.linear") for block in range(config.blocks)],
+            "output": matrix(f"{head}.{config.blocks}", hidden, (config.vocab_size, "vocab")),
+        }
+
+    return {"heads": [declare_head(head) for head in range(config.heads)]}
+
+
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    return {"medusa_num_heads": drafter.config.heads, "medusa_num_layers": drafter.config.blocks}
+
+
 @struct.dataclass
 class Medusa(NewestStateDrafter):
     """Head i predicts the token i + 2 places after the one whose hidden state it reads: i + 1 below the root.
@@ -74,54 +114,15 @@ class Medusa(NewestStateDrafter):
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     grows_trees: ClassVar[bool] = True
 
-    title: ClassVar[str] = "Medusa heads"
-    layouts: ClassVar[tuple[str, ...]] = ("medusa",)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return "medusa_num_heads" in raw
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> MedusaConfig:
-        known = {"medusa_num_heads": whole(1, 100), "medusa_num_layers": whole(0, 100, default=1)}
-        fields = check_fields(stored.raw, known, stored.file)
-        blocks, output = fields["medusa_num_layers"], f"0.{fields['medusa_num_layers']}.weight"
-        if len(stored.shapes.get(output, ())) != 2:
-            raise CheckpointError(
-                f"{stored.directory}: has no {output!r}, the output of the first head after medusa_num_layers={blocks} blocks: "
-                "these are not the weights of Medusa heads of this config.json"
-            )
-        vocab, hidden = stored.shapes[output]
-        heads = stored.numbered("")
-        if heads < fields["medusa_num_heads"]:  # published files may hold more heads than their config.json says
-            stored.check_count("medusa_num_heads", fields["medusa_num_heads"], heads, "heads")
-        for head in range(heads):
-            stored.check_count("medusa_num_layers", blocks, stored.numbered(f"{head}.") - 1, f"blocks in head {head}")
-        return MedusaConfig(hidden, vocab, heads, blocks)
-
-    @classmethod
-    def declare(cls, config: MedusaConfig, layout: str = "medusa") -> Params:
-        """Named as in the authors' checkpoints: a head's blocks by number, and after them its output."""
-        hidden = (config.hidden_size, None)
-
-        def declare_block(name: str) -> Params:  # begins as the identity
-            weight = replace(matrix(name, hidden, hidden), init="zeros")
-            return {"linear": weight, "linear_bias": Param((config.hidden_size,), (None,), f"{name}.bias", "zeros")}
-
-        def declare_head(head: int) -> Params:
-            return {
-                "blocks": [declare_block(f"{head}.{block}.linear") for block in range(config.blocks)],
-                "output": matrix(f"{head}.{config.blocks}", hidden, (config.vocab_size, "vocab")),
-            }
-
-        return {"heads": [declare_head(head) for head in range(config.heads)]}
-
-    @classmethod
-    def axis_units(cls, config: MedusaConfig) -> Mapping[str, int]:
-        return {"vocab": config.vocab_size}
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return {"medusa_num_heads": self.config.heads, "medusa_num_layers": self.config.blocks}
+    checkpoint_format: ClassVar[CheckpointFormat] = CheckpointFormat(
+        title="Medusa heads",
+        layouts=("medusa",),
+        recognises=lambda raw, tensors: "medusa_num_heads" in raw,
+        read_config=read_config,
+        declare=declare,
+        axis_units=lambda config: {"vocab": config.vocab_size},
+        format_config=_format_config,
+    )
 
     @classmethod
     def default_draft(cls, config: MedusaConfig) -> StaticTree:

@@ -13,7 +13,7 @@ from typing import Any
 
 from specjax.drafters import layer_attention
 from specjax.drafters.layer_attention import LayerAttention, block_like
-from specjax.drafters.trained import layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.errors import InputError
 from specjax.models import config_json, hub
 from specjax.models import params as declarations
@@ -21,8 +21,6 @@ from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig, Rope
 from specjax.models.fields import CheckpointError, Field, check_fields, flag, mapping, whole
 from specjax.models.params import Params
-
-LAYOUTS = ("specjax", "authors", "vllm")
 
 _SELF, _CROSS, _LAYERS = "self_attention.", "cross_attention.", "layer_self_attention."
 """How the names of the tensors of the three blocks begin."""
@@ -78,8 +76,8 @@ def cross_like(layer: ModelConfig, **sizes: Any) -> ModelConfig:
     return replace(layer, rope=Rope(theta=layer.rope.theta), **sizes)
 
 
-def declare(config: MoAConfig) -> Params:
-    """The `Param` declarations, named as the authors name them."""
+def declare(config: MoAConfig, layout: str) -> Params:
+    """Return the `Param` declarations, which have the authors' names in all layouts."""
     tree: Params = {
         "self_attention": declarations.declare_layer(config.self_layer, _SELF),
         "cross_attention": declarations.declare_layer(config.cross_layer, _CROSS),
@@ -93,7 +91,7 @@ def declare(config: MoAConfig) -> Params:
 
 
 def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-    """Whether a checkpoint is one, in any layout."""
+    """Return whether a checkpoint is one, in any layout; see `CheckpointFormat`."""
     named = raw.get("architectures")
     by_name = isinstance(named, list) and any(str(name).startswith("MOASpec") for name in named)
     return "moa_config" in raw or raw.get("model_type") == "moa_spec" or by_name
@@ -231,14 +229,15 @@ def _read_vllm(stored: CheckpointFiles, tli: int) -> MoAConfig:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-def format_config(config: MoAConfig, layout: str, dtype: str, target: str) -> dict[str, Any]:
-    """The fields of config.json in ``layout``.
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json in ``layout``.
 
     ``target`` is the target's directory or hub id, whose configuration the layout ``authors`` repeats where it is not known.
 
     Raises:
         InputError: the layout cannot say what the drafter is.
     """
+    config: MoAConfig = drafter.config
     if layout == "specjax":
         return _format_own(config, dtype)
     first, cross = config.self_layer, config.cross_layer
@@ -312,8 +311,20 @@ def _format_vllm(config: MoAConfig, dtype: str) -> dict[str, Any]:
     return content
 
 
-def describe(config: MoAConfig, layout: str) -> str:
-    """One line on what `format_config` says of target layer inference."""
+def describe(drafter: TrainedDrafter, layout: str) -> str:
+    """Return a line on what `format_config` says of target layer inference."""
     if layout == "specjax":
-        return f"target_layer_inference={config.tli}"
-    return f"target layer inference is not in it: load it with tli={config.tli}"
+        return f"target_layer_inference={drafter.config.tli}"
+    return f"target layer inference is not in it: load it with tli={drafter.config.tli}"
+
+
+FORMAT = CheckpointFormat(
+    title="a Mixture of Attentions drafter",
+    layouts=("specjax", "authors", "vllm"),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    axis_units=lambda config: config.axis_units,
+    format_config=format_config,
+    describe=describe,
+)

@@ -14,7 +14,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax.drafters.features import FeatureDrafter
-from specjax.drafters.trained import layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.models import config_json
 from specjax.models import params as declarations
@@ -44,6 +44,64 @@ class EagleConfig:
     own_embedding: bool = False
 
 
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether config.json is a Llama model's of one layer that says whether ``fc`` has a bias, or whose tensors have an
+    ``fc``; see `CheckpointFormat`."""
+    return raw.get("num_hidden_layers") == 1 and ("bias" in raw or "fc.weight" in tensors)
+
+
+def read_layer(stored: CheckpointFiles) -> EagleConfig:
+    """The shape of a checkpoint's layer, and of what joins its inputs."""
+    layer = config_json.parse_drafter_config(stored.raw, stored.file)
+    if layer.num_layers != 1:
+        raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
+    return EagleConfig(
+        layer=config_json.with_switches(layer, stored.shapes, "layers.0."),
+        fc_bias="fc.bias" in stored.shapes,
+        own_embedding="embed_tokens.weight" in stored.shapes,
+    )
+
+
+def read_config(stored: CheckpointFiles) -> EagleConfig:
+    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    if stored.raw.get("layer_self_attention") is not None:
+        raise CheckpointError(
+            f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers: load it with "
+            "EagleWithLayerAttention, or as eagle-lsa:DIRECTORY"
+        )
+    return read_layer(stored)
+
+
+def declare(config: EagleConfig, layout: str) -> Params:
+    """Return the `Param` declarations."""
+    layer, hidden = config.layer, config.layer.hidden_size
+    first = declarations.declare_layer(layer, "layers.0.")
+    del first["input_norm"]  # the layer reads what `fc` gives as it is
+    tree: Params = {"fc": matrix("fc", (2 * hidden, None), (hidden, None)), "layers": [first]}
+    if config.fc_bias:
+        tree["fc_bias"] = Param((hidden,), (None,), "fc.bias", "zeros")
+    if config.own_embedding:
+        tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
+    return tree
+
+
+def format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    """Return the fields of config.json."""
+    layer = drafter.config.layer
+    return config_json.format_config(layer, dtype) | {"bias": drafter.config.fc_bias, "qkv_bias": layer.qkv_bias}
+
+
+FORMAT = CheckpointFormat(
+    title="an EAGLE drafter",
+    layouts=("eagle",),
+    recognises=recognises,
+    read_config=read_config,
+    declare=declare,
+    axis_units=lambda config: config.layer.axis_units,
+    format_config=format_config,
+)
+
+
 @struct.dataclass
 class Eagle(FeatureDrafter):
     """Predicts the target's next feature, its last hidden state after the final norm; the target's own head reads it.
@@ -69,43 +127,7 @@ class Eagle(FeatureDrafter):
     config: EagleConfig = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=DynamicTree())
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    title: ClassVar[str] = "an EAGLE drafter"
-    layouts: ClassVar[tuple[str, ...]] = ("eagle",)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        """A Llama model's config.json of one layer, which may say whether ``fc`` has a bias, and an ``fc`` among the tensors,
-        where they are at hand."""
-        return raw.get("num_hidden_layers") == 1 and ("bias" in raw or "fc.weight" in tensors)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> EagleConfig:
-        if stored.raw.get("layer_self_attention") is not None:
-            raise CheckpointError(
-                f"{stored.file}: layer_self_attention: this drafter reads summaries of the target's layers: load it with "
-                "EagleWithLayerAttention, or as eagle-lsa:DIRECTORY"
-            )
-        return read_layer(stored)
-
-    @classmethod
-    def declare(cls, config: EagleConfig, layout: str = "eagle") -> Params:
-        layer, hidden = config.layer, config.layer.hidden_size
-        first = declarations.declare_layer(layer, "layers.0.")
-        del first["input_norm"]  # the layer reads what `fc` gives as it is
-        tree: Params = {"fc": matrix("fc", (2 * hidden, None), (hidden, None)), "layers": [first]}
-        if config.fc_bias:
-            tree["fc_bias"] = Param((hidden,), (None,), "fc.bias", "zeros")
-        if config.own_embedding:
-            tree["embed"] = Param((layer.vocab_size, hidden), ("vocab", None), "embed_tokens.weight")
-        return tree
-
-    @classmethod
-    def axis_units(cls, config: EagleConfig) -> Mapping[str, int]:
-        return config.layer.axis_units
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        layer = self.config.layer
-        return config_json.format_config(layer, dtype) | {"bias": self.config.fc_bias, "qkv_bias": layer.qkv_bias}
+    checkpoint_format: ClassVar[CheckpointFormat] = FORMAT
 
     @classmethod
     def init(cls, target: Target, key: jax.Array, draft: DraftShape | int = DynamicTree(), **sizes: Any) -> Self:
@@ -138,15 +160,3 @@ class Eagle(FeatureDrafter):
 
     def logits(self, target: Target, states: jax.Array, module: int | jax.Array = 0) -> jax.Array:
         return target.head(states)
-
-
-def read_layer(stored: CheckpointFiles) -> EagleConfig:
-    """The shape of a checkpoint's layer, and of what joins its inputs."""
-    layer = config_json.parse_drafter_config(stored.raw, stored.file)
-    if layer.num_layers != 1:
-        raise CheckpointError(f"{stored.file}: num_hidden_layers={layer.num_layers}: an EAGLE drafter has one layer")
-    return EagleConfig(
-        layer=config_json.with_switches(layer, stored.shapes, "layers.0."),
-        fc_bias="fc.bias" in stored.shapes,
-        own_embedding="embed_tokens.weight" in stored.shapes,
-    )

@@ -4,8 +4,7 @@ Against EAGLE-1 it reads several of the target's layers and not the last alone; 
 own state is free; and it may draft from a small vocabulary of its own.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -15,17 +14,18 @@ from flax import struct
 from jax.sharding import Mesh
 
 from specjax import sharding
-from specjax.drafters import eagle3_checkpoint
+from specjax.drafters import draft_vocabulary
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.candidates import Vocabulary
-from specjax.drafters.eagle3_checkpoint import Eagle3Config
+from specjax.drafters.checkpoints import eagle3 as eagle3_checkpoint
+from specjax.drafters.checkpoints.eagle3 import Eagle3Config
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.features import FeatureDrafter, FeatureState
-from specjax.drafters.trained import layer_like
+from specjax.drafters.trained import CheckpointFormat, layer_like
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
 from specjax.models.attention import Piece
 from specjax.models.cache import Entry
-from specjax.models.checkpoint_files import CheckpointFiles
 from specjax.models.config import ModelConfig
 from specjax.models.layers import attention, decoder_layer, linear, mlp, rms_norm
 from specjax.models.params import Params
@@ -65,54 +65,7 @@ class Eagle3(FeatureDrafter):
     config: Eagle3Config = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=DynamicTree())
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    title: ClassVar[str] = "an EAGLE-3 drafter"
-    layouts: ClassVar[tuple[str, ...]] = eagle3_checkpoint.LAYOUTS
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        named = raw.get("architectures")
-        by_name = isinstance(named, list) and any("eagle3" in str(name).lower() for name in named)
-        return by_name or raw.get("speculators_model_type") == "eagle3" or "draft_vocab_size" in raw
-
-    @classmethod
-    def layout_of(cls, stored: CheckpointFiles) -> str:
-        return eagle3_checkpoint.layout_of(stored)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> Eagle3Config:
-        return eagle3_checkpoint.read_config(stored)
-
-    @classmethod
-    def declare(cls, config: Eagle3Config, layout: str = "eagle3") -> Params:
-        return eagle3_checkpoint.declare(config, layout)
-
-    @classmethod
-    def axis_units(cls, config: Eagle3Config) -> Mapping[str, int]:
-        return {**config.layer.axis_units, "draft_vocab": config.draft_vocab_size}
-
-    @classmethod
-    def left_over(cls, config: Eagle3Config, stored: CheckpointFiles) -> Collection[str]:
-        unread = () if config.tap_count else ("fc.weight",)
-        return (*super().left_over(config, stored), "verifier_norm.weight", "verifier_lm_head.weight", *unread)
-
-    @classmethod
-    def declare_beside(cls, config: Eagle3Config) -> Params:
-        return eagle3_checkpoint.declare_t2d(config)
-
-    def beside(self) -> Params:
-        return eagle3_checkpoint.t2d_of(self.config, self.params)
-
-    @classmethod
-    def check_values(cls, config: Eagle3Config, params: Params, beside: Params, directory: Path) -> None:
-        eagle3_checkpoint.check_ids(config, params, beside, directory)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return eagle3_checkpoint.format_config(self.config, layout, dtype, target)
-
-    def describe(self, layout: str) -> str:
-        return eagle3_checkpoint.describe(self.config, layout)
+    checkpoint_format: ClassVar[CheckpointFormat] = eagle3_checkpoint.FORMAT
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
@@ -125,7 +78,7 @@ class Eagle3(FeatureDrafter):
         key: jax.Array,
         draft: DraftShape | int = DynamicTree(),
         *,
-        ids: np.ndarray | jax.Array | None = None,
+        ids: TokenIds | None = None,
         taps: tuple[int, ...] | None = None,
         variant: dict[str, bool] | None = None,
         **sizes: Any,
@@ -142,8 +95,7 @@ class Eagle3(FeatureDrafter):
             sizes: fields of its layers' `ModelConfig`; by default one layer as the target's.
         """
         own = layer_like(target.config, **sizes)
-        if ids is not None and not eagle3_checkpoint.are_different_tokens(np.asarray(ids), own.vocab_size):
-            raise InputError(f"ids: must name different tokens of the target's {own.vocab_size}, from 0 upwards")
+        draft_vocabulary.check_ids(ids, own.vocab_size)
         taps = eagle3_checkpoint.default_taps(target.config.num_layers) if taps is None else taps
         config = Eagle3Config(
             layer=own,
@@ -155,10 +107,7 @@ class Eagle3(FeatureDrafter):
             **(variant or {}),
         )
         params = cls._initialise(config, key, target)
-        if ids is not None:
-            params["d2t"] = jnp.asarray(ids, jnp.int32) - jnp.arange(len(ids), dtype=jnp.int32)
-        if config.own_head:
-            params["lm_head"] = target.head_weights if ids is None else target.head_weights[:, jnp.asarray(ids)]
+        params |= draft_vocabulary.initial_params(target, ids, config.own_head)
         return cls(params=params, config=config, draft=draft, mesh=target.mesh)
 
     @property
@@ -182,10 +131,7 @@ class Eagle3(FeatureDrafter):
         return tuple(sorted(set(self.config.taps_of(config.num_layers))))
 
     def vocabulary(self, target: Target) -> Vocabulary | None:
-        if not self.config.own_ids:
-            return None
-        ids = jnp.arange(self.config.draft_vocab_size, dtype=jnp.int32) + self.params["d2t"]
-        return Vocabulary(ids=ids, size=target.config.vocab_size)
+        return draft_vocabulary.vocabulary_of(self.params, target)
 
     def features(self, output: States, entries: Sequence[Entry] = ()) -> jax.Array:
         if not self.config.tap_count:

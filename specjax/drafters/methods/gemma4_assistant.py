@@ -5,7 +5,7 @@ it has read: those of its last layer with a window, and of its last full one. Of
 the target's newest hidden state; while it drafts, its own state goes round in that one's place.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads, check_mesh
 from specjax.drafters.expansion import Frontier, expand
-from specjax.drafters.trained import NewestStateDrafter
+from specjax.drafters.trained import LEFT_OVER, CheckpointFormat, NewestStateDrafter, TrainedDrafter
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
@@ -75,6 +75,67 @@ class AssistantConfig:
             raise InputError("text_config: an assistant's layers have one MLP, and no inputs of their own")
 
 
+def read_config(stored: CheckpointFiles) -> AssistantConfig:
+    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    known = {
+        "text_config": mapping(),
+        "backbone_hidden_size": whole(1, 1_000_000),
+        "use_ordered_embeddings": flag(default=False),
+        "num_centroids": whole(1, 10_000_000, default=2048),
+        "centroid_intermediate_top_k": whole(1, 10_000_000, default=32),
+    }
+    fields = check_fields(stored.raw, known, stored.file)
+    # All of its layers read the entries of another model's: what it says of layers that share is of no use here.
+    text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
+    model = config_json.parse_drafter_config(text, stored.file)
+    stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
+    centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
+    return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])
+
+
+def declare(config: AssistantConfig, layout: str) -> Params:
+    """Return ``{"embed", "layers", "norm", "pre", "post", "centroids"?, "order"?}``, where ``embed`` is the head alone."""
+    model, own = config.model, (config.model.hidden_size, None)
+    declared = declarations.declare(replace(model, tie_embeddings=True))
+    layers = [{name: param for name, param in layer.items() if name not in _NOT_HELD} for layer in declared["layers"]]
+    tree = declared | {
+        "embed": replace(declared["embed"], is_product=False),  # rows of it are multiplied too
+        "layers": layers,
+        "pre": matrix("pre_projection", (2 * config.target_hidden_size, None), own),
+        "post": matrix("post_projection", own, (config.target_hidden_size, None)),
+    }
+    if config.centroids:
+        tree["centroids"] = matrix("masked_embedding.centroids", own, (config.centroids, None))
+        name = "masked_embedding.token_ordering"
+        tree["order"] = Param((model.vocab_size,), (None,), name, "zeros", dtype="int32", stored_dtype="int64")
+    return tree
+
+
+def _left_over(config: AssistantConfig, stored: CheckpointFiles) -> Collection[str]:
+    made = [f"model.layers.*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
+    # Its embedding is its head. A stored head that differs would be left out without a word, and is refused instead.
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    both = {head, embedding} <= stored.shapes.keys()
+    copy = [head] * (both and checkpoint.have_same_values(stored, embedding, head))
+    return (*LEFT_OVER, *copy, *made)
+
+
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    config, model = drafter.config, drafter.config.model
+    text = config_json.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
+    raw = {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": config.target_hidden_size,
+        "use_ordered_embeddings": bool(config.centroids),
+        "centroid_intermediate_top_k": config.centroids_kept,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+        "text_config": text,
+    }
+    return raw | ({"num_centroids": config.centroids} if config.centroids else {})
+
+
 @struct.dataclass
 class Gemma4Assistant(NewestStateDrafter):
     """Drafts from the target's own keys and values. All nodes of a draft stand at one position, the root's.
@@ -104,77 +165,16 @@ class Gemma4Assistant(NewestStateDrafter):
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
     grows_trees: ClassVar[bool] = True
 
-    title: ClassVar[str] = "a Gemma 4 assistant"
-    layouts: ClassVar[tuple[str, ...]] = ("google",)
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant")
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> AssistantConfig:
-        known = {
-            "text_config": mapping(),
-            "backbone_hidden_size": whole(1, 1_000_000),
-            "use_ordered_embeddings": flag(default=False),
-            "num_centroids": whole(1, 10_000_000, default=2048),
-            "centroid_intermediate_top_k": whole(1, 10_000_000, default=32),
-        }
-        fields = check_fields(stored.raw, known, stored.file)
-        # All of its layers read the entries of another model's: what it says of layers that share is of no use here.
-        text = {**fields["text_config"], "model_type": "gemma4_text", "num_kv_shared_layers": 0}
-        model = config_json.parse_drafter_config(text, stored.file)
-        stored.check_count("num_hidden_layers", model.num_layers, stored.numbered("model.layers."), "layers")
-        centroids = fields["num_centroids"] if fields["use_ordered_embeddings"] else 0
-        return AssistantConfig(model, fields["backbone_hidden_size"], centroids, fields["centroid_intermediate_top_k"])
-
-    @classmethod
-    def declare(cls, config: AssistantConfig, layout: str = "google") -> Params:
-        """``{"embed", "layers", "norm", "pre", "post", "centroids"?, "order"?}``; ``embed`` is its head, and nothing else."""
-        model, own = config.model, (config.model.hidden_size, None)
-        declared = declarations.declare(replace(model, tie_embeddings=True))
-        layers = [{name: param for name, param in layer.items() if name not in _NOT_HELD} for layer in declared["layers"]]
-        tree = declared | {
-            "embed": replace(declared["embed"], is_product=False),  # rows of it are multiplied too
-            "layers": layers,
-            "pre": matrix("pre_projection", (2 * config.target_hidden_size, None), own),
-            "post": matrix("post_projection", own, (config.target_hidden_size, None)),
-        }
-        if config.centroids:
-            tree["centroids"] = matrix("masked_embedding.centroids", own, (config.centroids, None))
-            name = "masked_embedding.token_ordering"
-            tree["order"] = Param((model.vocab_size,), (None,), name, "zeros", dtype="int32", stored_dtype="int64")
-        return tree
-
-    @classmethod
-    def axis_units(cls, config: AssistantConfig) -> Mapping[str, int]:
-        return config.model.axis_units
-
-    @classmethod
-    def left_over(cls, config: AssistantConfig, stored: CheckpointFiles) -> Collection[str]:
-        made = [f"model.layers.*.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
-        # Its embedding is its head. A stored head that differs would be left out without a word, and is refused instead.
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        both = {head, embedding} <= stored.shapes.keys()
-        copy = [head] * (both and checkpoint.have_same_values(stored, embedding, head))
-        return (*super().left_over(config, stored), *copy, *made)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        config, model = self.config, self.config.model
-        text = config_json.format_config(model, dtype) | {"num_kv_shared_layers": model.num_layers}
-        raw = {
-            "architectures": ["Gemma4AssistantForCausalLM"],
-            "model_type": "gemma4_assistant",
-            "backbone_hidden_size": config.target_hidden_size,
-            "use_ordered_embeddings": bool(config.centroids),
-            "centroid_intermediate_top_k": config.centroids_kept,
-            "tie_word_embeddings": True,
-            "dtype": dtype,
-            "text_config": text,
-        }
-        return raw | ({"num_centroids": config.centroids} if config.centroids else {})
+    checkpoint_format: ClassVar[CheckpointFormat] = CheckpointFormat(
+        title="a Gemma 4 assistant",
+        layouts=("google",),
+        recognises=lambda raw, tensors: raw.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"),
+        read_config=read_config,
+        declare=declare,
+        axis_units=lambda config: config.model.axis_units,
+        format_config=_format_config,
+        left_over=_left_over,
+    )
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:

@@ -4,30 +4,29 @@ EAGLE-3 reads its own state where the target has not read a token yet, and so dr
 learnt vector there, and the embedding of a mask token. Both are the same at every depth, so that all depths are run together.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 
-from specjax.drafters import peagle_checkpoint
 from specjax.drafters.base import DraftingReads
-from specjax.drafters.eagle3 import Eagle3
+from specjax.drafters.checkpoints import peagle as peagle_checkpoint
+from specjax.drafters.checkpoints.peagle import PEagleConfig
+from specjax.drafters.draft_vocabulary import TokenIds
 from specjax.drafters.expansion import expand_by_depth
 from specjax.drafters.features import FeatureState
-from specjax.drafters.peagle_checkpoint import PEagleConfig
+from specjax.drafters.methods.eagle3 import Eagle3
+from specjax.drafters.trained import CheckpointFormat
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.attention import Filled, Piece
 from specjax.models.cache import Entry
-from specjax.models.checkpoint_files import CheckpointFiles
-from specjax.models.params import Params
 from specjax.models.transformer import Target
 from specjax.sampling import RowSampling
 
@@ -59,29 +58,7 @@ class PEagle(Eagle3):
     config: PEagleConfig = struct.field(pytree_node=False)
     draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(7))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
-    title: ClassVar[str] = "a P-EAGLE drafter"
-    layouts: ClassVar[tuple[str, ...]] = peagle_checkpoint.LAYOUTS
-
-    # --- its checkpoints ---
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return peagle_checkpoint.recognises(raw, tensors)
-
-    @classmethod
-    def layout_of(cls, stored: CheckpointFiles) -> str:
-        return peagle_checkpoint.layout_of(stored)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles, mask_token_id: int | None = None) -> PEagleConfig:
-        return peagle_checkpoint.read_config(stored, mask_token_id)
-
-    @classmethod
-    def declare(cls, config: PEagleConfig, layout: str = "speculators") -> Params:
-        return peagle_checkpoint.declare(config)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return peagle_checkpoint.format_config(self.config, layout, dtype, target, self.draft_shape.depth)
+    checkpoint_format: ClassVar[CheckpointFormat] = peagle_checkpoint.FORMAT
 
     @classmethod
     def usual_sizes(cls, target: Target) -> dict[str, Any]:
@@ -95,7 +72,7 @@ class PEagle(Eagle3):
         draft: DraftShape | int = Chain(7),
         *,
         mask_token_id: int | None = None,
-        ids: np.ndarray | jax.Array | None = None,
+        ids: TokenIds | None = None,
         taps: tuple[int, ...] | None = None,
         variant: dict[str, bool] | None = None,
         **sizes: Any,
@@ -118,8 +95,8 @@ class PEagle(Eagle3):
         eagle3 = Eagle3.init(target, key, ids=ids, taps=taps, variant=brings, **sizes)
         own = eagle3.config
         config = PEagleConfig.of(own, own.layer.vocab_size - 1 if mask_token_id is None else mask_token_id)
-        declared = {"mask_hidden": cls.declare(config)["mask_hidden"]}
-        mask_hidden = declarations.initialise(declared, mask_key, target.dtype, target.mesh, cls.axis_units(config))
+        declared = peagle_checkpoint.declare_mask_hidden(config)
+        mask_hidden = declarations.initialise(declared, mask_key, target.dtype, target.mesh, {})
         params = eagle3.params | mask_hidden
         if own.own_embedding and own.layer.hidden_size == target.config.hidden_size:
             params["embed"] = target.embedding

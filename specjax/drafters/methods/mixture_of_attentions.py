@@ -6,7 +6,7 @@ summaries with *cross-attention* (CA). So it needs nothing new from the target, 
 just what it will see. With *target layer inference* (TLI) the target's own last layers finish what it has begun.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -18,12 +18,13 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from specjax.drafters import layer_attention, moa_checkpoint
+from specjax.drafters import layer_attention
 from specjax.drafters.base import Drafter, DraftingReads, RemoteFeatures, check_mesh, told_entries
+from specjax.drafters.checkpoints import moa as moa_checkpoint
+from specjax.drafters.checkpoints.moa import MoAConfig
 from specjax.drafters.expansion import Frontier, expand
 from specjax.drafters.layer_attention import LayerAttention
-from specjax.drafters.moa_checkpoint import MoAConfig
-from specjax.drafters.trained import TrainedDrafter, layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.draft import Draft
 from specjax.drafts.shapes import DraftShape, DynamicTree
 from specjax.errors import InputError
@@ -92,8 +93,7 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
     told: Literal["summaries", "entries"] = struct.field(pytree_node=False, default="summaries")
     grows_trees: ClassVar[bool] = True
 
-    title: ClassVar[str] = "a Mixture of Attentions drafter"
-    layouts: ClassVar[tuple[str, ...]] = moa_checkpoint.LAYOUTS
+    checkpoint_format: ClassVar[CheckpointFormat] = moa_checkpoint.FORMAT
 
     # --- its checkpoints ---
 
@@ -123,28 +123,6 @@ class MixtureOfAttentions(TrainedDrafter[MixtureState]):
             CheckpointError: a file, a field or a tensor is not as it must be, or ``tli`` is not.
         """
         return super().from_pretrained(path, draft=draft, dtype=dtype, mesh=mesh, weights=weights, tli=tli)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        return moa_checkpoint.recognises(raw, tensors)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles, tli: int | None = None) -> MoAConfig:
-        return moa_checkpoint.read_config(stored, tli)
-
-    @classmethod
-    def declare(cls, config: MoAConfig, layout: str = "specjax") -> Params:
-        return moa_checkpoint.declare(config)
-
-    @classmethod
-    def axis_units(cls, config: MoAConfig) -> Mapping[str, int]:
-        return config.axis_units
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        return moa_checkpoint.format_config(self.config, layout, dtype, target)
-
-    def describe(self, layout: str) -> str:
-        return moa_checkpoint.describe(self.config, layout)
 
     @classmethod
     def init(

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from specjax.drafters.draft_vocabulary import declare_d2t
 from specjax.errors import InputError
 from specjax.models import params as declarations
 from specjax.models.config import ModelConfig
@@ -151,8 +152,8 @@ def default_taps(layers: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({1 + round(first + i * (last - first) / (count - 1)) for i in range(count)}))
 
 
-def declare(config: DFlashConfig) -> Params:
-    """The `Param` declarations; the names are the same in all layouts."""
+def declare(config: DFlashConfig, layout: str) -> Params:
+    """Return the `Param` declarations; the names are the same in all layouts."""
     layer, hidden, rank = config.layer, config.layer.hidden_size, config.markov_rank
     own = (hidden, None)
     tree: Params = {
@@ -166,7 +167,7 @@ def declare(config: DFlashConfig) -> Params:
     if config.own_head:
         tree["lm_head"] = matrix("lm_head", own, (config.draft_vocab_size, "draft_vocab"))
     if config.own_ids:
-        tree["d2t"] = Param((config.draft_vocab_size,), (None,), "d2t", "zeros", dtype="int32", stored_dtype="int64")
+        tree["d2t"] = declare_d2t(config.draft_vocab_size)
     if rank:
         tree["markov_in"] = Param((layer.vocab_size, rank), ("vocab", None), "markov_head.markov_w1.weight")
         tree["markov_out"] = matrix("markov_head.markov_w2", (rank, None), (config.draft_vocab_size, "draft_vocab"))

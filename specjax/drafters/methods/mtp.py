@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from specjax.drafters.base import DraftingReads
 from specjax.drafters.features import FeatureDrafter, FeatureState
-from specjax.drafters.trained import layer_like
+from specjax.drafters.trained import CheckpointFormat, TrainedDrafter, layer_like
 from specjax.drafts.shapes import Chain, DraftShape
 from specjax.errors import InputError
 from specjax.models import config_json
@@ -140,8 +140,8 @@ def _has_qwens(tensors: Collection[str]) -> bool:
     return f"{_PREFIX['qwen']}fc.weight" in tensors
 
 
-def _not_of_modules(config: MTPConfig, names: Collection[str]) -> list[str]:
-    """Those of ``names`` that are the target's own tensors, and DeepSeek's copies of its embedding and head in a module."""
+def _left_over(config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
+    """Return the names of the target's own tensors, and of DeepSeek's copies of its embedding and head in a module."""
     own = _PREFIX[config.layout]
     copies = ("embed_tokens.weight", "embed_tokens.weight_scale_inv", "shared_head.head.weight")
 
@@ -153,7 +153,71 @@ def _not_of_modules(config: MTPConfig, names: Collection[str]) -> list[str]:
         is_copy = config.layout != "qwen" and name.endswith(copies)
         return is_layer or is_copy or name.endswith("rotary_emb.inv_freq")
 
-    return [name for name in names if is_foreign(name)]
+    return [name for name in stored.shapes if is_foreign(name)]
+
+
+def recognises(raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
+    """Return whether config.json counts modules, and ``tensors``, unless it is empty, has theirs; see `CheckpointFormat`.
+
+    Qwen's modules are recognised by their tensors, if these are available.
+    """
+    if tensors and _has_qwens(tensors):
+        return True
+    named = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
+    if not tensors and _fields_of_text(raw).get(_QWEN_COUNT):
+        return True
+    return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
+
+
+def read_config(stored: CheckpointFiles) -> MTPConfig:
+    """Return the shape of a checkpoint. Raises `CheckpointError`."""
+    if _has_qwens(stored.shapes):
+        return _read_qwen(stored)
+    names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
+    count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
+    layer = config_json.parse_drafter_config(stored.raw, stored.file)
+    layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
+    config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
+    if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
+        raise CheckpointError(
+            f"{stored.directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
+            f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
+        )
+    _check_counts(stored, config)
+    own = replace(layer, num_layers=1)
+    is_plain = own.mla is None and own.moe is None
+    return replace(config, layer=config_json.with_switches(own, names, config.prefix(0)) if is_plain else own)
+
+
+def declare(config: MTPConfig, layout: str) -> Params:
+    """Return the `Param` declarations, with the names of the configuration's own layout."""
+    hidden, names = config.layer.hidden_size, _NAMES[config.layout]
+
+    def declare_module(module: int) -> Params:
+        prefix, offset = config.prefix(module), config.layer.norm_offset
+        layer = declarations.declare_layer(config.layer, config.layer_prefix(module), config.first_layer)
+        return {
+            "hidden_norm": norm(prefix + names["hidden_norm"], hidden, offset),
+            "embed_norm": norm(prefix + names["embed_norm"], hidden, offset),
+            "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
+            "layers": [layer],  # with experts, if any has
+            "norm": norm(prefix + names["norm"], hidden, offset),
+        }
+
+    declared = {"modules": [declare_module(module) for module in range(config.modules)]}
+    if config.layout != "qwen":
+        return declared
+    family = FAMILIES[config.layer.model_type]
+    joined = [each.name for each in family.fused_where_stored if config.experts_joined]
+    return family.store(declared, names=joined)
+
+
+def _format_config(drafter: TrainedDrafter, layout: str, dtype: str, target: str) -> dict[str, Any]:
+    config: MTPConfig = drafter.config
+    layers = config.first_layer if config.layout == "deepseek" else 1
+    content = config_json.format_config(replace(config.layer, num_layers=layers), dtype)
+    count = _QWEN_COUNT if config.layout == "qwen" else "num_nextn_predict_layers"
+    return content | {"architectures": ["MTPDrafter"], count: config.modules}
 
 
 @struct.dataclass
@@ -184,75 +248,16 @@ class MTP(FeatureDrafter):
     draft: DraftShape | int = struct.field(pytree_node=False, default=Chain(4))
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
-    title: ClassVar[str] = "the MTP modules"
-    layouts: ClassVar[tuple[str, ...]] = ("mtp",)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any], tensors: Collection[str]) -> bool:
-        """Its config.json says how many modules there are, and ``tensors`` names theirs, unless it is empty. Qwen's are told by
-        their tensors, where these are at hand."""
-        if tensors and _has_qwens(tensors):
-            return True
-        named = any(name.startswith(_PREFIX["mimo"]) or name.endswith(".eh_proj.weight") for name in tensors)
-        if not tensors and _fields_of_text(raw).get(_QWEN_COUNT):
-            return True
-        return bool(raw.get("num_nextn_predict_layers")) and (named or not tensors)
-
-    @classmethod
-    def read_config(cls, stored: CheckpointFiles) -> MTPConfig:
-        if _has_qwens(stored.shapes):
-            return _read_qwen(stored)
-        names, known = stored.shapes, {"num_nextn_predict_layers": whole(1, 100)}
-        count = check_fields(stored.raw, known, stored.file)["num_nextn_predict_layers"]
-        layer = config_json.parse_drafter_config(stored.raw, stored.file)
-        layout: Layout = "mimo" if any(name.startswith(_PREFIX["mimo"]) for name in names) else "deepseek"
-        config = MTPConfig(layer, count, layout, layer.num_layers if layout == "deepseek" else 0)
-        if f"{config.prefix(0)}{_NAMES[layout]['fc']}.weight" not in names:
-            raise CheckpointError(
-                f"{stored.directory}: has no 'model.mtp_layers.0.input_proj.weight' and no "
-                f"'model.layers.{layer.num_layers}.eh_proj.weight': its MTP modules were left out. Take a checkpoint with them"
-            )
-        _check_counts(stored, config)
-        own = replace(layer, num_layers=1)
-        is_plain = own.mla is None and own.moe is None
-        return replace(config, layer=config_json.with_switches(own, names, config.prefix(0)) if is_plain else own)
-
-    @classmethod
-    def declare(cls, config: MTPConfig, layout: str = "mtp") -> Params:
-        """With the names of the configuration's own layout."""
-        hidden, names = config.layer.hidden_size, _NAMES[config.layout]
-
-        def declare_module(module: int) -> Params:
-            prefix, offset = config.prefix(module), config.layer.norm_offset
-            layer = declarations.declare_layer(config.layer, config.layer_prefix(module), config.first_layer)
-            return {
-                "hidden_norm": norm(prefix + names["hidden_norm"], hidden, offset),
-                "embed_norm": norm(prefix + names["embed_norm"], hidden, offset),
-                "fc": matrix(prefix + names["fc"], (2 * hidden, None), (hidden, None)),
-                "layers": [layer],  # with experts, if any has
-                "norm": norm(prefix + names["norm"], hidden, offset),
-            }
-
-        declared = {"modules": [declare_module(module) for module in range(config.modules)]}
-        if config.layout != "qwen":
-            return declared
-        family = FAMILIES[config.layer.model_type]
-        joined = [each.name for each in family.fused_where_stored if config.experts_joined]
-        return family.store(declared, names=joined)
-
-    @classmethod
-    def axis_units(cls, config: MTPConfig) -> Mapping[str, int]:
-        return config.layer.axis_units
-
-    @classmethod
-    def left_over(cls, config: MTPConfig, stored: CheckpointFiles) -> Collection[str]:
-        return _not_of_modules(config, stored.shapes)
-
-    def format_config(self, layout: str, dtype: str, target: str) -> dict[str, Any]:
-        layers = self.config.first_layer if self.config.layout == "deepseek" else 1
-        content = config_json.format_config(replace(self.config.layer, num_layers=layers), dtype)
-        count = _QWEN_COUNT if self.config.layout == "qwen" else "num_nextn_predict_layers"
-        return content | {"architectures": ["MTPDrafter"], count: self.modules}
+    checkpoint_format: ClassVar[CheckpointFormat] = CheckpointFormat(
+        title="the MTP modules",
+        layouts=("mtp",),
+        recognises=recognises,
+        read_config=read_config,
+        declare=declare,
+        axis_units=lambda config: config.layer.axis_units,
+        format_config=_format_config,
+        left_over=_left_over,
+    )
 
     @classmethod
     def init(
