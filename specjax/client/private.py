@@ -200,7 +200,7 @@ def moved(target: Target, arrays: dict[str, np.ndarray], shift: np.ndarray) -> d
 
 
 def _layer_of_keys(name: str) -> int | None:
-    """The layer whose keys an array ``layerN.0`` has (see `specjax.drafters.base.told_entries`); None: it has no keys."""
+    """Return the layer whose keys are the array ``layerN.0`` (`specjax.drafters.base.remote_entry_arrays`); None: no keys."""
     layer, _, part = name.partition(".")
     return int(layer.removeprefix("layer")) if layer.startswith("layer") and part == "0" else None
 

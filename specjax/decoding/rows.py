@@ -340,12 +340,12 @@ def read_chunk(
         return by_group(lambda leaf, new, row: leaf.at[row].set(new), groups, leaf, new, own_rows)
 
     part = map_rows(take, state)
-    places = part.cache.length[:, None] + jnp.arange(width)[None]
+    positions = part.cache.length[:, None] + jnp.arange(width)[None]
 
-    def at(places: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(part.tokens, jnp.minimum(places, part.tokens.shape[1] - 1), axis=1)
+    def at(positions: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(part.tokens, jnp.minimum(positions, part.tokens.shape[1] - 1), axis=1)
 
-    tokens, following = at(places), at(places + 1)
+    tokens, following = at(positions), at(positions + 1)
     asked = drafter.taps(target.config), () if remote_drafter is None else remote_drafter.taps(target.config)
     taps = tuple(sorted({*asked[0], *asked[1]}))
     output, new = target.read(tokens, part.cache, taps=taps, commit=counts)
@@ -614,10 +614,10 @@ def verify_rows(
         jnp.asarray(tokens).at[:, 0].set(part.roots), jnp.asarray(parents), valid=jnp.asarray(valid), levels=depth
     )
     after, info = advance(target, _Elsewhere(remote_drafter), part, draft)
-    places = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
+    positions = jnp.minimum(part.lengths[:, None] + jnp.arange(depth + 1)[None], part.tokens.shape[1] - 1)
     checked = VerifiedRows(
         path=info.path[:, : depth + 1],
-        tokens=jnp.take_along_axis(after.tokens, places, axis=1),
+        tokens=jnp.take_along_axis(after.tokens, positions, axis=1),
         count=info.emitted,
         accepted=info.accepted,
         done=after.done,

@@ -106,7 +106,7 @@ def read_config(stored: Stored, mask_token_id: int | None = None) -> PEagleConfi
         return config
     if len(kinds) != config.layer.num_layers:
         raise CheckpointError(f"{stored.file}: layer_types names {len(kinds)} layers of {config.layer.num_layers}: name each")
-    windowed = tuple(number for number, kind in enumerate(kinds) if kind == _WINDOWED)
+    windowed = tuple(index for index, kind in enumerate(kinds) if kind == _WINDOWED)
     return replace(config, layer=replace(config.layer, sliding_window=window, windowed_layers=windowed))
 
 
@@ -165,7 +165,7 @@ def format_config(config: PEagleConfig, layout: str, dtype: str, target: str, de
         return eagle3_checkpoint.format_config(plain, "eagle3", dtype, target) | own | {"architectures": ["PEagleDraftModel"]}
     raw = eagle3_checkpoint.format_config(plain, "speculators", dtype, target) | own
     if windowed:
-        kinds = [_WINDOWED if number in windowed else _FULL for number in range(config.layer.num_layers)]
+        kinds = [_WINDOWED if index in windowed else _FULL for index in range(config.layer.num_layers)]
         raw["transformer_layer_config"] |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
     raw["speculators_config"] |= {
         "algorithm": "peagle",

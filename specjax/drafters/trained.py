@@ -60,7 +60,7 @@ class Stored:
     def numbered(self, prefix: str, first: int = 0) -> int:
         """How many different numbers, from ``first`` on, follow ``prefix`` in the tensors' names (see `number_after`)."""
         numbers = {number_after(prefix, name) for name in self.shapes}
-        return sum(number is not None and number >= first for number in numbers)
+        return sum(index is not None and index >= first for index in numbers)
 
     def check_count(self, field: str, said: int, found: int, parts: str) -> None:
         """Refuse a count that the tensors do not bear out: declarations are made after it, and take memory.

@@ -150,8 +150,8 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
                 continue  # which is said where all tensors are checked
             matrix = tensors[name]
             *lead, groups, outputs, size = quantized.values.stored_shape
-            wanted = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
-            _check_shape(name, matrix, (*lead, *wanted), what, directory)
+            expected = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
+            _check_shape(name, matrix, (*lead, *expected), what, directory)
             _check_kind(name, matrix, _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(quantized.form)):
                 matrix = Rounded(matrix, quantized.form, turned=not quantized.values.is_rows)
@@ -347,18 +347,18 @@ def _weight_files(directory: Path) -> list[str]:
     return files
 
 
-def _check_shape(name: str, tensor: Any, wanted: tuple[int, ...], what: str, directory: Path) -> None:
-    if (shape := tuple(tensor.get_shape())) != wanted:
+def _check_shape(name: str, tensor: Any, expected: tuple[int, ...], what: str, directory: Path) -> None:
+    if (shape := tuple(tensor.get_shape())) != expected:
         raise CheckpointError(
-            f"{directory}: {name!r} has shape {shape}, but in {what} it is {wanted}: "
+            f"{directory}: {name!r} has shape {shape}, but in {what} it is {expected}: "
             "give the configuration and the weights of one model"
         )
 
 
-def _check_kind(name: str, tensor: Any, wanted: Sequence[str], what: str, directory: Path) -> None:
-    if (kind := tensor.get_dtype()) not in wanted:
+def _check_kind(name: str, tensor: Any, expected: Sequence[str], what: str, directory: Path) -> None:
+    if (kind := tensor.get_dtype()) not in expected:
         raise CheckpointError(
-            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(wanted)}: "
+            f"{directory}: {name!r} is of type {kind}, but in {what} it is one of {', '.join(expected)}: "
             "use the unquantized checkpoint"
         )
 
@@ -374,8 +374,8 @@ def _check_tensors(
     for name, param in [(name, one) for one in declared for name in one.stored_names]:
         _check_shape(name, tensors[name], param.stored_shape, what, directory)
         floating = param.dtype is None or jnp.issubdtype(param.dtype, jnp.floating)
-        wanted = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
-        _check_kind(name, tensors[name], wanted, what, directory)
+        expected = (float8.KIND,) if param.dtype == "float8_e4m3fn" else _FLOATS if floating else _WHOLE_NUMBERS
+        _check_kind(name, tensors[name], expected, what, directory)
     extra = sorted(n for n in tensors.keys() - names if not any(fnmatchcase(n, pattern) for pattern in ignored))
     if extra:
         raise CheckpointError(

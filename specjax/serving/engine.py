@@ -157,7 +157,7 @@ class Engine:
             page=self.page,
             chunk=self.chunk,
             capacity=self.capacity,
-            tails=sizes.read_widths[:1],
+            last_widths=sizes.read_widths[:1],
             shards=self._groups,
             max_waiting=max_waiting,
             prefix_states=self._device.most_prefix_states(),
@@ -258,13 +258,13 @@ class Engine:
         if self.tokenizer is not None:
             is_chat = not isinstance(prompt, str) and not _is_tokens(prompt) if is_chat is None else is_chat
             growing = text.GrowingText(self.tokenizer, tokens, stop, params.min_new_tokens, is_chat)
-        wanted = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
+        output_options = OutputOptions(logprobs=logprobs, echo=echo, spans=spans, prediction=len(expected))
         with self._wake:
             self._check_open()
             needs = None if logprobs is None else "logprobs"
             shares = 0 if echo else None
             request = self._scheduler.submit(tokens, params.max_new_tokens, shares=shares, needs=needs, salt=cache_salt)
-            handle = Handle(self._cancel, request, settings, growing, wanted)
+            handle = Handle(self._cancel, request, settings, growing, output_options)
             self._handles[request] = handle
             self._wake.notify_all()
         return handle
@@ -506,8 +506,8 @@ class Engine:
         if not self._programs.are_all_ready or self._scheduler.occupied or self._scheduler.waiting:
             return None
         numbers = range(len(self._device.drafters))
-        wanted = ((width, number) for number in numbers for width in self._device.widths_of(number))
-        return next((call for call in wanted if call not in self._choice.seconds), None)
+        to_time = ((width, number) for number in numbers for width in self._device.widths_of(number))
+        return next((call for call in to_time if call not in self._choice.seconds), None)
 
     def _cancel(self, request: Request) -> None:
         with self._wake:
@@ -540,7 +540,7 @@ class Engine:
                     for counts in vars(self._counted).values():
                         counts[read.row] = 0
                     self._device.admit(read.row, words, read.start, read.prefix_state)
-            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.wanted.echo]
+            echoed = [(owner, read) for read, owner, _ in chosen if isinstance(owner, Handle) and owner.output_options.echo]
             prefix_state, said, told = self._read(reads, table, logprobs=bool(echoed))
             self._unread += [(handle, read, self._group(read), said) for handle, read in echoed]
             with self._wake:
@@ -561,7 +561,7 @@ class Engine:
             owner = self._handles.get(read.request) or self._clients.rows.get(read.request)
             try:
                 if owner is None:
-                    raise RuntimeError(f"request {read.request.number}: a prompt is to be read, and nobody has asked for it")
+                    raise RuntimeError(f"request {read.request.order}: a prompt is to be read, and nobody has asked for it")
                 chosen.append((read, owner, self._words(read.request, owner) if read.is_first else None))
             except Exception as error:  # this text's: the others go on
                 self._give_up(read.request, owner, error)
@@ -679,15 +679,15 @@ class Engine:
         for row in self._scheduler.running:
             request = self._scheduler.request_of(row)
             if request is not None and request not in self._handles:
-                self._give_up(request, None, RuntimeError(f"request {request.number}: it runs, and nobody has asked for it"))
+                self._give_up(request, None, RuntimeError(f"request {request.order}: it runs, and nobody has asked for it"))
 
     def _choose(self) -> tuple[int, int, bool]:
         """How many rows to compute, the number of the drafter, and whether log-probabilities are wanted."""
         scheduler = self._scheduler
         running = [self._handles[request] for row in scheduler.running if (request := scheduler.request_of(row))]
-        if any(handle.wanted.logprobs is not None for handle in running):
+        if any(handle.output_options.logprobs is not None for handle in running):
             return self.rows, self._device.reporting, True
-        predicted = sum(handle.wanted.prediction > 0 for handle in running) / len(running)
+        predicted = sum(handle.output_options.prediction > 0 for handle in running) / len(running)
         copying, ready = len(self._device.drafters) - 1, self._programs.is_ready
         if predicted:
             width = next(each for each in self._device.widths_of(copying) if each >= len(running))
@@ -742,7 +742,7 @@ class Engine:
                     self._give_up(request, handle, error)
                     continue
                 rows.append(row)
-                if handle.wanted.prediction:
+                if handle.output_options.prediction:
                     copying_rows.append(row)
             # All rows at once: with many, a few operations for each would keep the device waiting.
             new = difference(progress.stats, self._counted, rows)
@@ -782,12 +782,12 @@ class Engine:
             raise RuntimeError(f"row {row}: the device began with {progress.starts[row]} tokens of a text that has {start}")
         count = length - start
         tokens, logprobs = progress.tokens[row, :count].tolist(), ()
-        if handle.wanted.logprobs is not None and progress.logprobs is not None:
+        if handle.output_options.logprobs is not None and progress.logprobs is not None:
             said = [np.asarray(each)[row] for each in vars(progress.logprobs).values()]
-            logprobs = token_logprobs(handle.wanted.logprobs, tokens, *said)
+            logprobs = token_logprobs(handle.output_options.logprobs, tokens, *said)
         error = LogitsError([row], [length]) if progress.failed[row] else None
         if error is not None:
-            _LOGGER.error("request %d: %s; the others go on", request.number, error)
+            _LOGGER.error("request %d: %s; the others go on", request.order, error)
         return RowProgress(tokens, progress.accepted[row, :count].tolist(), logprobs, bool(progress.done[row]), error)
 
     def _deliver(self, wait: bool = True) -> None:
@@ -799,7 +799,7 @@ class Engine:
                 places = [np.asarray(each)[group] for each in vars(said).values()]
                 _check_said(read, places[0][: read.count])
                 tokens = read.request.tokens[read.start + 1 : read.start + 1 + read.count]
-                handle.prompt_read(read.start, token_logprobs(handle.wanted.logprobs or 0, tokens, *places))
+                handle.prompt_read(read.start, token_logprobs(handle.output_options.logprobs or 0, tokens, *places))
             except Exception as error:  # this text's: the others go on
                 with self._wake:
                     self._give_up(read.request, handle, error)
