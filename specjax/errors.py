@@ -28,11 +28,11 @@ class LogitsError(RuntimeError):
 
     def __init__(self, rows: Sequence[int], positions: Sequence[int], result: Any = None) -> None:
         self.rows, self.positions, self.result = tuple(rows), tuple(positions), result
-        places = ", ".join(
-            f"row {row}: the target's logits for position {place}" for row, place in zip(rows, positions, strict=True)
+        failures = ", ".join(
+            f"row {row}: the target's logits for position {position}" for row, position in zip(rows, positions, strict=True)
         )
         super().__init__(
-            f"{places} are no numbers to draw from (NaN, +inf, or -inf for every token): check its weights, or load it with "
+            f"{failures} are no numbers to draw from (NaN, +inf, or -inf for every token): check its weights, or load it with "
             'dtype="float32"'
         )
 

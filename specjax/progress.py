@@ -80,8 +80,8 @@ def waiting(what: str, total: int | None = None, done: int = 0) -> Iterator[Wait
 def track(items: Sequence[Item], what: str) -> Iterator[Item]:
     """The ``items``, one after another, while how many of them are done is shown. In ``what``, {} stands for the item."""
     with waiting(what.replace("{}", str(next(iter(items), ""))), len(items)) as wait:
-        for number, item in enumerate(items):
-            wait.update(what=what.replace("{}", str(item)), done=number)
+        for index, item in enumerate(items):
+            wait.update(what=what.replace("{}", str(item)), done=index)
             yield item
 
 

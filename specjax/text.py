@@ -123,16 +123,16 @@ def _add_what_is_stated(tokenizer: Any, config: Path) -> None:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     begins = len(whole) > len(own) and whole[0] == begin
     ends = len(whole) > len(own) + begins and whole[-1] == end
-    wanted = {"add_bos_token": begins, "add_eos_token": ends}
+    stated_switches = {"add_bos_token": begins, "add_eos_token": ends}
     for name, token in (("add_bos_token", begin), ("add_eos_token", end)):
         if isinstance(stated.get(name), bool) and token is not None:
-            wanted[name] = stated[name]
-    if list(wanted.values()) == [begins, ends]:
+            stated_switches[name] = stated[name]
+    if list(stated_switches.values()) == [begins, ends]:
         return
     if len(whole) > len(own) + begins + ends:
-        said = ", ".join(f"{name}={json.dumps(stated[name])}" for name in wanted if name in stated)
+        said = ", ".join(f"{name}={json.dumps(stated[name])}" for name in stated_switches if name in stated)
         raise InputError(f"{config}: {said}, but tokenizer.json adds other tokens than these to a text: make the two agree")
-    for name, value in wanted.items():
+    for name, value in stated_switches.items():
         setattr(tokenizer, name, value)
 
 
@@ -319,9 +319,9 @@ def _render_chat(render: Render, messages: Messages) -> str:
             continue
         if _first_left_out(render, form) is None:
             return text
-        number = _first_left_out(render, form, with_calls=False)
-        if number is not None:
-            left_out = number if left_out is None else left_out
+        index = _first_left_out(render, form, with_calls=False)
+        if index is not None:
+            left_out = index if left_out is None else left_out
         elif without_calls is None:
             without_calls = text
     if without_calls is not None:
@@ -395,13 +395,11 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
     content, such as trimming it or dropping the thoughts in it, does not matter. Of a message that only calls tools the names
     of their functions are marked; or without ``with_calls`` a content that it does not have.
     """
-    marks = {number: _mark(number) for number, message in enumerate(messages) if _says_something(message)}
+    marks = {index: _mark(index) for index, message in enumerate(messages) if _says_something(message)}
 
     def written(marked: Collection[int]) -> str | None:
         """Return the chat's text with these messages marked, None: the template refuses such a content."""
-        chosen = [
-            _marked(each, marks[number], with_calls) if number in marked else each for number, each in enumerate(messages)
-        ]
+        chosen = [_marked(each, marks[index], with_calls) if index in marked else each for index, each in enumerate(messages)]
         try:
             return render(chosen).lower()
         except Exception:
@@ -410,11 +408,11 @@ def _first_left_out(render: Render, messages: Messages, with_calls: bool = True)
     if (text := written(marks)) is None:
         return None
     found = set(_MARK.findall(text))
-    missing = [number for number, mark in marks.items() if mark not in found]
+    missing = [index for index, mark in marks.items() if mark not in found]
     # A template may go by the contents of other messages: so each is tried alone. Eight in vain are enough.
-    for number in missing[:8]:
-        if (text := written([number])) is not None and marks[number] not in text:
-            return number
+    for index in missing[:8]:
+        if (text := written([index])) is not None and marks[index] not in text:
+            return index
     return None
 
 
@@ -426,9 +424,9 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 _MARK = re.compile("specjaxmark[a-p]{8}")
 
 
-def _mark(number: int) -> str:
+def _mark(index: int) -> str:
     """Return letters that stand for a message: hexadecimal digits, from a to p."""
-    return "specjaxmark" + "".join(chr(ord("a") + int(digit, 16)) for digit in f"{number:08x}")
+    return "specjaxmark" + "".join(chr(ord("a") + int(digit, 16)) for digit in f"{index:08x}")
 
 
 def _marked(message: Mapping[str, Any], mark: str, with_calls: bool) -> dict[str, Any]:

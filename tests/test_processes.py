@@ -156,7 +156,7 @@ def test_one_that_starts_again_while_others_are_awaited_takes_its_place() -> Non
     while earlier is None:
         with contextlib.suppress(ConnectionRefusedError):
             earlier = socket.create_connection(("localhost", int(address.split(":")[1])))
-    rendezvous.Link(earlier).send(rendezvous._HELLO, json.dumps(vars(member(1))).encode())
+    rendezvous.ProcessLink(earlier).send(rendezvous._HELLO, json.dumps(vars(member(1))).encode())
     time.sleep(0.5)  # it is heard
     earlier.close()
     again = Member(1, 3, "host-1", 999, "specjax 1")

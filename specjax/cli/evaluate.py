@@ -202,12 +202,12 @@ class _Asking:
         """The answers of every method to every turn."""
         answers = []
         assert self._options.key is not None
-        for number, question in enumerate(track(questions, "answering questions")):
+        for index, question in enumerate(track(questions, "answering questions")):
             history: list[dict[str, str]] = []
             for turn, words in enumerate(question.turns):
                 history.append({"role": "user", "content": words})
                 prompt = self._encode(history)
-                key = jax.random.fold_in(jax.random.fold_in(self._options.key, number), turn)
+                key = jax.random.fold_in(jax.random.fold_in(self._options.key, index), turn)
                 found, said = self._turn(question.category, prompt, key)
                 answers += found
                 history.append({"role": "assistant", "content": said})

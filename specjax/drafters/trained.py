@@ -284,6 +284,8 @@ class TrainedDrafter(Drafter[State]):
         params = schemes.quantize_params(self.declared, self.params, form_of, self.mesh, self.units)
         return replace(self, params=params)  # pyright: ignore[reportArgumentType]
 
+    narrow = schemes.narrow  # the old name
+
     @property
     def declared(self) -> Params:
         """The declarations of its params."""

@@ -74,7 +74,7 @@ class Template:
 @lru_cache(maxsize=256)
 def template_of(choices: Choices) -> Template:
     """The `Template` of a tree of ``choices``."""
-    numbers = {(): 0} | {path: number for number, path in enumerate(choices, 1)}
+    numbers = {(): 0} | {path: index for index, path in enumerate(choices, 1)}
     depth, branching = max(map(len, choices)), 1 + max(path[-1] for path in choices)
     levels = [[path for path in choices if len(path) == level] for level in range(1, depth + 1)]
     has_child = {path[:-1] for path in choices}

@@ -1,7 +1,7 @@
 """Compare generated tokens with the exact distribution of a tiny target, by G-tests.
 
 The target's vocabulary is so small that every continuation can be enumerated. Users reach these functions as
-`specjax.conformance.check_distribution` and so on.
+``specjax.conformance.check_distribution`` and so on.
 """
 
 import itertools
@@ -125,13 +125,13 @@ def exact_joint(target: Target, prompt: np.ndarray, horizon: int, sampling: Samp
         ((27,), np.float64(1.0))
     """
     vocab = target.config.vocab_size
-    tails = np.array(list(itertools.product(range(vocab), repeat=horizon)))
-    tokens = np.concatenate([np.tile(prompt, (len(tails), 1)), tails], axis=1)
+    continuations = np.array(list(itertools.product(range(vocab), repeat=horizon)))
+    tokens = np.concatenate([np.tile(prompt, (len(continuations), 1)), continuations], axis=1)
     output, _ = jax.jit(Target.forward)(target, tokens)
-    p = sharding.to_host(probabilities(output.logits, sampling.rows(len(tails))), target.mesh).astype(np.float64)
-    joint = np.ones(len(tails))
+    p = sharding.to_host(probabilities(output.logits, sampling.rows(len(continuations))), target.mesh).astype(np.float64)
+    joint = np.ones(len(continuations))
     for i in range(horizon):
-        joint *= p[np.arange(len(tails)), len(prompt) - 1 + i, tails[:, i]]
+        joint *= p[np.arange(len(continuations)), len(prompt) - 1 + i, continuations[:, i]]
     return joint / joint.sum()
 
 

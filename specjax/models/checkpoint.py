@@ -109,8 +109,8 @@ def _with_roles(tensors: Mapping[str, Any], declared: Any, what: str, directory:
                 continue  # which is said where all tensors are checked
             matrix = tensors[name]
             *lead, groups, outputs, size = quantized.values.stored_shape
-            wanted = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
-            _check_tensor(name, matrix, (*lead, *wanted), _FLOATS, what, directory)
+            expected = (outputs, groups * size) if quantized.values.is_rows else (groups * size, outputs)
+            _check_tensor(name, matrix, (*lead, *expected), _FLOATS, what, directory)
             if not (isinstance(matrix, StoredMatrix) and matrix.gives(quantized.form)):
                 matrix = Rounded(matrix, quantized.form, turned=not quantized.values.is_rows)
             found |= {f"{name}:{role}": matrix.role(role) for role in ROLES if getattr(quantized, role) is not None}

@@ -362,16 +362,16 @@ def _check_said(config: ModelConfig, raw: dict[str, Any]) -> dict[str, Any]:
     of heads are told by the tensors (`with_switches`)."""
     elsewhere = ("max_positions", "qkv_bias", "output_bias", "mlp_bias", "qk_norm")
     read = parse_config(raw, "config.json")
-    wanted = config if config.windowed_layers else replace(config, sliding_window=None)
+    expected = config if config.windowed_layers else replace(config, sliding_window=None)
     if config.rope.original_max_positions is None:  # of kinds that do not read it
-        wanted = replace(wanted, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
+        expected = replace(expected, rope=replace(config.rope, original_max_positions=read.rope.original_max_positions))
     if config.rope.turned != read.rope.turned:
         raise CheckpointError(
             f"partial_rotary_factor={config.rope.turned}: must be {read.rope.turned:g}: of a {config.model_type} transformers "
             "does not read it"
         )
     for field in fields_of(ModelConfig):
-        if (value := getattr(wanted, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
+        if (value := getattr(expected, field.name)) != getattr(read, field.name) and field.name not in elsewhere:
             raise CheckpointError(f"{field.name}={show(value)}: a {config.model_type} checkpoint cannot say this")
     return raw
 

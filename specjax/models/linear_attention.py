@@ -58,8 +58,8 @@ class Ancestry:
         joined = jnp.concatenate(above, axis=2) if above else None
         past = jnp.ones((rows, count, kernel_size - 1), bool)
         before = jnp.concatenate([past, *above, own[0] & ~alone], axis=2)
-        places = jnp.where(before, jnp.arange(before.shape[2]), -1)
-        newest = jax.lax.top_k(places, kernel_size - 1)[0][..., ::-1]
+        indices = jnp.where(before, jnp.arange(before.shape[2]), -1)
+        newest = jax.lax.top_k(indices, kernel_size - 1)[0][..., ::-1]
         return cls(None if is_known_as(alone) else own[0], joined, newest)
 
 

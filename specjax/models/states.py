@@ -55,8 +55,8 @@ class State:
 
 def _after(tokens: jax.Array, count: jax.Array, kept: int) -> jax.Array:
     """``[B, heads, kept, dim]`` of ``tokens [B, heads, kept + n, dim]`` the newest, where ``count [B]`` of the n count."""
-    places = count[:, None] + jnp.arange(kept)[None]
-    return jnp.take_along_axis(tokens, places[:, None, :, None], axis=2)
+    indices = count[:, None] + jnp.arange(kept)[None]
+    return jnp.take_along_axis(tokens, indices[:, None, :, None], axis=2)
 
 
 def empty_nodes(

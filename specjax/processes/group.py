@@ -19,7 +19,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from specjax.processes.rank import ProcessPlace, find, join_seconds
-from specjax.processes.rendezvous import DECISION, LEAVES, LOST, NO_MORE, Link, Member, gather, report, versions
+from specjax.processes.rendezvous import DECISION, LEAVES, LOST, NO_MORE, Member, ProcessLink, gather, report, versions
 
 _HEARTBEAT_SECONDS = 20
 """After which JAX gives up a process that still has its connection, but does nothing any more."""
@@ -43,7 +43,7 @@ class Processes:
         ...     together.leave()
     """
 
-    def __init__(self, number: int, roster: list[Member], links: dict[int, Link]) -> None:
+    def __init__(self, number: int, roster: list[Member], links: dict[int, ProcessLink]) -> None:
         self.number, self.roster, self._links, self._has_left = number, roster, links, False
         self._decisions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for other, link in links.items():
@@ -74,7 +74,7 @@ class Processes:
         for link in self._links.values():
             link.send(LEAVES)
 
-    def _listen(self, other: int, link: Link) -> None:
+    def _listen(self, other: int, link: ProcessLink) -> None:
         """Hear from another until it ends."""
         others_left = False
         while (message := link.receive()) is not None:

@@ -54,7 +54,7 @@ class Member:
         return f"process {self.number} ({self.host}, pid {self.pid})"
 
 
-class Link:
+class ProcessLink:
     """One connection between the first process and another: messages, each with its length."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -118,24 +118,24 @@ def versions() -> str:
     return f"specjax {specjax.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}"
 
 
-def gather(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, Link]]:
+def gather(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
     """In the first process: wait until all others have said who they are, and tell each the roster."""
     deadline = time.monotonic() + seconds
-    here: dict[int, tuple[Member, Link]] = {}
+    here: dict[int, tuple[Member, ProcessLink]] = {}
     port = int(place.address.rpartition(":")[2])
     try:
         server = _listen_at(port)
     except OSError as error:
         raise InputError(f"{place.address}: cannot listen at port {port} ({error.strerror}): choose another one") from None
     why = ""
-    refused: list[Link] = []
-    came: queue.SimpleQueue[tuple[Member, Link]] = queue.SimpleQueue()
+    refused: list[ProcessLink] = []
+    came: queue.SimpleQueue[tuple[Member, ProcessLink]] = queue.SimpleQueue()
     with server, waiting("waiting for other processes", place.count, 1) as wait:
         server.settimeout(0.1)
         while not why:
             # Whoever comes is heard in a thread: it may be anybody, and say nothing.
             with suppress(TimeoutError):
-                link = Link(server.accept()[0])
+                link = ProcessLink(server.accept()[0])
                 threading.Thread(target=_hear, args=(link, came), daemon=True).start()
             for gone in [number for number, (_, link) in here.items() if link.is_closed()]:
                 here.pop(gone)[1].close()
@@ -163,7 +163,7 @@ def gather(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Membe
     return roster, {number: link for number, (_, link) in here.items()}
 
 
-def _hear(link: Link, came: "queue.SimpleQueue[tuple[Member, Link]]") -> None:
+def _hear(link: ProcessLink, came: "queue.SimpleQueue[tuple[Member, ProcessLink]]") -> None:
     """Who has connected, if it says so soon and as one of these processes does."""
     member = _read_member(link.receive(most=_LONGEST_HELLO, seconds=5.0))
     if member is None:
@@ -172,7 +172,7 @@ def _hear(link: Link, came: "queue.SimpleQueue[tuple[Member, Link]]") -> None:
         came.put((member, link))
 
 
-def _why_not(member: Member, own: Member, here: Mapping[int, tuple[Member, Link]]) -> str:
+def _why_not(member: Member, own: Member, here: Mapping[int, tuple[Member, ProcessLink]]) -> str:
     """Why one that has come cannot take part; empty: it can. A place is free again when who had it has gone."""
     if member.count != own.count:
         return f"{member} is one of {member.count}, and {own} one of {own.count}: give all the same JAX_NUM_PROCESSES"
@@ -204,7 +204,7 @@ def _read_member(message: tuple[bytes, bytes] | None) -> Member | None:
     return member if is_one and 0 <= member.number < member.count else None
 
 
-def report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, Link]]:
+def report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Member], dict[int, ProcessLink]]:
     """In every other process: tell the first who this is, and wait for the roster."""
     deadline = time.monotonic() + seconds
     host, _, port = place.address.rpartition(":")
@@ -220,7 +220,7 @@ def report(place: ProcessPlace, own: Member, seconds: float) -> tuple[list[Membe
                         "process 0 runs, and whether this machine reaches it"
                     ) from None
                 time.sleep(0.2)
-        link = Link(connection)
+        link = ProcessLink(connection)
         link.send(_HELLO, json.dumps(asdict(own)).encode())
         message = link.receive()  # the first gives up at its own deadline, and says for whom it waited
     if message is None:

@@ -82,20 +82,20 @@ def gptq(weights: Float[Array, "... n m"], moments: Float[Array, "... n n"], for
     def of_block(lost: jax.Array, first: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Rows ``first`` and on; ``lost [in, out]`` is what all before them lose, and 0 from there on."""
         columns = jax.lax.dynamic_slice_in_dim(follow, first, rows, axis=1)
-        wanted = jax.lax.dynamic_slice_in_dim(weights, first, rows)
+        block = jax.lax.dynamic_slice_in_dim(weights, first, rows)
         within = jax.lax.dynamic_slice_in_dim(columns, first, rows)
         owed = jnp.matmul(columns.T, lost, precision=_HIGHEST)
         scales = whole
         if form.group:  # for the rows as they would best be now, were none of them rounded
-            as_floats = wanted + jax.scipy.linalg.solve_triangular(within.T, owed, lower=True, unit_diagonal=True)
+            as_floats = block + jax.scipy.linalg.solve_triangular(within.T, owed, lower=True, unit_diagonal=True)
             scales = scales_of(as_floats.T, form)
 
         def of_row(own: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
-            met = wanted[row] + owed[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST)
+            met = block[row] + owed[row] + jnp.matmul(within[:, row], own, precision=_HIGHEST)
             value = rounded(met[:, None], scales, form)[:, 0]
-            return own.at[row].set(wanted[row] - value.astype(jnp.float32) * scales), value
+            return own.at[row].set(block[row] - value.astype(jnp.float32) * scales), value
 
-        own, values = jax.lax.scan(of_row, jnp.zeros_like(wanted), jnp.arange(rows))
+        own, values = jax.lax.scan(of_row, jnp.zeros_like(block), jnp.arange(rows))
         return jax.lax.dynamic_update_slice_in_dim(lost, own, first, axis=0), (values, scales)
 
     _, (values, scales) = jax.lax.scan(of_block, jnp.zeros_like(weights), jnp.arange(0, inputs, rows))

@@ -34,10 +34,10 @@ class _Need:
     def __init__(self, source: str) -> None:
         self._source = source
 
-    def __call__(self, condition: bool, field: str, value: Any, wanted: str) -> None:
+    def __call__(self, condition: bool, field: str, value: Any, expected: str) -> None:
         if not condition:
             name = f"quantization_config.{field}" if field else "quantization_config"
-            raise CheckpointError(f"{self._source}: {name}={show(value)}: must be {wanted}: {ADVICE}")
+            raise CheckpointError(f"{self._source}: {name}={show(value)}: must be {expected}: {ADVICE}")
 
     def one_of(self, field: str, value: Any, *choices: Any) -> None:
         """``value`` must be one of ``choices``, and no 8.0 for 8."""
@@ -202,10 +202,10 @@ class _Parts:
             )
         shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if shape not in shapes or kind not in kinds:
-            wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
             raise CheckpointError(
                 f"{self.directory}: {show(name)} is {kind} of shape {shape}: to go with {show(whole)} it must be "
-                f"{' or '.join(kinds)} of shape {wanted}: download the checkpoint again"
+                f"{' or '.join(kinds)} of shape {expected}: download the checkpoint again"
             )
         return tensor
 

@@ -213,10 +213,10 @@ class _PackedFormat(OneMatrix):
 
     def _words(self, inputs: slice) -> tuple[slice, slice]:
         """The int32 that hold those ``inputs``, and where the inputs are among the numbers of these."""
-        wanted, count = range(self.shape[1])[inputs], 32 // self.form.bits
-        first = wanted.start // count
-        own = slice(wanted.start - first * count, max(wanted.stop, wanted.start) - first * count, wanted.step)
-        return slice(first, max(-(-wanted.stop // count), first)), own
+        columns, count = range(self.shape[1])[inputs], 32 // self.form.bits
+        first = columns.start // count
+        own = slice(columns.start - first * count, max(columns.stop, columns.start) - first * count, columns.step)
+        return slice(first, max(-(-columns.stop // count), first)), own
 
 
 class PackedMatrix(_PackedFormat):
@@ -317,11 +317,11 @@ class Awq(OneMatrix):
 
     @staticmethod
     def _unpacked(stored: Any, rows: slice, outputs: slice) -> np.ndarray:
-        wanted = range(stored.get_shape()[1] * 8)[outputs]
-        words = slice(wanted.start // 8, max(-(-wanted.stop // 8), wanted.start // 8))
+        columns = range(stored.get_shape()[1] * 8)[outputs]
+        words = slice(columns.start // 8, max(-(-columns.stop // 8), columns.start // 8))
         numbers = unpacked(stored[rows, words], 4)
         numbers = numbers.reshape(len(numbers), numbers.shape[1] // 8, 8)[..., AWQ_NIBBLES].reshape(numbers.shape)
-        own = slice(wanted.start - words.start * 8, max(wanted.stop, wanted.start) - words.start * 8, wanted.step)
+        own = slice(columns.start - words.start * 8, max(columns.stop, columns.start) - words.start * 8, columns.step)
         return _signed(numbers[:, own].T, 4)
 
 
