@@ -1157,8 +1157,8 @@ CATALOGUE = (
     Mutant(
         name="prefix-shares-one-token-too-many",
         file="specjax/serving/pages.py",
-        old="for end in range(chunk, most + 1, chunk):",
-        new="for end in range(chunk, most + 2, chunk):",
+        old="for end in range(chunk, max_length + 1, chunk):",
+        new="for end in range(chunk, max_length + 2, chunk):",
         tests=("tests/serving/test_pages.py::test_a_chunk_is_known_by_its_tokens_and_the_one_after_it",),
         breaks="A prompt shares its last token, from which decoding has to begin.",
     ),
