@@ -179,7 +179,7 @@ def start(
         >>> drafter = specjax.PromptLookup(draft=2)
         >>> options = decoding.GenerationOptions(max_new_tokens=8)
         >>> drafter, state = decoding.start(target, drafter, prompts, options=options)
-        >>> state.lengths.tolist(), state.limits.tolist()
+        >>> state.lengths.tolist(), state.max_lengths.tolist()
         ([6, 6], [14, 14])
     """
     target.check_whole()
